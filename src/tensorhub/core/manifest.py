@@ -1,0 +1,125 @@
+"""What a shard is made of: its tensors (the layout) and the digests of its bytes (the manifest).
+
+A shard is one *logical stream* of bytes: the memory of its tensors in the order of registration, each byte once.
+Tensors that share memory (tied weights, views of one storage) share their place in the stream. The stream is cut into
+chunks of `chunk_bytes`; the chunk is the unit of progress, verification and resumption.
+
+Two workers may exchange a shard only if their layout digests are equal. What two workers hold is the same version only
+if their root digests are equal: the root covers the layout and the digest of every chunk.
+"""
+
+from hashlib import blake2b
+
+import msgspec
+
+from .errors import UsageError
+from .names import Digest
+
+DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor: its place in the logical stream. Elements lie in memory as `strides` (in elements) says."""
+
+    name: str
+    dtype: str  # torch's name without the prefix: "bfloat16", "float8_e4m3fn", "int64"
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: {self.dtype}{list(self.shape)}"
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """The tensors of one shard, in order, and the length of its logical stream."""
+
+    tensors: tuple[TensorSpec, ...]
+    size_bytes: int
+
+    def digest(self) -> Digest:
+        """Equal for two workers exactly when names, dtypes, shapes, strides, order and sharing of memory are equal."""
+        return Digest(blake2b(msgspec.msgpack.encode(self), digest_size=DIGEST_BYTES).hexdigest())
+
+
+def layout_difference(mine: Layout, theirs: Layout, *, here: str = "here", there: str = "there") -> str | None:
+    """The first difference between two layouts, in words that name the tensor; None where there is none."""
+    for index, (a, b) in enumerate(zip(mine.tensors, theirs.tensors, strict=False)):
+        if a == b:
+            continue
+        if a.name != b.name:
+            names = {spec.name for spec in theirs.tensors}
+            if a.name not in names:
+                return f"tensor {a} exists {here} but not {there} (there, tensor {index} is {b})"
+            return f"order differs: tensor {index} is {a.name!r} {here} and {b.name!r} {there}"
+        for what in ("dtype", "shape", "strides"):
+            x, y = getattr(a, what), getattr(b, what)
+            if x != y:
+                x, y = (list(x), list(y)) if what != "dtype" else (x, y)
+                return f"tensor {a.name!r} has {what} {x} {here} and {y} {there}"
+        return f"tensor {a.name!r} shares memory with other tensors in another way {here} than {there}"
+    more, fewer = sorted((mine.tensors, theirs.tensors), key=len, reverse=True)
+    if len(more) > len(fewer):
+        where, other = (here, there) if more is mine.tensors else (there, here)
+        return f"tensor {more[len(fewer)]} exists {where} but not {other}"
+    return None if mine == theirs else "the layouts differ in their total size"
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """A layout's digest and the digest of every chunk of one version of one shard.
+
+    `digests` is the concatenation of `chunk_count` digests of 16 bytes; empty where the publisher said verify="none".
+    `salt` is empty for verified content; a publisher without digests puts something unique there, so that its content
+    is never taken for anybody else's.
+    """
+
+    layout: Digest
+    size_bytes: int
+    chunk_bytes: int
+    algorithm: str  # "xxh3-128" or "none"
+    digests: bytes
+    salt: str = ""
+
+    @property
+    def chunk_count(self) -> int:
+        return chunk_count(self.size_bytes, self.chunk_bytes)
+
+    def digest_of(self, chunk: int) -> bytes:
+        """The announced digest of one chunk (16 bytes)."""
+        return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """The chunk's place in the logical stream: (start, stop) in bytes."""
+        start = chunk * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.size_bytes)
+
+    def root(self) -> Digest:
+        """The content's identity: one digest over everything above."""
+        return Digest(blake2b(msgspec.msgpack.encode(self), digest_size=DIGEST_BYTES).hexdigest())
+
+    def encode(self) -> bytes:
+        """As it travels from source to target."""
+        return msgspec.msgpack.encode(self)
+
+
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """A manifest from a peer's bytes. Raises `UsageError` if it is malformed or contradicts itself."""
+    try:
+        manifest = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"malformed manifest: {error}") from error
+    if manifest.chunk_bytes < 1 or manifest.size_bytes < 0:
+        raise UsageError(f"manifest with chunks of {manifest.chunk_bytes} B and {manifest.size_bytes} B in all")
+    expected = 0 if manifest.algorithm == "none" else manifest.chunk_count * DIGEST_BYTES
+    if len(manifest.digests) != expected:
+        raise UsageError(f"manifest with {len(manifest.digests)} B of digests where {expected} B were due")
+    return manifest
+
+
+def chunk_count(size_bytes: int, chunk_bytes: int) -> int:
+    """How many chunks a logical stream has; an empty one has none."""
+    return -(-size_bytes // chunk_bytes)

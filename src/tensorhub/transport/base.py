@@ -1,0 +1,120 @@
+"""What every transport offers: some memory is exported under a key, and a peer reads it chunk by chunk.
+
+A transport moves bytes and knows nothing else: a *key* is an opaque string, a *manifest* opaque bytes that travel ahead
+of the chunks, and whether a chunk is good is for the `Sink` to say. The rules that all of them keep, and that the one
+contract suite checks for each:
+
+1. A chunk is sent only when the export's `Progress` has it; a source that is itself filling serves what it has and the
+   rest as it comes, in whatever order its reader asked.
+2. When `Read.on_end` is called, or `Transport.withdraw` has returned, no thread of this transport touches that memory
+   again. Until then the memory may not be reused.
+3. No wait is unbounded: a peer that says nothing for `silence_s` is lost. A source that has nothing to send says so at
+   least every `silence_s / 4`.
+4. Whatever a peer sends, nothing but its own connection suffers.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..core.errors import TensorHubError
+from .progress import Progress
+
+OnEnd = Callable[[TensorHubError | None], None]
+
+
+class ByteStream(Protocol):
+    """The logical stream of one shard: `size_bytes` bytes that may lie in many pieces, on the host or on a device."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        """Host views of bytes [start, stop) to send from; valid inside the block."""
+        ...
+
+    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        """Host views of bytes [start, stop) to receive into; what was written is in place when the block ends."""
+        ...
+
+
+@dataclass(frozen=True)
+class Export:
+    """One readable thing. The bytes of chunks that `progress` has do not change until the key is withdrawn."""
+
+    key: str
+    manifest: bytes
+    chunk_bytes: int
+    stream: ByteStream
+    progress: Progress
+
+
+class Sink(Protocol):
+    """Where a read puts its bytes, and who judges them. Called from the transport's threads, several at once."""
+
+    @property
+    def stream(self) -> ByteStream: ...
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Known once `begin` has returned."""
+        ...
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        """Take the source's manifest; return the chunks wanted, in order. Raises if this is not the content expected."""
+        ...
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        """Judge a chunk that has just been received into `views`. Raises `CorruptTransfer` if it is not as announced."""
+        ...
+
+    def stored(self, chunk: int) -> None:
+        """The accepted chunk is in place (its `writing` block has ended): it counts from now on."""
+        ...
+
+
+class Read(Protocol):
+    """One read from one source, running in threads of its own."""
+
+    def stop(self) -> None:
+        """Ask it to end; returns at once. `on_end` follows, at the latest after the transport's silence limit."""
+        ...
+
+    @property
+    def received_bytes(self) -> int:
+        """Payload bytes received so far, good or bad."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves registered bytes between two workers."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where peers reach this worker, e.g. `tcp://10.0.0.7:41234`."""
+        ...
+
+    def export(self, export: Export) -> None:
+        """Let peers read it from now on. Exporting a key again replaces the former export."""
+        ...
+
+    def withdraw(self, key: str, *, timeout_s: float) -> bool:
+        """Let nobody read it any more, cut those who do, and wait until no thread touches it. False: time ran out."""
+        ...
+
+    def read(self, endpoint: str, key: str, sink: Sink, on_end: OnEnd) -> Read:
+        """Start reading. Never raises for what the network does: that comes with `on_end`, exactly once.
+
+        `on_end` gets None when all wanted chunks were accepted or the read was stopped, `SourceLost` when the source
+        vanished, fell silent, refused or withdrew, and otherwise what `sink.begin` or `sink.accept` raised.
+        """
+        ...
+
+    def statistics(self) -> dict[str, int]:
+        """Counters since the start: bytes sent and received, reads and connections open now."""
+        ...
+
+    def close(self) -> None:
+        """Stop serving and reading, end every thread. Idempotent."""
+        ...
