@@ -7,7 +7,7 @@
     │   ├── VersionConflict              same number with other content, or going backwards
     │   ├── GroupMismatch                shards of one replica disagree on what they are doing
     │   ├── ShardTaken                   another live worker already is this shard of this replica
-    │   └── Closed                       this Weights was closed, or belongs to the process that this one was forked from
+    │   └── Closed                       this Weights was closed, or belongs to the process forked from
     ├── Unavailable                  true for now: retry later, or choose another version
     │   ├── VersionUnavailable           nobody holds it (says who held it last)
     │   ├── GroupIncomplete              a member of the group is missing or died

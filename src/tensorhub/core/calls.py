@@ -1,0 +1,102 @@
+"""The caller's operation at one worker: may it begin, and what its error says when time has run out."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .errors import UsageError
+from .events import Called
+from .messages import VERBS, Answer, Failure, Filling, Holding, Poisoned, Spec, Withdrawing
+from .names import Digest, Version
+from .specs import parse_spec
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+FILLS = ("replicate", "update")
+
+
+@dataclass
+class Call:
+    """One operation, from the caller's call to its end. A worker has one at a time."""
+
+    verb: str
+    spec: Spec
+    root: Digest
+    started: float
+    deadline: float
+    number: int | None = None  # its position; unknown until the server has told where the group is
+    resolved: Version | None = None
+    answer: Answer | None = None
+
+    @property
+    def impatient_at(self) -> float:
+        """Half the time is for readers to finish or move; then those who still read are cut off."""
+        return self.started + (self.deadline - self.started) / 2
+
+    def __str__(self) -> str:
+        return f"{self.verb}({self.spec!r})" if self.spec != "" else f"{self.verb}()"
+
+
+def why_not_begin(worker: "Worker", event: Called) -> Failure | None:
+    """The caller's mistake, if it is one, before anything was changed."""
+    if worker.is_closing:
+        return Failure("closed", f"{worker.me} was closed", "open it again")
+    if worker.call is not None:
+        hint = "one call at a time on one Weights: wait for the first"
+        return Failure("usage", f"{event.verb} on {worker.me} while its {worker.call} has not ended", hint)
+    if worker.refusal is not None and worker.refusal.retry_s <= 0:
+        return Failure(worker.refusal.code, worker.refusal.message, worker.refusal.hint)
+    if worker.layout is None:
+        return Failure("usage", f"{event.verb} on {worker.me} before register()", "register the tensors first")
+    if event.verb not in VERBS:
+        return Failure("usage", f"there is no operation {event.verb!r}")
+    if event.verb in FILLS:
+        try:
+            parse_spec(event.spec)
+        except UsageError as error:
+            return Failure(error.code, str(error), error.hint or "")
+    return _why_not_publish(worker, event) if event.verb == "publish" else None
+
+
+def _why_not_publish(worker: "Worker", event: Called) -> Failure | None:
+    try:
+        version = parse_spec(event.spec)
+    except UsageError as error:
+        return Failure(error.code, str(error), error.hint or "")
+    if version is None:
+        return Failure("usage", f"publish needs a version number, not {event.spec!r}")
+    match worker.buffer:
+        case Poisoned():
+            hint = "replicate a version, or register() again once good content is in the tensors"
+            return Failure("usage", f"{worker.me} is poisoned: its last fill failed half-way", hint)
+        case Holding(version=held, root=root) if held == version and root != event.root:
+            text = f"{worker.me} holds version {version}, but its tensors were changed since"
+            return Failure(
+                "version-conflict", text, "unpublish() before changing tensors, then publish a higher number"
+            )
+        case Holding(version=held) if held != version:
+            hint = "unpublish() first, or use mutating(version=...)"
+            return Failure("not-drained", f"{worker.me} still holds version {held}, which others may read", hint)
+        case Withdrawing(version=held):
+            hint = "call unpublish() again and let it succeed"
+            return Failure("not-drained", f"{worker.me} is still withdrawing version {held}", hint)
+    return None
+
+
+def deadline_failure(worker: "Worker", call: Call) -> Failure:
+    """Why a call has not ended in time: what it waited for, how far it got, what to do next."""
+    took_s = call.deadline - call.started
+    text = f"{call} of {worker.me} did not end within {took_s:.3g} s"
+    if not worker.connected:
+        return Failure("server-unreachable", f"{text}: the reference server does not answer", "is it running?")
+    waiting = call.answer.waiting if call.answer is not None else None
+    if isinstance(worker.buffer, Withdrawing):
+        text += f": version {worker.buffer.version} still has readers"
+    if isinstance(worker.buffer, Filling):
+        done, chunks = worker.progress
+        source = f" from {worker.reading.source}" if worker.reading is not None else ""
+        text += f": {done} of {chunks or '?'} chunks of version {worker.buffer.version} were in place{source}"
+    if waiting is not None:
+        text += f": {waiting.message}"
+        return Failure(waiting.code, text, waiting.hint)
+    return Failure("deadline-exceeded", text, "retry, or give it a longer timeout")

@@ -1,0 +1,172 @@
+"""What the worker machine is told (events) and what it wants done (effects). The shell between them decides nothing.
+
+The memory of a worker is written by one read at a time, and a new one starts only after the old one has ended.
+"""
+
+from dataclasses import dataclass
+
+from .messages import Failure, Grant, LayoutInfo, Orders, Refusal, Report, Spec
+from .names import Digest, Ticket, Version
+
+# --- events: the shell tells -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection to a reference server stands and `Hello` was sent on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """That connection is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message came from the server."""
+
+    message: Orders | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The caller has put (other) tensors into registered memory. Check `Worker.may_register` first."""
+
+    layout: LayoutInfo
+    digest: Digest
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The caller wants one operation, and waits until `deadline` (same clock as `now`)."""
+
+    verb: str
+    spec: Spec
+    deadline: float
+    root: Digest = Digest("")  # of a publish
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The caller does not want the current operation any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The caller wants to leave: withdraw, wait for readers until `deadline`, then go."""
+
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdvanced:
+    """Chunks [0, done) of `chunks` are in place, each verified against the manifest with the granted root."""
+
+    ticket: Ticket
+    done: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """No byte of this read can land any more. `complete`: every chunk of the version is in place, verified in time.
+
+    `failure` is None if it was complete, or was stopped because we asked.
+    """
+
+    ticket: Ticket
+    complete: bool = False
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServingStopped:
+    """No peer reads this version out of our memory any more, and none can begin."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed (see `Worker.next_deadline`)."""
+
+
+Event = (
+    Connected
+    | Disconnected
+    | Received
+    | Registered
+    | Called
+    | Cancelled
+    | Closing
+    | ReadAdvanced
+    | ReadEnded
+    | ServingStopped
+    | Tick
+)
+
+# --- effects: the machine wants ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send it to the server if there is a connection; forget it otherwise."""
+
+    message: Report | LayoutInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    """Read what is missing of the grant's version from its source into the registered memory; answer with
+    `ReadAdvanced` now and then and `ReadEnded` once. While it runs, serve what has been verified."""
+
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Accept no chunk that arrives at `until` or later (same clock as `now`), unless told a later time by then."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopRead:
+    """End it soon; `ReadEnded` is awaited."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class StartServing:
+    """The registered memory holds this version, whole: let peers read it."""
+
+    version: Version
+    root: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class StopServing:
+    """Let no peer read this version any more, whether it was whole or being filled; answer with `ServingStopped`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The caller's operation ended: with a version (None after an unpublish), or with an error."""
+
+    number: int
+    version: Version | None = None
+    error: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """After `Closing`: the connection may be closed. `drained` is False if readers had to be cut off."""
+
+    drained: bool
+
+
+Effect = Send | StartRead | Trust | StopRead | StartServing | StopServing | Finished | Left

@@ -1,0 +1,217 @@
+"""What server and workers say to each other: how things are, never what changed.
+
+A worker sends `Hello` once on connecting, `LayoutInfo` once it has registered, and its whole `Report` whenever that
+changes and once a second. The server answers each report with the worker's `Orders`, and sends them unasked when they
+change. A lost, repeated or late message is mended by the next one. Bodies are MessagePack; nothing is ever pickled.
+
+Two numbers make stale messages harmless. `Orders.number` rises over the server's lives, so a worker drops orders that
+come late; and orders are the *whole* truth at their number: a ticket below `number` that they do not name is void.
+"""
+
+import msgspec
+
+from .manifest import Layout
+from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
+
+PROTOCOL = "tensorhub/1"
+MOST_REPORT_BYTES = 64 * 1024  # a report or orders: a few hundred bytes, and error texts of bounded length
+MOST_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
+MOST_TEXT = 2_000  # characters of an error's message or hint on the wire
+
+MOST_FAILURES = 4  # ticket failures told in one report
+
+Spec = int | str  # a version number, "latest" or "latest-N"
+VERBS = ("publish", "unpublish", "replicate", "update")
+
+
+class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
+    pass
+
+
+# --- the buffer of a worker -------------------------------------------------------------------------------------------
+
+
+class Empty(_Message, frozen=True, tag="empty"):
+    """Nothing that anybody may read; its owner may change it."""
+
+
+class Filling(_Message, frozen=True, tag="filling"):
+    """Being filled with a version; complete and verified up to `done` of `chunks` (0: not known yet)."""
+
+    version: Version
+    done: int = 0
+    chunks: int = 0
+
+
+class Holding(_Message, frozen=True, tag="holding"):
+    """Has the version, whole and verified, and promises not to change it."""
+
+    version: Version
+    root: Digest
+    published: bool = False  # by this worker itself, rather than replicated
+
+
+class Withdrawing(_Message, frozen=True, tag="withdrawing"):
+    """Wants to take its promise back, and waits until nobody reads any more. `impatient`: cut those who still read."""
+
+    version: Version
+    root: Digest
+    published: bool = False
+    impatient: bool = False
+
+
+class Poisoned(_Message, frozen=True, tag="poisoned"):
+    """A fill failed half-way: the bytes are no version at all."""
+
+
+Buffer = Empty | Filling | Holding | Withdrawing | Poisoned
+
+
+# --- from a worker ----------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """Who this worker is. `life` is unique to one life of the process; `protocol` must be the server's own."""
+
+    protocol: str
+    model: ModelName
+    replica: ReplicaName
+    shard: Shard
+    shards: int
+    life: str
+    endpoints: tuple[str, ...] = ()  # best first: "tcp://host:port"
+    reliable: bool = True
+    site: str = ""
+    host: str = ""
+    token: str = ""
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(self.model, self.replica, self.shard)
+
+
+class LayoutInfo(_Message, frozen=True, tag="layout"):
+    """The tensors that this worker has registered, so that a mismatch can name the tensor."""
+
+    layout: Layout
+
+
+class Operation(_Message, frozen=True):
+    """The group operation that this worker's caller waits in; `resolved` is the version that the server answered."""
+
+    number: int
+    verb: str  # one of VERBS
+    spec: Spec  # of an unpublish: ""
+    root: Digest = Digest("")  # of a publish: the content's identity
+    resolved: Version | None = None
+
+
+class Reading(_Message, frozen=True):
+    """The one read that this worker has open; it may be about to stop."""
+
+    ticket: Ticket
+    source: WorkerId
+    version: Version
+
+
+class TicketFailure(_Message, frozen=True):
+    """A read that failed, and why: a code of the error tree and a sentence."""
+
+    ticket: Ticket
+    source: WorkerId
+    code: str
+    message: str
+
+
+class Report(_Message, frozen=True, tag="report"):
+    """How things are at this worker.
+
+    `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the highest
+    orders number ever seen. `ended` is the position of the last operation that ended here, and `ended_well` how. No
+    ticket up to and including `closed` is being read any more. `newest` is the highest version ever heard of: with it
+    `latest` survives a restart of the server. `failures` are those of the current operation, newest last.
+    """
+
+    number: int
+    session: Number = Number(0)
+    seen: Number = Number(0)
+    buffer: Buffer = Empty()
+    layout: Digest = Digest("")
+    size_bytes: int = 0
+    operation: Operation | None = None
+    ended: int = 0
+    ended_well: bool = False
+    reading: Reading | None = None
+    closed: Ticket = Ticket(0)
+    newest: Version | None = None
+    failures: tuple[TicketFailure, ...] = ()
+    received_bytes: dict[str, int] = {}  # by source replica, over this life
+    leaving: bool = False  # close() was called, nobody reads any more: this worker may be forgotten
+
+
+# --- from the server --------------------------------------------------------------------------------------------------
+
+
+class Grant(_Message, frozen=True):
+    """Leave to read one version of one shard from one source."""
+
+    ticket: Ticket
+    version: Version
+    root: Digest
+    source: WorkerId
+    endpoints: tuple[str, ...]
+    reason: str
+    encoding: str = "full"
+
+
+class Failure(_Message, frozen=True):
+    """An error of the tree, as it travels."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+
+class Answer(_Message, frozen=True):
+    """What became of one operation: its version once resolved, then `finished` or `error`; until then, what it awaits."""
+
+    number: int
+    version: Version | None = None
+    finished: bool = False
+    error: Failure | None = None
+    waiting: Failure | None = None
+
+
+class Orders(_Message, frozen=True, tag="orders"):
+    """What the server wants of one worker, whole.
+
+    `acknowledged` is the number of the latest report taken in. `position` is the position of the last operation that
+    ended anywhere in the replica, None while the server cannot know it. `drained` names the version that nobody reads
+    from this worker any more. `offload` and `release` are for retention.
+    """
+
+    number: Number
+    session: Number
+    acknowledged: int
+    lease_s: float
+    trust_s: float
+    report_s: float
+    position: int | None = None
+    answer: Answer | None = None
+    grant: Grant | None = None
+    drained: Version | None = None
+    offload: Version | None = None
+    release: Version | None = None
+
+
+class Refusal(_Message, frozen=True, tag="refusal"):
+    """The server will not talk to this worker; the connection ends. `retry_s` > 0: it may help to come back then."""
+
+    code: str
+    message: str
+    hint: str = ""
+    retry_s: float = 0.0
+
+
+ToServer = Hello | LayoutInfo | Report
+ToWorker = Orders | Refusal

@@ -1,0 +1,60 @@
+"""When a worker says how things are: on news, once a second, and when something must not wait.
+
+Remembers when each report was sent, because a lease counts from the sending of the report that was acknowledged.
+"""
+
+from math import inf
+
+from msgspec.structs import replace
+
+from .messages import Filling, Report
+from .names import Number, Ticket
+
+MOST_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is long over
+
+
+def news_of(report: Report) -> Report:
+    """What of a report is worth telling at once: all but the counters that move by themselves."""
+    buffer = Filling(report.buffer.version) if isinstance(report.buffer, Filling) else report.buffer
+    return replace(report, number=0, seen=Number(0), closed=Ticket(0), buffer=buffer, received_bytes={})
+
+
+class ReportBook:
+    """Numbers a worker's reports and says when the next one is due."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.every_s = 1.0
+        self._sent_at: dict[int, float] = {}
+        self._last_news: Report | None = None
+        self._last_at = -inf
+
+    @property
+    def unacknowledged(self) -> int:
+        return len(self._sent_at)
+
+    @property
+    def next_at(self) -> float:
+        return self._last_at + self.every_s
+
+    def repeat(self) -> None:
+        """A new connection: whatever was told before must be told again."""
+        self._last_news, self._last_at = None, -inf
+
+    def is_due(self, report: Report, *, now: float) -> bool:
+        return self._last_news is None or now >= self.next_at or news_of(report) != self._last_news
+
+    def sent(self, report: Report, *, now: float) -> Report:
+        """Number the report and note that it goes out now."""
+        self.number += 1
+        self._last_news, self._last_at = news_of(report), now
+        self._sent_at[self.number] = now
+        if len(self._sent_at) > MOST_UNACKNOWLEDGED:
+            del self._sent_at[min(self._sent_at)]
+        return replace(report, number=self.number)
+
+    def acknowledge(self, number: int) -> float | None:
+        """When that report was sent, None if that is not known (any more); older ones are forgotten."""
+        sent_at = self._sent_at.get(number)
+        self._sent_at = {n: at for n, at in self._sent_at.items() if n > number}
+        return sent_at

@@ -1,0 +1,25 @@
+"""The numbers that decide how patient everybody is. Each shows its working.
+
+The server sends its own to each worker, so that both sides always count with the same ones.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of the reference server's decisions. Times in seconds."""
+
+    lease_s: float = 10.0  # 3 missed reports at 1/s, 5 s for a GC or GPU hiccup, 2 s spare
+    report_s: float = 1.0  # a worker says how things are at least this often; also the age of progress in `status`
+    drift: float = 0.1  # a worker trusts its lease for (1 - drift) of it: clocks that run up to 10 % apart are safe
+    avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
+    most_failures: int = 8  # of one operation on one shard, before it is given up rather than tried again
+    most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", a few KiB
+    most_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for
+    most_models: int = 1_000  # names cost memory and come from strangers
+
+    @property
+    def trust_s(self) -> float:
+        """How long after sending a report that was acknowledged a worker may trust what it reads."""
+        return self.lease_s * (1.0 - self.drift)

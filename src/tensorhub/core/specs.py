@@ -1,0 +1,28 @@
+"""How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest that still is known)."""
+
+import re
+
+from .errors import UsageError
+from .messages import Spec
+from .names import Version
+
+_LATEST = re.compile(r"latest(?:-(\d{1,9}))?\Z")
+HIGHEST_VERSION = 2**62  # fits every integer type on the way
+
+
+def parse_spec(spec: Spec) -> Version | None:
+    """The version that the spec names outright, or None for "latest" and "latest-N". Raises `UsageError`."""
+    if isinstance(spec, int) and not isinstance(spec, bool):
+        if 0 <= spec <= HIGHEST_VERSION:
+            return Version(spec)
+        raise UsageError(f"version {spec} is out of range: versions are integers from 0 to 2**62")
+    if isinstance(spec, str) and _LATEST.match(spec):
+        return None
+    raise UsageError(f"{spec!r} names no version", hint='use an integer, "latest" or "latest-N"')
+
+
+def steps_back(spec: str) -> int:
+    """How far before the latest: 0 for "latest", N for "latest-N"."""
+    found = _LATEST.match(spec)
+    assert found is not None
+    return int(found.group(1) or 0)

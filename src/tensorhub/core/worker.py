@@ -1,0 +1,471 @@
+"""The worker's decisions: what its buffer is, what it may read, when its caller's call has ended.
+
+Events go in, effects come out; the shell carries them out and decides nothing. After every event the machine looks at
+how things are and takes each step that has become possible, so a lost or repeated message never leaves it stuck.
+
+Rules it keeps:
+- Orders are the whole truth at their number. Older ones are dropped; a ticket that they do not name is void; a ticket
+  that was ever void here is never begun.
+- What it reads counts only inside its own lease, from when it *sent* the report that the server acknowledged.
+- One read at a time writes the buffer, and nobody reads from the buffer when it changes from one version to another.
+- A call ends by its deadline. A fill that was cut short leaves the buffer poisoned.
+
+It must never look at a clock, a socket or a tensor.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import inf
+from typing import assert_never
+
+from .calls import FILLS, Call, deadline_failure, why_not_begin
+from .errors import InvariantViolation
+from .events import (
+    Called,
+    Cancelled,
+    Closing,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Finished,
+    Left,
+    ReadAdvanced,
+    ReadEnded,
+    Received,
+    Registered,
+    Send,
+    ServingStopped,
+    StartRead,
+    StartServing,
+    StopRead,
+    StopServing,
+    Tick,
+    Trust,
+)
+from .messages import (
+    MOST_FAILURES,
+    Buffer,
+    Empty,
+    Failure,
+    Filling,
+    Grant,
+    Holding,
+    Operation,
+    Orders,
+    Poisoned,
+    Reading,
+    Refusal,
+    Report,
+    TicketFailure,
+    Withdrawing,
+)
+from .names import Digest, Number, Ticket, Version, WorkerId
+from .reports import ReportBook
+
+
+@dataclass
+class Worker:
+    """One life of one worker. See the module for its rules; `handle` is the only thing that changes it."""
+
+    me: WorkerId
+    buffer: Buffer = field(default_factory=Empty)
+    layout: Registered | None = None
+    call: Call | None = None
+    session: Number = Number(0)
+    seen: Number = Number(0)
+    closed: Ticket = Ticket(0)
+    reading: Reading | None = None
+    newest: Version | None = None
+    connected: bool = False
+    refusal: Refusal | None = None
+    trust_until: float = -inf
+    received_bytes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._is_stopping_read = False
+        self._grant: Grant | None = None
+        self._serving: Version | None = None  # an export of this version exists
+        self._is_stopping_serving = False
+        self._withdrawn_in = 0  # the report that first said so
+        self._ended, self._ended_well = 0, False
+        self._position: int | None = None
+        self._failures: list[TicketFailure] = []
+        self._closing: float | None = None
+        self._closing_since = 0.0
+        self._leaving_in = 0
+        self._has_left = False
+        self._root_of_fill = Digest("")
+        self._book = ReportBook()
+        self._trust_s = 0.0
+        self._is_urgent = False
+        self._effects: list[Effect] = []
+        self._story: deque[tuple[float, str]] = deque(maxlen=200)
+
+    # --- the seam -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, *, now: float) -> list[Effect]:
+        """Take in one event; return what is to be done, in order. `now` never goes back."""
+        self._effects = []
+        self._lapse(now)
+        match event:
+            case Connected():
+                self.connected, self.refusal = True, None
+                self._book.repeat()
+                if self.layout is not None:
+                    self._effects.append(Send(self.layout.layout))
+            case Disconnected():
+                self.connected = False
+            case Received(message=Orders() as orders):
+                self._take_orders(orders, now)
+            case Received(message=Refusal() as refusal):
+                self._take_refusal(refusal, now)
+            case Registered():
+                self._register(event)
+            case Called():
+                self._take_call(event, now)
+            case Cancelled():
+                if self.call is not None:
+                    self._end_call(well=False, now=now)
+            case Closing(deadline=deadline):
+                self._begin_closing(deadline, now)
+            case ReadAdvanced():
+                self._read_advanced(event)
+            case ReadEnded():
+                self._read_ended(event, now)
+            case ServingStopped(version=version):
+                self._serving_stopped(version, now)
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+        self._advance(now)
+        self._report(now)
+        return self._effects
+
+    def next_deadline(self) -> float:
+        """When to call `handle(Tick())` if nothing else happens before."""
+        times = [inf]
+        if self.call is not None:
+            times.append(self.call.deadline)
+            if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient:
+                times.append(self.call.impatient_at)
+        if self._closing is not None and not self._has_left:
+            times.append(self._closing)
+        if self.reading is not None and not self._is_stopping_read:
+            times.append(self.trust_until)
+        if self.connected:
+            times.append(self._book.next_at)
+        return min(times)
+
+    # --- what others ask ----------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Version | None:
+        """The version whose bytes are in the buffer, whole and verified; None if there is none."""
+        return self.buffer.version if isinstance(self.buffer, Holding | Withdrawing) else None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Chunks done and chunks in all, of a fill; (0, 0) when there is none."""
+        return (self.buffer.done, self.buffer.chunks) if isinstance(self.buffer, Filling) else (0, 0)
+
+    @property
+    def may_register(self) -> bool:
+        """Other tensors may be registered: nobody reads or writes the present ones."""
+        is_idle = self.call is None and self.reading is None and self._serving is None
+        return is_idle and isinstance(self.buffer, Empty | Poisoned)
+
+    def story(self) -> list[tuple[float, str]]:
+        """The last 200 things that happened here, oldest first."""
+        return list(self._story)
+
+    def statistics(self) -> dict[str, int]:
+        received = sum(self.received_bytes.values())
+        return {"reports": self._book.number, "unacknowledged": self._book.unacknowledged, "received_bytes": received}
+
+    def check_invariants(self) -> None:
+        """Raise `InvariantViolation` if this machine contradicts itself."""
+        wrong = None
+        if self.reading is not None and not self._is_stopping_read and not isinstance(self.buffer, Filling):
+            wrong = f"reads {self.reading} into a buffer that is {self.buffer}"
+        elif isinstance(self.buffer, Empty) and self._serving is not None and not self._is_stopping_serving:
+            wrong = f"serves version {self._serving} from an empty buffer"
+        elif isinstance(self.buffer, Holding) and self._serving != self.buffer.version:
+            wrong = f"holds {self.buffer.version} and serves {self._serving}"
+        elif isinstance(self.buffer, Holding) and self.reading is not None:
+            wrong = f"holds {self.buffer.version} while {self.reading} still writes"
+        elif self.reading is not None and self.closed >= self.reading.ticket:
+            wrong = f"reads ticket {self.reading.ticket}, called closed up to {self.closed}"
+        if wrong:
+            raise InvariantViolation(f"{self.me} {wrong}")
+
+    # --- from the server ----------------------------------------------------------------------------------------------
+
+    def _take_orders(self, orders: Orders, now: float) -> None:
+        if orders.number <= self.seen:
+            return  # late or repeated: a newer truth is known
+        self.seen = orders.number
+        self.session = orders.session
+        self._book.every_s, self._trust_s = orders.report_s, orders.trust_s
+        self._position = orders.position
+        self._extend_trust(orders.acknowledged)
+        self._grant = orders.grant
+        if self._grant is not None and self._grant.ticket <= self.closed:
+            self._grant = None
+        call = self.call
+        if call is not None and orders.answer is not None and orders.answer.number == call.number:
+            call.answer = orders.answer
+            if orders.answer.version is not None and call.resolved is None:
+                call.resolved = orders.answer.version
+                self._note_newest(call.resolved)
+                self._note(now, f"{call.verb} {call.spec} is version {call.resolved}")
+        is_answer_to_withdrawal = orders.acknowledged >= self._withdrawn_in > 0
+        if isinstance(self.buffer, Withdrawing) and orders.drained == self.buffer.version and is_answer_to_withdrawal:
+            self._stop_serving(now)
+        if self._leaving_in and orders.acknowledged >= self._leaving_in:
+            self._leave(drained=True)
+
+    def _take_refusal(self, refusal: Refusal, now: float) -> None:
+        self.refusal = refusal
+        if refusal.retry_s <= 0 and self.call is not None:
+            self._fail_call(Failure(refusal.code, refusal.message, refusal.hint), now)
+
+    def _extend_trust(self, acknowledged: int) -> None:
+        sent_at = self._book.acknowledge(acknowledged)
+        if sent_at is not None and sent_at + self._trust_s > self.trust_until:
+            self.trust_until = sent_at + self._trust_s
+            self._effects.append(Trust(self.trust_until))
+
+    def _lapse(self, now: float) -> None:
+        """The lease ended before the server answered: nothing granted before counts any more."""
+        if now >= self.trust_until:
+            self._is_urgent = self._is_urgent or self._grant is not None
+            self._grant = None
+            self._stop_read(now, "own lease ended")
+
+    # --- from the caller ----------------------------------------------------------------------------------------------
+
+    def _register(self, event: Registered) -> None:
+        if not self.may_register:
+            raise InvariantViolation(f"{self.me} was given other tensors while {self.buffer}")
+        self.layout = event
+        self.buffer = Empty()
+        if self.connected:
+            self._effects.append(Send(event.layout))
+
+    def _take_call(self, event: Called, now: float) -> None:
+        wrong = why_not_begin(self, event)
+        if wrong is not None:
+            self._effects.append(Finished(0, error=wrong))
+            return
+        self.call = Call(event.verb, event.spec, event.root, now, event.deadline)
+        self._failures = []
+        self._note(now, f"called {event.verb} {event.spec}")
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing is not None
+
+    def _begin_closing(self, deadline: float, now: float) -> None:
+        if self._closing is None:
+            self._closing, self._closing_since = deadline, now
+            if self.call is not None:
+                self._fail_call(Failure("closed", f"{self.me} was closed during {self.call.verb}"), now)
+
+    # --- from the data plane ------------------------------------------------------------------------------------------
+
+    def _read_advanced(self, event: ReadAdvanced) -> None:
+        is_ours = self.reading is not None and self.reading.ticket == event.ticket
+        if is_ours and isinstance(self.buffer, Filling):
+            self.buffer = Filling(self.buffer.version, max(self.buffer.done, event.done), event.chunks)
+
+    def _read_ended(self, event: ReadEnded, now: float) -> None:
+        reading = self.reading
+        if reading is None or reading.ticket != event.ticket:
+            raise InvariantViolation(f"{self.me}: read {event.ticket} ended, but {reading} was open")
+        was_stopped = self._is_stopping_read
+        self.reading, self._is_stopping_read = None, False
+        self.closed = Ticket(max(self.closed, event.ticket))
+        if self._grant is not None and self._grant.ticket <= event.ticket:
+            self._grant = None
+        if event.complete and isinstance(self.buffer, Filling) and self.buffer.version == reading.version:
+            self.buffer = Holding(reading.version, self._root_of_fill)
+            self._note(now, f"holds version {reading.version}, last chunk from {reading.source}")
+        elif event.failure is not None and not was_stopped:
+            told = TicketFailure(event.ticket, reading.source, event.failure.code, event.failure.message[:500])
+            self._failures = [*self._failures, told][-MOST_FAILURES:]
+            self._note(now, f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
+
+    def _serving_stopped(self, version: Version, now: float) -> None:
+        if not self._is_stopping_serving or self._serving != version:
+            raise InvariantViolation(f"{self.me}: serving {version} stopped, but it serves {self._serving}")
+        self._serving, self._is_stopping_serving = None, False
+        if isinstance(self.buffer, Withdrawing):
+            self.buffer, self._withdrawn_in = Empty(), 0
+            self._note(now, f"version {version} withdrawn")
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        """Take every step that how things are now allows."""
+        if self._closing is not None:
+            self._advance_closing(now)
+        call = self.call
+        if call is not None and call.number is None and (self._ended or self._position is not None):
+            call.number = max(self._ended, self._position or 0) + 1
+        if call is not None and call.answer is not None and call.answer.error is not None:
+            self._fail_call(call.answer.error, now)
+        elif call is not None and call.answer is not None and call.answer.finished:
+            self._end_call(well=True, now=now)
+        elif call is not None and now >= call.deadline:
+            self._fail_call(deadline_failure(self, call), now)
+        elif call is not None:
+            self._advance_call(call, now)
+        self._advance_read(now)
+
+    def _advance_call(self, call: Call, now: float) -> None:
+        if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient and now >= call.impatient_at:
+            self._withdraw(impatient=True, now=now)
+        match self.buffer:
+            case Holding(version=version) if call.verb == "unpublish" and call.number is not None:
+                self._withdraw(impatient=False, now=now)
+            case Holding(version=version) if call.verb in FILLS and call.resolved not in (None, version):
+                self._withdraw(impatient=False, now=now)
+            case Empty() if call.verb == "publish" and call.resolved is not None and self._is_untouched:
+                self.buffer = Holding(call.resolved, call.root, published=True)
+                self._serving = call.resolved
+                self._effects.append(StartServing(call.resolved, call.root))
+                self._note(now, f"published version {call.resolved}")
+            case Empty() | Poisoned() if call.verb in FILLS and call.resolved is not None and self._is_untouched:
+                self.buffer = Filling(call.resolved)
+
+    @property
+    def _is_untouched(self) -> bool:
+        """Nobody reads or writes the buffer."""
+        return self.reading is None and self._serving is None
+
+    def _advance_read(self, now: float) -> None:
+        grant, wanted = self._grant, self.buffer.version if isinstance(self.buffer, Filling) else None
+        is_wanted = grant is not None and grant.version == wanted and self.call is not None
+        may_be_wanted = self.call is not None and self.call.verb in FILLS and not isinstance(self.buffer, Holding)
+        if grant is not None and not is_wanted and not may_be_wanted:
+            self._grant, grant, self._is_urgent = None, None, True  # so that its source need not wait for us
+        if self.reading is not None:
+            if grant is None or grant.ticket != self.reading.ticket or not is_wanted:
+                self._stop_read(now, "no longer granted")
+        elif grant is not None and is_wanted and not self._is_stopping_serving and now < self.trust_until:
+            self.reading = Reading(grant.ticket, grant.source, grant.version)
+            self._serving = grant.version
+            self._root_of_fill = grant.root
+            self._effects += [Trust(self.trust_until), StartRead(grant)]
+            self._note(now, f"reads {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}")
+
+    def _stop_read(self, now: float, why: str) -> None:
+        if self.reading is not None and not self._is_stopping_read:
+            self._is_stopping_read = True
+            self._effects.append(StopRead(self.reading.ticket))
+            self._note(now, f"stops ticket {self.reading.ticket}: {why}")
+
+    def _stop_serving(self, now: float) -> None:
+        if self._serving is not None and not self._is_stopping_serving:
+            self._is_stopping_serving = True
+            self._effects.append(StopServing(self._serving))
+
+    def _withdraw(self, *, impatient: bool, now: float) -> None:
+        assert isinstance(self.buffer, Holding | Withdrawing)
+        if isinstance(self.buffer, Holding):
+            self._withdrawn_in = self._book.number + 1
+        self.buffer = Withdrawing(self.buffer.version, self.buffer.root, self.buffer.published, impatient)
+        self._note(now, f"withdraws version {self.buffer.version}" + (", impatient" if impatient else ""))
+
+    def _fail_call(self, failure: Failure, now: float) -> None:
+        call = self.call
+        assert call is not None
+        self._note(now, f"{call.verb} {call.spec} failed: {failure.code}: {failure.message}")
+        self._effects.append(Finished(call.number or 0, error=failure))
+        self._end_call(well=False, now=now)
+
+    def _end_call(self, *, well: bool, now: float) -> None:
+        call = self.call
+        assert call is not None
+        self.call, self._failures = None, []
+        if call.number is not None:
+            self._ended, self._ended_well = call.number, well
+        if well:
+            self._effects.append(Finished(call.number or 0, version=self.held))
+            self._note_newest(self.held)
+            return
+        if isinstance(self.buffer, Filling):
+            self.buffer = Poisoned()
+            self._grant = None
+            self._stop_read(now, "the call failed")
+            self._stop_serving(now)
+        elif isinstance(self.buffer, Withdrawing) and not self._is_stopping_serving and self._closing is None:
+            self.buffer = Holding(self.buffer.version, self.buffer.root, self.buffer.published)
+            self._withdrawn_in = 0
+
+    def _advance_closing(self, now: float) -> None:
+        assert self._closing is not None
+        if self._has_left:
+            return
+        is_late = now >= self._closing or not self.connected
+        if isinstance(self.buffer, Holding):
+            self._withdraw(impatient=False, now=now)
+        if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient:
+            half = self._closing_since + (self._closing - self._closing_since) / 2
+            if now >= half:
+                self._withdraw(impatient=True, now=now)
+        if is_late:
+            self._stop_read(now, "closing")
+            self._stop_serving(now)
+            self._leave(drained=not isinstance(self.buffer, Withdrawing))
+        elif isinstance(self.buffer, Empty | Poisoned) and self._is_untouched and not self._leaving_in:
+            self._leaving_in = self._book.number + 1
+
+    def _leave(self, *, drained: bool) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._effects.append(Left(drained))
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _report(self, now: float) -> None:
+        if self.reading is not None:
+            open_from = self.reading.ticket
+        elif self._grant is not None:
+            open_from = self._grant.ticket
+        else:
+            open_from = Ticket(self.seen + 1)
+        self.closed = Ticket(max(self.closed, open_from - 1))
+        call = self.call
+        operation = None
+        if call is not None and call.number is not None:
+            operation = Operation(call.number, call.verb, call.spec, call.root, call.resolved)
+        report = Report(
+            number=0,
+            session=self.session,
+            seen=self.seen,
+            buffer=self.buffer,
+            layout=self.layout.digest if self.layout else Digest(""),
+            size_bytes=self.layout.size_bytes if self.layout else 0,
+            operation=operation,
+            ended=self._ended,
+            ended_well=self._ended_well,
+            reading=self.reading,
+            closed=self.closed,
+            newest=self.newest,
+            failures=tuple(self._failures),
+            received_bytes=self.received_bytes,
+            leaving=self._leaving_in > 0,
+        )
+        if self.connected and (self._is_urgent or self._book.is_due(report, now=now)):
+            self._is_urgent = False
+            self._effects.append(Send(self._book.sent(report, now=now)))
+
+    def _note_newest(self, version: Version | None) -> None:
+        if version is not None:
+            self.newest = version if self.newest is None else max(self.newest, version)
+
+    def _note(self, now: float, what: str) -> None:
+        self._story.append((now, what))
