@@ -1,0 +1,95 @@
+"""What the reference server shows of itself: the answer of `/v1/status`, and what `status` and `watch` draw.
+
+A snapshot of plain values. Ages and leases are in seconds before or after the moment it was taken.
+"""
+
+import msgspec
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """One read that is granted now: who reads what from whom, how far it is, and why from there."""
+
+    model: str
+    version: int
+    shard: int
+    target: str  # replica
+    source: str  # replica
+    ticket: int
+    done: int  # chunks
+    chunks: int  # 0: not known yet
+    size_bytes: int
+    reason: str
+    is_void: bool = False  # taken back; the target has not yet confirmed that it stopped
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """One worker: what its buffer is, and for how long it is still believed."""
+
+    shard: int
+    state: str  # "empty", "filling", "holding", "withdrawing", "poisoned"
+    version: int | None
+    done: int
+    chunks: int
+    size_bytes: int
+    session: int
+    lease_left_s: float
+    connected: bool
+    readers: int  # reads granted from here
+    endpoints: tuple[str, ...]
+    host: str
+    site: str
+    reliable: bool
+    received_bytes: dict[str, int]  # by source replica
+
+
+class OperationView(msgspec.Struct, frozen=True):
+    """What a replica is doing as a group."""
+
+    number: int
+    verb: str
+    spec: int | str
+    version: int | None
+    state: str  # "waiting", "running", "finished", "failed"
+    waiting_for: str = ""
+
+
+class ReplicaView(msgspec.Struct, frozen=True):
+    """One replica: a worker for each shard, some of which may be missing."""
+
+    name: str
+    shards: int
+    workers: tuple[WorkerView, ...]
+    operation: OperationView | None
+
+
+class VersionView(msgspec.Struct, frozen=True):
+    """One version: who holds it, whole or in part."""
+
+    version: int
+    is_latest: bool
+    is_complete: bool  # it exists: every shard of one replica published it
+    holders: tuple[str, ...]  # replicas that hold all their shards of it
+    filling: tuple[str, ...]
+    last_holder: str = ""  # where nobody holds it any more
+
+
+class ModelView(msgspec.Struct, frozen=True):
+    """One model by name."""
+
+    name: str
+    shards: int
+    latest: int | None
+    size_bytes: int  # of all shards
+    versions: tuple[VersionView, ...]  # newest first
+    replicas: tuple[ReplicaView, ...]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The whole picture."""
+
+    protocol: str
+    uptime_s: float
+    recovering_s: float  # 0 once the server has heard from everybody it could have forgotten
+    models: tuple[ModelView, ...]
+    transfers: tuple[Transfer, ...]
+    counters: dict[str, int]
