@@ -1,0 +1,113 @@
+"""Registered memory on CUDA devices, staged through pinned host memory: for transports that cannot reach the device.
+
+Rules:
+1. Copies run on streams of their own, one for each direction and device: they neither wait for the user's kernels nor
+   hold them up. So whoever reads or overwrites calls `Registration.settle` first: `build_manifest` and `FillSink` do.
+2. Each call waits for an event behind its own copies. Bytes received are in place, for every stream, when it returns.
+3. The ring is 64 MiB of pinned memory at most, taken at the first block, not at registration.
+
+Imported only once a tensor on a CUDA device is registered. Never: launch a kernel, allocate device memory. Not during
+the capture of a CUDA graph, which forbids other threads what these copies need.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from ..core.errors import TransferError, UsageError
+from .host import Piece, host_view
+from .staging import Copy, StagedStream, StagingRing
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has finished everything launched so far."""
+    torch.cuda.synchronize(torch.device(device))
+
+
+class CudaStream(StagedStream):
+    """A `ByteStream` over memory of CUDA devices, and of the host among it."""
+
+    def __init__(self, pieces: Sequence[Piece], ring: StagingRing | None = None) -> None:
+        super().__init__(pieces, CudaCopier(pieces), ring)
+
+
+class CudaCopier:
+    """Copies between pieces of device memory and pinned staging memory."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._bytes = [_as_bytes(piece) if piece.device != "cpu" else None for piece in pieces]
+        self._devices = [torch.device(piece.device) for piece in pieces]
+        self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
+        for device in self._devices:
+            if device.type != "cpu":
+                for is_to_host in (True, False):
+                    if (device, is_to_host) not in self._streams:
+                        self._streams[device, is_to_host] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._staging: torch.Tensor | None = None
+
+    def staging(self, size_bytes: int) -> memoryview:
+        """Pinned host memory."""
+        try:
+            self._staging = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise TransferError(f"{size_bytes} B of pinned host memory could not be had: {error}") from error
+        return host_view(self._staging.data_ptr(), size_bytes, self._staging)
+
+    def to_host(self, copies: Sequence[Copy]) -> None:
+        """Device to pinned memory; returns when the bytes are there."""
+        self._run(copies, True, lambda device, host: host.copy_(device, non_blocking=True))
+
+    def to_device(self, copies: Sequence[Copy]) -> None:
+        """Pinned memory to device; returns when the bytes are there."""
+        self._run(copies, False, lambda device, host: device.copy_(host, non_blocking=True))
+
+    def _run(
+        self,
+        copies: Sequence[Copy],
+        is_to_host: bool,
+        copy: Callable[[torch.Tensor, torch.Tensor], object],
+    ) -> None:
+        staging = self._staging
+        assert staging is not None, "copies before staging memory"
+        by_device: dict[torch.device, list[Copy]] = {}
+        for one in copies:
+            by_device.setdefault(self._devices[one.piece], []).append(one)
+        try:
+            with torch.no_grad(), ExitStack() as in_flight:
+                for device, its in by_device.items():
+                    stream = self._streams[device, is_to_host]
+                    with torch.cuda.stream(stream):
+                        in_flight.callback(_wait_for_all, stream)  # also on the way out of an error
+                        for one in its:
+                            memory = self._bytes[one.piece]
+                            assert memory is not None, "a host piece is handed out, never copied"
+                            copy(
+                                memory[one.inside : one.inside + one.size_bytes],
+                                staging[one.at : one.at + one.size_bytes],
+                            )
+        except RuntimeError as error:
+            raise TransferError(f"copying between host and {', '.join(map(str, by_device))} failed: {error}") from error
+
+
+def _wait_for_all(stream: torch.cuda.Stream) -> None:
+    """Wait for what is on the stream now: an event, so that copies of later calls are not waited for."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps instead of spinning
+    event.record(stream)
+    event.synchronize()
+
+
+def _as_bytes(piece: Piece) -> torch.Tensor:
+    """The piece as a uint8 tensor over the same memory."""
+    for owner in piece.owners:
+        assert isinstance(owner, torch.Tensor), "device memory is owned by tensors"
+        storage = owner.untyped_storage()
+        inside = piece.address - storage.data_ptr()
+        if inside >= 0 and inside + piece.size_bytes <= storage.nbytes():
+            with torch.no_grad():
+                empty = torch.empty(0, dtype=torch.uint8, device=piece.device)
+                return empty.set_(storage, inside, (piece.size_bytes,), (1,))
+    raise UsageError(
+        f"tensors on {piece.device} overlap in memory but belong to different storages",
+        hint="register one tensor over the whole memory, and its views",
+    )

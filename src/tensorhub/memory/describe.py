@@ -1,0 +1,214 @@
+"""One tensor as plain facts: dtype by name, shape, strides, and where its bytes lie; or a refusal that names it.
+
+Rules:
+1. A tensor is accepted if its elements fill one range of memory exactly: no gaps, no element twice, any order of its
+   dimensions (`w.t()` is fine, `w[:, ::2]` and `expand` are not). Strides travel in the layout, in elements; where they
+   mean nothing (a dimension of size 1, a tensor without elements) they are written as a contiguous tensor's, so that
+   they never make two layouts differ.
+2. Parameters, buffers and their subclasses are fine as long as they own plain memory; a subclass that intercepts
+   operations (`__torch_dispatch__`: DTensor, quantized wrappers, fake tensors) is not, for its memory is elsewhere.
+3. Dtypes go by torch's names for torch and numpy alike.
+
+Never: copy, change or run an operation on a tensor, keep the user's object instead of its memory, import torch.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from ..core.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+NUMPY_KINDS = "biufc"  # bool, signed, unsigned, float, complex; ml_dtypes are recognised by their module
+COMPLEX_BYTES = 16  # the widest portable element; wider ones (long double) have padding that differs between machines
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The facts of one tensor. `owner` keeps its memory alive, whatever happens to the user's object."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    address: int
+    size_bytes: int
+    device: str  # "cpu", "cuda:0"
+    storage: int  # equal for two tensors whose memory was allocated as one
+    owner: object
+
+
+def describe(name: object, tensor: object) -> Described:
+    """The facts of one torch tensor or numpy array. Raises `UsageError`, naming it, if it cannot be registered."""
+    if not isinstance(name, str):
+        raise UsageError(
+            f"tensor names are strings, but {name!r} is a {type(name).__name__}", hint="register(dict[str, Tensor])"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"tensor name {name!r} is not valid Unicode: {error.reason}") from error
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return _describe_torch(name, tensor)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(tensor, numpy.ndarray):
+        return _describe_numpy(name, tensor)
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
+    _refuse(name, f"is a {kind}, not a torch tensor or numpy array", "leave it out of the mapping")
+
+
+def is_still_at(known: Described, tensor: object) -> bool:
+    """The tensor's bytes are where they were when it was described (`param.data = ...` or a resize moves them)."""
+    if not known.size_bytes:
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+            end = storage.data_ptr() + storage.nbytes()
+            return bool(tensor.data_ptr() == known.address and known.address + known.size_bytes <= end)
+    facts: dict[str, tuple[int, bool]] = tensor.__array_interface__  # type: ignore[attr-defined]
+    return facts["data"][0] == known.address and getattr(tensor, "nbytes", 0) == known.size_bytes
+
+
+def _refuse(name: str, why: str, remedy: str) -> NoReturn:
+    raise UsageError(f"tensor {name!r} {why}; nothing was registered", hint=remedy)
+
+
+def _describe_torch(name: str, tensor: "torch.Tensor") -> Described:
+    import torch  # imported already: the user passed a tensor
+
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        _refuse_unusual(name, tensor)
+        try:
+            alias = tensor.detach()  # holds the memory, even if the user's tensor is given other memory later
+            storage = alias.untyped_storage()
+            address, start, end = alias.data_ptr(), storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        except (RuntimeError, NotImplementedError) as error:  # a functorch wrapper, for example
+            raise UsageError(
+                f"tensor {name!r} has no memory of its own ({error}); nothing was registered",
+                hint="register the plain tensor behind it",
+            ) from error
+        shape = tuple(alias.shape)
+        strides = _dense_strides(name, shape, tuple(alias.stride()))
+        size_bytes = alias.numel() * alias.element_size()
+        if size_bytes and not start <= address <= end - size_bytes:
+            _refuse(name, "lies outside of its storage, which was freed or shrunk", "register it while it has memory")
+        device = tensor.device
+    return Described(
+        name=name,
+        dtype=str(alias.dtype).removeprefix("torch."),
+        shape=shape,
+        strides=strides,
+        address=address if size_bytes else 0,
+        size_bytes=size_bytes,
+        device=device.type if device.type == "cpu" else f"{device.type}:{device.index or 0}",
+        storage=start,
+        owner=alias,
+    )
+
+
+def _refuse_unusual(name: str, tensor: "torch.Tensor") -> None:
+    import torch
+
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        what = f"is a {kind.__module__}.{kind.__qualname__}, whose memory is elsewhere"
+        _refuse(name, what, "register its local shard: .to_local() for a DTensor, its plain inner tensors for others")
+    if torch.nn.parameter.is_lazy(tensor):
+        _refuse(name, "is a lazy parameter without memory yet", "run the module once, then register")
+    if tensor.is_nested:
+        _refuse(name, "is a nested tensor", "register .values() and .offsets() as tensors of their own")
+    if tensor.layout is not torch.strided:
+        _refuse(name, f"is sparse ({tensor.layout})", "register its indices and values as tensors of their own")
+    if tensor.is_quantized:
+        _refuse(name, f"is quantized ({tensor.dtype})", "register .int_repr(), and its scales as tensors of their own")
+    if tensor.is_meta:
+        _refuse(name, "is on the meta device: it has no memory", "materialise it first: module.to_empty(device=...)")
+    if tensor.device.type not in ("cpu", "cuda"):
+        _refuse(name, f"is on device {tensor.device}", "register tensors on the CPU or on a CUDA device")
+    if tensor.is_conj():
+        _refuse(name, "is a lazy conjugate: its memory holds other values", "register tensor.resolve_conj()")
+    if tensor.is_neg():
+        _refuse(name, "is a lazy negation: its memory holds other values", "register tensor.resolve_neg()")
+    if tensor._is_zerotensor():
+        _refuse(name, "is a symbolic zero: it has no memory", "register torch.zeros_like(tensor)")
+
+
+def _describe_numpy(name: str, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> Described:
+    import numpy as np
+
+    if isinstance(array, np.ma.MaskedArray):
+        _refuse(name, "is a masked array", "register .data and .mask as arrays of their own")
+    if not array.flags.writeable:
+        _refuse(name, "is a read-only numpy array", "register a writeable one: array.copy()")
+    dtype = _numpy_dtype(name, array.dtype)
+    itemsize = array.dtype.itemsize
+    if any(stride % itemsize for stride in array.strides) and array.size:
+        _refuse(name, f"has byte strides {list(array.strides)}, no multiples of its {itemsize} B", "register a copy")
+    strides = _dense_strides(name, array.shape, tuple(stride // itemsize for stride in array.strides))
+    address: int = array.__array_interface__["data"][0]
+    root: object = array
+    while isinstance(root, np.ndarray) and root.base is not None:
+        root = root.base
+    start: int = root.__array_interface__["data"][0] if isinstance(root, np.ndarray) else id(root)
+    return Described(
+        name=name,
+        dtype=dtype,
+        shape=array.shape,
+        strides=strides,
+        address=address if array.size else 0,
+        size_bytes=array.nbytes,
+        device="cpu",
+        storage=start,
+        owner=array,
+    )
+
+
+def _numpy_dtype(name: str, dtype: "np.dtype[np.generic]") -> str:
+    if dtype.names is not None:
+        _refuse(name, f"has the structured dtype {dtype}", "register each field as a contiguous array of its own")
+    if dtype.hasobject:
+        _refuse(name, f"has dtype {dtype}: references to objects, not numbers", "leave it out of the mapping")
+    if not dtype.isnative:
+        _refuse(name, f"has dtype {dtype.str}, which is not in native byte order", "register array.astype('=...')")
+    if dtype.type.__module__.partition(".")[0] == "ml_dtypes":
+        return dtype.name
+    if dtype.kind not in NUMPY_KINDS or dtype.itemsize > (COMPLEX_BYTES if dtype.kind == "c" else COMPLEX_BYTES // 2):
+        _refuse(name, f"has dtype {dtype}, which is not one that workers can exchange", "register plain numbers")
+    return dtype.name
+
+
+def _dense_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides as they go into the layout, or a refusal if the elements do not fill one range exactly."""
+    if 0 not in shape:
+        expected = 1
+        for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+            if stride != expected:
+                _refuse_sparse_memory(name, shape, strides, overlaps=abs(stride) < expected)
+            expected *= size
+    canonical = list(strides)
+    following = 1
+    for axis in range(len(shape) - 1, -1, -1):
+        if shape[axis] == 1 or 0 in shape:
+            canonical[axis] = following
+        following = canonical[axis] * max(shape[axis], 1)
+    return tuple(canonical)
+
+
+def _refuse_sparse_memory(name: str, shape: tuple[int, ...], strides: tuple[int, ...], *, overlaps: bool) -> NoReturn:
+    if any(stride < 0 for stride, size in zip(strides, shape, strict=True) if size > 1):
+        what = "it runs backwards"
+    elif overlaps:
+        what = "several of its elements share memory"
+    else:
+        what = "there are gaps between its elements"
+    _refuse(
+        name,
+        f"of shape {list(shape)} has strides {list(strides)}: {what}",
+        "register the whole tensor that it is a view of, or use tensor.contiguous() in its place",
+    )

@@ -1,0 +1,220 @@
+"""The judge of what arrives: fills registered tensors with one version, chunk by chunk, from one source after another.
+
+Rules:
+1. The server named the content by its root digest. A manifest with another root is refused before a byte is written;
+   after that every chunk must have the digest that the manifest announces.
+2. A chunk counts only after `accept` and then `stored`; a rejected chunk is not marked, and is wanted again.
+3. The first good manifest stays. Another source's `begin` returns the chunks that are still missing.
+4. After `revoke` has returned, nothing more is accepted or marked: a late write never counts.
+5. Whose fault: what does not fit the root, or is malformed, is the source's (`CorruptTransfer`: try another one); what
+   fits the root but not these tensors, or not what the caller asked for, is the caller's (`UsageError`, which every
+   source would repeat).
+
+Called from several transport threads at once. Never: write to the tensors, choose sources, wait for a transport.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from ..core.errors import (
+    CorruptTransfer,
+    InvariantViolation,
+    LayoutMismatch,
+    TensorHubError,
+    UsageError,
+)
+from ..core.manifest import Manifest, decode_manifest
+from ..core.names import Digest
+from ..transport.base import ByteStream
+from ..transport.progress import Progress
+from .digests import ALGORITHM, NO_ALGORITHM, Verify, check_verify, digest, tensors_of
+from .registration import Registration
+
+NAMES_SHOWN = 3  # of the tensors in a bad chunk; a chunk of 4 MiB can hold thousands
+
+
+class FillSink:
+    """A `Sink` that fills a registration's tensors with the content that has the root `expected`."""
+
+    def __init__(
+        self,
+        registration: Registration,
+        expected: Digest,
+        *,
+        verify: Verify = "full",
+        progress: Callable[[int], Progress] = Progress,
+        on_begin: Callable[["FillSink"], None] | None = None,
+        on_stored: Callable[[int], None] | None = None,
+    ) -> None:
+        """`progress` makes one from the number of chunks, or returns that of an earlier fill of the same content.
+
+        `on_begin` is called once, when manifest and progress are known and before the first chunk is asked for;
+        `on_stored` after every chunk, with a prefix that never falls. Both run in a transport's thread, one call at a
+        time, and must not call back into the sink.
+        """
+        check_verify(verify)
+        self._registration = registration
+        self._expected = expected
+        self._verify = verify
+        self._make_progress = progress
+        self._on_begin = on_begin
+        self._on_stored = on_stored
+        self._manifest: Manifest | None = None
+        self._manifest_bytes = b""
+        self._progress: Progress | None = None
+        self._accepted = bytearray()
+        self._revoked: TensorHubError | None = None
+        self._bytes_verified = self._bytes_unverified = self._bytes_rejected = 0
+        self._lock = threading.Lock()
+        self._telling = threading.Lock()  # callbacks, one at a time and in order
+
+    @property
+    def stream(self) -> ByteStream:
+        return self._registration.stream
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.manifest.chunk_bytes
+
+    @property
+    def has_begun(self) -> bool:
+        """A good manifest has come: `manifest`, `manifest_bytes`, `progress` and `chunk_bytes` are known."""
+        return self._progress is not None
+
+    @property
+    def manifest(self) -> Manifest:
+        if self._manifest is None:
+            raise InvariantViolation("a fill was asked for its manifest before one had come")
+        return self._manifest
+
+    @property
+    def manifest_bytes(self) -> bytes:
+        """The manifest as this worker passes it on."""
+        self.manifest  # noqa: B018 - raises before one has come
+        return self._manifest_bytes
+
+    @property
+    def progress(self) -> Progress:
+        if self._progress is None:
+            raise InvariantViolation("a fill was asked for its progress before it had begun")
+        return self._progress
+
+    def statistics(self) -> dict[str, int]:
+        """Bytes that had the announced digest, that were taken without one (verify="none"), that were rejected."""
+        with self._lock:
+            return {
+                "bytes_verified": self._bytes_verified,
+                "bytes_unverified": self._bytes_unverified,
+                "bytes_rejected": self._bytes_rejected,
+            }
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        """The chunks that are missing. `CorruptTransfer`, `LayoutMismatch` or `UsageError` as the rules above say."""
+        candidate = self._judge(manifest)
+        with self._telling:
+            with self._lock:
+                self._check_live()
+                is_first = self._progress is None
+                if is_first:
+                    self._start(candidate)
+            if is_first:
+                self._registration.settle()  # nothing launched earlier may still read or write these tensors
+                if self._on_begin is not None:
+                    self._on_begin(self)
+        progress = self.progress
+        return [chunk for chunk in range(progress.chunk_count) if not progress.has(chunk)]
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        """Judge received bytes. `CorruptTransfer` names the chunk, its bytes and its tensors."""
+        manifest = self.manifest
+        if not 0 <= chunk < manifest.chunk_count:
+            raise CorruptTransfer(f"chunk {chunk} was received, of content that has {manifest.chunk_count}")
+        start, stop = manifest.chunk_range(chunk)
+        size_bytes = sum(view.nbytes for view in views)
+        is_checked = self._verify == "full"
+        is_good = size_bytes == stop - start
+        found = digest(views) if is_checked and is_good else b""
+        if is_checked and is_good:
+            is_good = found == manifest.digest_of(chunk)
+        with self._lock:
+            self._check_live()
+            if not is_good:
+                self._bytes_rejected += size_bytes
+            elif is_checked:
+                self._bytes_verified += size_bytes
+            else:
+                self._bytes_unverified += size_bytes
+            self._accepted[chunk] = is_good
+        if not is_good:
+            raise self._corrupt(manifest, chunk, size_bytes, found)
+
+    def stored(self, chunk: int) -> None:
+        """The accepted chunk counts from now on."""
+        with self._telling:
+            with self._lock:
+                self._check_live()
+                if not self._accepted[chunk]:
+                    raise InvariantViolation(f"chunk {chunk} was called stored but had not been accepted")
+                prefix = self.progress.mark(chunk)
+            if self._on_stored is not None:
+                self._on_stored(prefix)
+
+    def revoke(self, error: TensorHubError) -> None:
+        """From now on `begin`, `accept` and `stored` raise `error`: the leave to read has ended."""
+        with self._lock:
+            self._revoked = self._revoked or error
+
+    def _check_live(self) -> None:
+        if self._revoked is not None:
+            raise self._revoked
+
+    def _judge(self, data: bytes) -> Manifest:
+        try:
+            manifest = decode_manifest(data)
+        except UsageError as error:
+            raise CorruptTransfer(f"the source sent a {error}") from error
+        root = manifest.root()
+        if root != self._expected:
+            raise CorruptTransfer(
+                f"the source's content has root digest {root}, the server named {self._expected}: not this version"
+            )
+        mine = self._registration.layout.digest()
+        if manifest.layout != mine:
+            raise LayoutMismatch(
+                f"the published tensors have layout {manifest.layout}, the tensors registered here {mine}",
+                hint="register the same names, dtypes, shapes, strides and order, with the same sharing of memory",
+            )
+        if manifest.size_bytes != self._registration.size_bytes:
+            raise CorruptTransfer(
+                f"the manifest says {manifest.size_bytes} B for a layout of {self._registration.size_bytes} B"
+            )
+        if self._verify == "full" and manifest.algorithm == NO_ALGORITHM:
+            raise UsageError(
+                'this version was published with verify="none": its bytes cannot be verified',
+                hint='publish it with verify="full", or say verify="none" here as well',
+            )
+        if self._verify == "full" and manifest.algorithm != ALGORITHM:
+            raise UsageError(
+                f"this version's digests are {manifest.algorithm!r}, which is unknown here",
+                hint="use one release of tensorhub on both sides",
+            )
+        return manifest
+
+    def _start(self, manifest: Manifest) -> None:
+        progress = self._make_progress(manifest.chunk_count)
+        if progress.chunk_count != manifest.chunk_count:
+            raise InvariantViolation(
+                f"progress of {progress.chunk_count} chunks for content of {manifest.chunk_count} chunks"
+            )
+        self._manifest, self._manifest_bytes = manifest, manifest.encode()
+        self._accepted = bytearray(manifest.chunk_count)
+        self._progress = progress
+
+    def _corrupt(self, manifest: Manifest, chunk: int, size_bytes: int, found: bytes) -> CorruptTransfer:
+        start, stop = manifest.chunk_range(chunk)
+        names = tensors_of(self._registration.layout, manifest, [chunk])
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        where = f"chunk {chunk} (bytes {start} to {stop}: {', '.join(map(repr, names[:NAMES_SHOWN]))}{more})"
+        if size_bytes != stop - start:
+            return CorruptTransfer(f"{where} came with {size_bytes} B instead of {stop - start} B")
+        return CorruptTransfer(f"{where} has digest {found.hex()}, announced was {manifest.digest_of(chunk).hex()}")

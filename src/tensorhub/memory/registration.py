@@ -1,0 +1,153 @@
+"""A worker's tensors as one logical stream of bytes, in place: which byte of which tensor comes where.
+
+Rules:
+1. The stream is the memory of the tensors, each byte once. Tensors whose memory *overlaps*, directly or through others,
+   form one block; blocks follow each other in the order in which one of their tensors was first registered; inside a
+   block bytes are in the order of their addresses.
+2. So tied weights cost once; partially overlapping views are fine; and views that only lie side by side (q, k, v of one
+   fused storage) are blocks of their own, in the order of registration, exactly as three separate tensors would be.
+   Offsets depend on the names' order and on who overlaps whom, never on addresses.
+3. Tensors without elements have offset 0 and no bytes.
+4. All or nothing: a refused tensor leaves everything as it was.
+
+Memory that is mapped twice, at two addresses, is not recognised as shared.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import UsageError
+from ..core.manifest import Layout, TensorSpec
+from ..transport.base import ByteStream
+from .describe import Described, describe, is_still_at
+from .host import HostStream, Piece
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    type_of_tensor = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Registration:
+    """Registered tensors: their layout, and their memory as a stream. Keeps that memory alive; copies nothing."""
+
+    layout: Layout
+    stream: ByteStream
+    pieces: tuple[Piece, ...]  # the stream's memory, in order: what a transport registers with its hardware
+    devices: tuple[str, ...]  # sorted: ("cpu",), ("cuda:0",), or several
+    _described: tuple[Described, ...]
+    _tensors: tuple[object, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.layout.size_bytes
+
+    @property
+    def device(self) -> str:
+        """ "cpu", "cuda:0", or several joined by "+"."""
+        return "+".join(self.devices)
+
+    def moved(self) -> list[str]:
+        """Names of tensors that no longer are the registered memory (`param.data = ...`, a resized storage).
+
+        Their new contents would never be read, and what is received would never reach them: register again.
+        """
+        return [
+            known.name
+            for known, tensor in zip(self._described, self._tensors, strict=True)
+            if not is_still_at(known, tensor)
+        ]
+
+    def settle(self) -> None:
+        """Wait until the devices have finished all work launched so far, so that bytes may be read or overwritten."""
+        for device in self.devices:
+            if device != "cpu":
+                from .cuda import synchronize
+
+                synchronize(device)
+
+
+def register(tensors: "Mapping[str, type_of_tensor]") -> Registration:
+    """Take tensors in place, as torch tensors or numpy arrays. Raises `UsageError` naming the tensor that cannot be."""
+    if not isinstance(tensors, Mapping):
+        raise UsageError(f"register takes a mapping from names to tensors, not a {type(tensors).__name__}")
+    if not tensors:
+        raise UsageError("no tensors to register: the mapping is empty", hint="pass model.state_dict()")
+    items = list(tensors.items())
+    described = [describe(name, tensor) for name, tensor in items]
+    offsets, pieces = place(described)
+    specs = tuple(
+        TensorSpec(facts.name, facts.dtype, facts.shape, facts.strides, offset, facts.size_bytes)
+        for facts, offset in zip(described, offsets, strict=True)
+    )
+    return Registration(
+        layout=Layout(specs, pieces[-1].stop if pieces else 0),
+        stream=_stream(pieces),
+        pieces=tuple(pieces),
+        devices=tuple(sorted({facts.device for facts in described})),
+        _described=tuple(described),
+        _tensors=tuple(tensor for _, tensor in items),
+    )
+
+
+def place(described: Sequence[Described]) -> tuple[list[int], list[Piece]]:
+    """Each tensor's offset in the stream, and the memory that the stream consists of. Rules 1 to 3 above."""
+    blocks = _blocks(described)
+    blocks.sort(key=min)
+    offsets = [0] * len(described)
+    pieces: list[Piece] = []
+    at = 0
+    for members in blocks:
+        address = min(described[index].address for index in members)
+        end = max(described[index].address + described[index].size_bytes for index in members)
+        for index in members:
+            offsets[index] = at + described[index].address - address
+        first = described[members[0]]
+        owners = tuple(described[index].owner for index in members)
+        pieces.append(Piece(at, at + end - address, address, first.device, first.storage, owners))
+        at += end - address
+    return offsets, _joined(pieces)
+
+
+def _blocks(described: Sequence[Described]) -> list[list[int]]:
+    """Tensors grouped by overlap: one sweep over the intervals in the order of their addresses."""
+    order = sorted(
+        (index for index, facts in enumerate(described) if facts.size_bytes),
+        key=lambda index: (described[index].device, described[index].address, index),
+    )
+    blocks: list[list[int]] = []
+    device, end = "", 0
+    for index in order:
+        facts = described[index]
+        if blocks and facts.device == device and facts.address < end:
+            blocks[-1].append(index)
+        else:
+            blocks.append([index])
+            end = 0
+        device, end = facts.device, max(end, facts.address + facts.size_bytes)
+    return blocks
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Neighbours in the stream that are neighbours in one allocation become one piece: fewer views, fewer regions."""
+    joined: list[Piece] = []
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and not piece.follows(run[-1]):
+            joined.append(Piece.join(run))
+            run = []
+        run.append(piece)
+    if run:
+        joined.append(Piece.join(run))
+    return joined
+
+
+def _stream(pieces: Sequence[Piece]) -> ByteStream:
+    if all(piece.device == "cpu" for piece in pieces):
+        return HostStream(pieces)
+    from .cuda import CudaStream
+
+    return CudaStream(pieces)

@@ -1,0 +1,209 @@
+"""Device memory as a `ByteStream`: a block of it passes through a small ring of host memory.
+
+Rules:
+1. A block takes as many slots as its device bytes need, all at once and in order of arrival, and gives them back when
+   it ends. It waits for them at most `wait_s`; a block that could never fit is refused at once.
+2. `reading` copies to the host before the block begins; `writing` copies to the device when it ends, and returns when
+   the bytes are in place. A `writing` block that raises copies nothing: the device keeps what it had.
+3. Pieces that lie on the host are handed out directly, between the staged ones, and take no slot.
+4. Several threads use one stream at once; each waits for its own copies only, so one's copy overlaps another's sending.
+
+Knows no device: a `Copier` does the copying. Never: hold more host memory than the ring, or use it before it is needed.
+"""
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..core.errors import DeadlineExceeded, UsageError
+from .host import Piece, host_view
+
+SLOT_BYTES = 4 << 20  # one chunk of the usual size
+SLOT_COUNT = 16  # 64 MiB in all: 8 threads, each with one chunk in a copy and one on the wire
+WAIT_S = 30.0  # a slot is held while one chunk is sent; a peer this slow has been cut off by its transport
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`size_bytes` between a piece, from `inside` on, and the staging memory, from `at` on."""
+
+    piece: int
+    inside: int
+    at: int
+    size_bytes: int
+
+
+class Copier(Protocol):
+    """Moves bytes between pieces and staging memory."""
+
+    def staging(self, size_bytes: int) -> memoryview:
+        """Host memory that the device copies from and to fast. Called once."""
+        ...
+
+    def to_host(self, copies: Sequence[Copy]) -> None:
+        """Returns when the bytes are in the staging memory."""
+        ...
+
+    def to_device(self, copies: Sequence[Copy]) -> None:
+        """Returns when the bytes are in the pieces."""
+        ...
+
+
+class StagingRing:
+    """Slots of equal size, lent in order of arrival."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES, slot_count: int = SLOT_COUNT, wait_s: float = WAIT_S) -> None:
+        self.slot_bytes = slot_bytes
+        self.slot_count = slot_count
+        self._wait_s = wait_s
+        self._free = list(range(slot_count))
+        self._queue: deque[object] = deque()
+        self._changed = threading.Condition()
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slot_bytes * self.slot_count
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    @contextmanager
+    def slots(self, size_bytes: int) -> Iterator[list[int]]:
+        """Slots for `size_bytes`, for the length of the block. `DeadlineExceeded` if none come free in time."""
+        count = -(-size_bytes // self.slot_bytes)
+        if count > self.slot_count:
+            raise UsageError(
+                f"a block of {size_bytes} B does not fit the staging ring of {self.size_bytes} B",
+                hint="use smaller chunks, or a larger ring",
+            )
+        taken = self._take(count)
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._free.extend(taken)
+                self._changed.notify_all()
+
+    def _take(self, count: int) -> list[int]:
+        if count == 0:
+            return []
+        place = object()
+        with self._changed:
+            self._queue.append(place)
+            try:
+                if not self._changed.wait_for(
+                    lambda: self._queue[0] is place and len(self._free) >= count, self._wait_s
+                ):
+                    raise DeadlineExceeded(
+                        f"no {count} of {self.slot_count} staging slots came free in {self._wait_s} s"
+                        f" ({len(self._free)} are free, {len(self._queue)} blocks wait)",
+                        hint="a reader or writer keeps its block open; end it, or use fewer threads",
+                    )
+                self._free.sort()  # neighbouring slots make fewer views
+                taken, self._free = self._free[:count], self._free[count:]
+                return taken
+            finally:
+                self._queue.remove(place)
+                self._changed.notify_all()  # the next in the queue may have enough
+
+
+class StagedStream:
+    """A `ByteStream` over pieces of device memory, and of host memory among them."""
+
+    def __init__(self, pieces: Sequence[Piece], copier: Copier, ring: StagingRing | None = None) -> None:
+        self._pieces = pieces
+        self._starts = [piece.start for piece in pieces]
+        self._host = [
+            host_view(piece.address, piece.size_bytes, piece.owners) if piece.device == "cpu" else None
+            for piece in pieces
+        ]
+        self._copier = copier
+        self._ring = ring or StagingRing()
+        self._staging: memoryview | None = None
+        self._staging_lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._pieces[-1].stop if self._pieces else 0
+
+    @property
+    def ring(self) -> StagingRing:
+        return self._ring
+
+    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        """A copy of the bytes as they are when the block begins (host pieces: the memory itself)."""
+        return self._block(start, stop, writes=False)
+
+    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        """Room whose every byte is to be written: what it holds before is not what the device holds."""
+        return self._block(start, stop, writes=True)
+
+    @contextmanager
+    def _block(self, start: int, stop: int, *, writes: bool) -> Iterator[Sequence[memoryview]]:
+        portions = self._portions(start, stop)
+        staged_bytes = sum(end - begin for index, begin, end in portions if self._host[index] is None)
+        with self._ring.slots(staged_bytes) as slots:
+            views, copies = self._plan(portions, slots)
+            if copies and not writes:
+                self._copier.to_host(copies)
+            yield views
+            if copies and writes:
+                self._copier.to_device(copies)
+
+    def _portions(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(piece, begin, end) in stream order, begin and end counted from the piece's first byte."""
+        if not 0 <= start <= stop <= self.size_bytes:
+            raise UsageError(f"bytes {start} to {stop} are not in a stream of {self.size_bytes} B")
+        if start == stop:
+            return []
+        first, last = bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)
+        return [
+            (index, max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start)
+            for index, piece in enumerate(self._pieces[first:last], first)
+        ]
+
+    def _plan(
+        self, portions: Sequence[tuple[int, int, int]], slots: Sequence[int]
+    ) -> tuple[list[memoryview], list[Copy]]:
+        """Views in stream order, and the copies that make the staged ones true."""
+        slot_bytes = self._ring.slot_bytes
+        staging = self._staged_memory() if slots else memoryview(b"")
+        views: list[memoryview] = []
+        copies: list[Copy] = []
+        run: list[int] | None = None  # first and last byte of staging memory that the next view will show
+        used_bytes = 0
+        for index, begin, end in portions:
+            host = self._host[index]
+            if host is not None:
+                if run is not None:
+                    views.append(staging[run[0] : run[1]])
+                    run = None
+                views.append(host[begin:end])
+                continue
+            while begin < end:
+                slot, inside = divmod(used_bytes, slot_bytes)
+                size_bytes = min(end - begin, slot_bytes - inside)
+                at = slots[slot] * slot_bytes + inside
+                copies.append(Copy(index, begin, at, size_bytes))
+                if run is not None and run[1] == at:
+                    run[1] = at + size_bytes
+                else:
+                    if run is not None:
+                        views.append(staging[run[0] : run[1]])
+                    run = [at, at + size_bytes]
+                begin += size_bytes
+                used_bytes += size_bytes
+        if run is not None:
+            views.append(staging[run[0] : run[1]])
+        return views, copies
+
+    def _staged_memory(self) -> memoryview:
+        with self._staging_lock:
+            if self._staging is None:
+                self._staging = self._copier.staging(self._ring.size_bytes)
+            return self._staging

@@ -1,0 +1,263 @@
+"""Filling registered tensors: what is accepted, what is refused and whose fault it is, and how a fill goes on."""
+
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+
+from tensorhub.core.errors import (
+    CorruptTransfer,
+    InvariantViolation,
+    LayoutMismatch,
+    SessionLost,
+    UsageError,
+)
+from tensorhub.core.manifest import Manifest
+from tensorhub.core.names import Digest
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.fill import FillSink
+from tensorhub.memory.registration import Registration, register
+from tensorhub.transport.progress import Progress
+
+CHUNK = 1000
+
+
+def tensors(seed: int | None) -> dict[str, np.ndarray]:
+    """Equal shapes each time; random bytes from a seed, zeros without."""
+    shapes = {"a": (37, 11), "b": (), "c": (0, 4), "d": (2000,)}
+    if seed is None:
+        return {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+    rng = np.random.default_rng(seed)
+    return {name: np.asarray(rng.standard_normal(shape), dtype=np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def source() -> Registration:
+    return register(tensors(7))
+
+
+@pytest.fixture
+def manifest(source: Registration) -> Manifest:
+    return build_manifest(source, CHUNK)
+
+
+@pytest.fixture
+def filled() -> dict[str, np.ndarray]:
+    return tensors(None)
+
+
+def image(registration: Registration) -> bytes:
+    with registration.stream.reading(0, registration.size_bytes) as views:
+        return b"".join(views)
+
+
+def move(source: Registration, sink: FillSink, chunk: int, *, flip: int | None = None) -> None:
+    """What a transport does with one chunk; `flip` damages this byte of it on the way."""
+    start, stop = chunk * sink.chunk_bytes, min((chunk + 1) * sink.chunk_bytes, sink.stream.size_bytes)
+    with source.stream.reading(start, stop) as given:
+        data = bytearray(b"".join(given))
+    if flip is not None:
+        data[flip] ^= 1
+    with sink.stream.writing(start, stop) as views:
+        scatter(data, views)
+        sink.accept(chunk, views)
+    sink.stored(chunk)
+
+
+def scatter(data: bytes | bytearray, views: Sequence[memoryview]) -> None:
+    at = 0
+    for view in views:
+        view[:] = data[at : at + view.nbytes]
+        at += view.nbytes
+
+
+def test_a_fill_gives_the_source_s_bytes(
+    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
+) -> None:
+    target, prefixes = register(filled), []
+    sink = FillSink(target, manifest.root(), on_stored=prefixes.append)
+    wanted = sink.begin(manifest.encode())
+    assert list(wanted) == list(range(manifest.chunk_count))
+    assert sink.chunk_bytes == CHUNK
+    for chunk in reversed(wanted):
+        move(source, sink, chunk)
+    assert image(target) == image(source)
+    assert np.array_equal(filled["a"], tensors(7)["a"])
+    assert sink.progress.is_complete
+    assert prefixes == [0] * (manifest.chunk_count - 1) + [manifest.chunk_count]
+    assert sink.statistics() == {"bytes_verified": source.size_bytes, "bytes_unverified": 0, "bytes_rejected": 0}
+    assert build_manifest(target, CHUNK).root() == manifest.root()
+
+
+def test_a_damaged_chunk_is_named_not_counted_and_wanted_again(
+    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
+) -> None:
+    sink = FillSink(register(filled), manifest.root())
+    sink.begin(manifest.encode())
+    with pytest.raises(CorruptTransfer, match=r"chunk 1 \(bytes 1000 to 2000: 'a', 'b', 'd'\) has digest") as caught:
+        move(source, sink, 1, flip=999)
+    assert manifest.digest_of(1).hex() in str(caught.value)
+    assert not sink.progress.has(1)
+    with pytest.raises(InvariantViolation):
+        sink.stored(1)
+    assert 1 in sink.begin(manifest.encode())
+    move(source, sink, 1)
+    assert sink.progress.has(1)
+    assert sink.statistics() == {"bytes_verified": CHUNK, "bytes_unverified": 0, "bytes_rejected": CHUNK}
+
+
+def test_a_chunk_of_the_wrong_length_or_number_is_corrupt(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
+    for verify in ("full", "none"):
+        sink = FillSink(register(filled), manifest.root(), verify=verify)
+        sink.begin(manifest.encode())
+        with pytest.raises(CorruptTransfer, match="came with 3 B instead of 1000 B"):
+            sink.accept(0, [memoryview(b"abc")])
+        for chunk in (-1, manifest.chunk_count):
+            with pytest.raises(CorruptTransfer, match="was received, of content that has"):
+                sink.accept(chunk, [memoryview(bytes(CHUNK))])
+
+
+def test_a_chunk_that_was_never_accepted_cannot_be_stored(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
+    sink = FillSink(register(filled), manifest.root())
+    with pytest.raises(InvariantViolation):
+        sink.accept(0, [])
+    sink.begin(manifest.encode())
+    with pytest.raises(InvariantViolation, match="chunk 0 was called stored"):
+        sink.stored(0)
+
+
+def test_other_content_is_refused_before_a_byte_is_written(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
+    other = build_manifest(register(tensors(8)), CHUNK)
+    sink = FillSink(register(filled), manifest.root())
+    with pytest.raises(CorruptTransfer, match="root digest") as caught:
+        sink.begin(other.encode())
+    assert other.root() in str(caught.value)
+    assert manifest.root() in str(caught.value)
+    for nonsense in (b"", b"\xff" * 100, manifest.encode()[:-1]):
+        with pytest.raises(CorruptTransfer, match="malformed manifest"):
+            sink.begin(nonsense)
+    assert not sink.has_begun
+    assert len(sink.begin(manifest.encode())) == manifest.chunk_count
+
+
+def test_another_layout_is_named_by_both_digests(manifest: Manifest) -> None:
+    target = register({"a": np.zeros(manifest.size_bytes, dtype=np.uint8)})
+    with pytest.raises(LayoutMismatch) as caught:
+        FillSink(target, manifest.root()).begin(manifest.encode())
+    assert manifest.layout in str(caught.value)
+    assert target.layout.digest() in str(caught.value)
+
+
+def test_a_manifest_whose_size_contradicts_its_layout_is_the_source_s_fault(
+    manifest: Manifest, filled: dict[str, np.ndarray]
+) -> None:
+    lying = msgspec.structs.replace(manifest, size_bytes=manifest.size_bytes - 1)
+    with pytest.raises(CorruptTransfer, match="the manifest says"):
+        FillSink(register(filled), lying.root()).begin(lying.encode())
+
+
+def test_unverifiable_content_is_refused_unless_asked_for(source: Registration, filled: dict[str, np.ndarray]) -> None:
+    manifest = build_manifest(source, CHUNK, verify="none", salt="trainer/7")
+    target = register(filled)
+    with pytest.raises(UsageError, match="cannot be verified") as caught:
+        FillSink(target, manifest.root()).begin(manifest.encode())
+    assert 'verify="none"' in (caught.value.hint or "")
+    sink = FillSink(target, manifest.root(), verify="none")
+    for chunk in sink.begin(manifest.encode()):
+        move(source, sink, chunk)
+    assert image(target) == image(source)
+    assert sink.statistics()["bytes_unverified"] == source.size_bytes
+
+
+def test_an_algorithm_of_a_newer_release_is_refused(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
+    newer = msgspec.structs.replace(manifest, algorithm="xxh9-128")
+    with pytest.raises(UsageError, match="xxh9-128"):
+        FillSink(register(filled), newer.root()).begin(newer.encode())
+
+
+def test_another_source_continues_where_the_first_stopped(
+    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
+) -> None:
+    begun = []
+    sink = FillSink(register(filled), manifest.root(), on_begin=begun.append)
+    for chunk in list(sink.begin(manifest.encode()))[:3]:
+        move(source, sink, chunk)
+    progress = sink.progress
+    assert list(sink.begin(manifest.encode())) == list(range(3, manifest.chunk_count))
+    assert begun == [sink]
+    assert sink.progress is progress
+    assert sink.manifest_bytes == manifest.encode()
+
+
+def test_a_new_sink_takes_over_the_progress_of_a_revoked_one(
+    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
+) -> None:
+    target = register(filled)
+    first = FillSink(target, manifest.root())
+    first.begin(manifest.encode())
+    move(source, first, 0)
+    with first.stream.writing(CHUNK, 2 * CHUNK) as late:
+        first.revoke(SessionLost("the lease has ended"))
+        for call in (lambda: first.accept(1, late), lambda: first.stored(0), lambda: first.begin(manifest.encode())):
+            with pytest.raises(SessionLost):
+                call()
+    second = FillSink(target, manifest.root(), progress=lambda count: first.progress)
+    assert list(second.begin(manifest.encode())) == list(range(1, manifest.chunk_count))
+
+
+def test_progress_of_other_content_is_not_taken_over(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
+    sink = FillSink(register(filled), manifest.root(), progress=lambda count: Progress(count + 1))
+    with pytest.raises(InvariantViolation):
+        sink.begin(manifest.encode())
+    assert not sink.has_begun
+
+
+def test_before_it_has_begun_there_is_no_manifest(filled: dict[str, np.ndarray]) -> None:
+    sink = FillSink(register(filled), Digest("00" * 16))
+    for ask in (lambda: sink.manifest, lambda: sink.manifest_bytes, lambda: sink.progress, lambda: sink.chunk_bytes):
+        with pytest.raises(InvariantViolation):
+            ask()
+    with pytest.raises(UsageError, match="verify='partly' is unknown"):
+        FillSink(register(filled), Digest("00" * 16), verify="partly")  # type: ignore[arg-type]
+
+
+def test_empty_content_is_complete_at_once() -> None:
+    target = register({"a": np.empty((0, 3))})
+    manifest = build_manifest(target, CHUNK)
+    sink = FillSink(target, manifest.root())
+    assert list(sink.begin(manifest.encode())) == []
+    assert sink.progress.is_complete
+
+
+def test_four_threads_fill_together() -> None:
+    rng = np.random.default_rng(1)
+    given = register({f"t{i}": rng.integers(0, 255, 997, dtype=np.uint8) for i in range(500)})
+    target = register({f"t{i}": np.zeros(997, dtype=np.uint8) for i in range(500)})
+    manifest = build_manifest(given, 1024)
+    prefixes: list[int] = []
+    sink = FillSink(target, manifest.root(), on_stored=prefixes.append)
+    wanted = sink.begin(manifest.encode())
+    rejected: list[int] = []
+
+    def work(which: int) -> None:
+        sink.begin(manifest.encode())
+        for chunk in wanted[which::4]:
+            if chunk % 7 == 0:
+                try:
+                    move(given, sink, chunk, flip=0)
+                except CorruptTransfer:
+                    rejected.append(chunk)
+            move(given, sink, chunk)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert image(target) == image(given)
+    assert prefixes == sorted(prefixes)
+    assert prefixes[-1] == manifest.chunk_count == len(prefixes)
+    assert sorted(rejected) == [chunk for chunk in range(manifest.chunk_count) if chunk % 7 == 0]
+    assert sink.statistics()["bytes_verified"] == given.size_bytes
