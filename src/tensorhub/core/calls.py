@@ -71,9 +71,7 @@ def _why_not_publish(worker: "Worker", event: Called) -> Failure | None:
             return Failure("usage", f"{worker.me} is poisoned: its last fill failed half-way", hint)
         case Holding(version=held, root=root) if held == version and root != event.root:
             text = f"{worker.me} holds version {version}, but its tensors were changed since"
-            return Failure(
-                "version-conflict", text, "unpublish() before changing tensors, then publish a higher number"
-            )
+            return Failure("version-conflict", text, "unpublish() before changing tensors, then publish a higher one")
         case Holding(version=held) if held != version:
             hint = "unpublish() first, or use mutating(version=...)"
             return Failure("not-drained", f"{worker.me} still holds version {held}, which others may read", hint)

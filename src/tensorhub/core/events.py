@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .messages import Failure, Grant, LayoutInfo, Orders, Refusal, Report, Spec
 from .names import Digest, Ticket, Version
 
-# --- events: the shell tells -------------------------------------------------------------------------------------------
+# --- events: the shell tells ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ Event = (
     | Tick
 )
 
-# --- effects: the machine wants ----------------------------------------------------------------------------------------
+# --- effects: the machine wants -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class Failure(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """What became of one operation: its version once resolved, then `finished` or `error`; until then, what it awaits."""
+    """What became of one operation: its version once resolved, then `finished` or `error`; else what it awaits."""
 
     number: int
     version: Version | None = None

@@ -1,4 +1,4 @@
-"""How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest that still is known)."""
+"""How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest)."""
 
 import re
 

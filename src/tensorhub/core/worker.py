@@ -116,10 +116,11 @@ class Worker:
                     self._effects.append(Send(self.layout.layout))
             case Disconnected():
                 self.connected = False
-            case Received(message=Orders() as orders):
-                self._take_orders(orders, now)
-            case Received(message=Refusal() as refusal):
-                self._take_refusal(refusal, now)
+            case Received(message=message):
+                if isinstance(message, Refusal):
+                    self._take_refusal(message, now)
+                else:
+                    self._take_orders(message, now)
             case Registered():
                 self._register(event)
             case Called():

@@ -2,10 +2,11 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 
 class Progress:
-    """A growing set of complete chunks. Thread-safe; a waiter is woken by `mark` and `fail`, never by polling."""
+    """A growing set of complete chunks. Thread-safe; a waiter is woken by `mark`, `fail` and `wake`, never by polling."""
 
     def __init__(self, chunk_count: int, *, complete: bool = False) -> None:
         self.chunk_count = chunk_count
@@ -46,13 +47,21 @@ class Progress:
             self._failed = self._failed or reason
             self._changed.notify_all()
 
-    def wait(self, chunk: int, timeout_s: float) -> bool:
-        """Wait until the chunk is complete (True), or progress failed or time ran out (False)."""
+    def wake(self) -> None:
+        """Let everybody who waits look again at whether it still wants to."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, chunk: int, timeout_s: float, given_up: Callable[[], bool] | None = None) -> bool:
+        """Wait until the chunk is complete (True), or progress failed, time ran out or the waiter gave up (False).
+
+        `given_up` is asked on every wake-up, with the lock held: it only looks at a flag. Who sets it calls `wake`.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._have[chunk]:
                 remaining = deadline - time.monotonic()
-                if self._failed is not None or remaining <= 0:
+                if self._failed is not None or remaining <= 0 or (given_up is not None and given_up()):
                     return False
                 self._changed.wait(remaining)
             return True
