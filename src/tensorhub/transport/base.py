@@ -62,11 +62,11 @@ class Sink(Protocol):
         ...
 
     def begin(self, manifest: bytes) -> Sequence[int]:
-        """Take the source's manifest; return the chunks wanted, in order. Raises if this is not the content expected."""
+        """Take the source's manifest; return the chunks wanted, in order. Raises if the content is not the expected."""
         ...
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
-        """Judge a chunk that has just been received into `views`. Raises `CorruptTransfer` if it is not as announced."""
+        """Judge a chunk that has just been received into `views`. Raises `CorruptTransfer` if it is not right."""
         ...
 
     def stored(self, chunk: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Progress:
-    """A growing set of complete chunks. Thread-safe; a waiter is woken by `mark`, `fail` and `wake`, never by polling."""
+    """A growing set of complete chunks. Thread-safe; `mark`, `fail` and `wake` wake a waiter; nobody polls."""
 
     def __init__(self, chunk_count: int, *, complete: bool = False) -> None:
         self.chunk_count = chunk_count

@@ -1,0 +1,90 @@
+"""The tcp transport: weights over plain sockets, with nothing to install. For hosts without RDMA, and across sites.
+
+Threads that release the GIL carry the bytes, straight from the source's registered memory and straight into the
+target's; a chunk's control words are a header of 16 bytes of its own. `tcp_wire` says what travels, `tcp_server`
+serves, `tcp_reader` and `tcp_stream` read, `tcp_settings` has every number with its reason.
+
+It keeps the rules of `base`, and for the price of 8 threads or 64 (see `max_connections`) no payload is ever buffered
+in Python. It must never: know what a key means, pickle, or wait without a limit.
+"""
+
+import threading
+
+from ..core.errors import Closed, TensorHubError
+from .base import Export, OnEnd, Read, Sink
+from .tcp_reader import TcpRead
+from .tcp_server import TcpServer
+from .tcp_settings import TcpSettings
+
+_JOIN_S = 5.0  # a read's threads return at once when cut, but may be inside the sink
+
+
+class TcpTransport:
+    """Moves registered bytes between two workers over TCP. Listens from the start."""
+
+    def __init__(self, settings: TcpSettings | None = None) -> None:
+        self.settings = settings or TcpSettings()
+        self._server = TcpServer(self.settings)
+        self._lock = threading.Lock()
+        self._reads: dict[TcpRead, None] = {}
+        self._is_closed = False
+        self._counts = dict.fromkeys(("received_bytes", "received_chunks", "reads_ended", "reads_failed"), 0)
+
+    @property
+    def endpoint(self) -> str:
+        return self._server.endpoint
+
+    def export(self, export: Export) -> None:
+        self._server.export(export)
+
+    def withdraw(self, key: str, *, timeout_s: float) -> bool:
+        return self._server.withdraw(key, timeout_s=timeout_s)
+
+    def served_bytes(self, key: str) -> int:
+        """Payload bytes sent of what is exported as `key` now."""
+        return self._server.served_bytes(key)
+
+    def read(self, endpoint: str, key: str, sink: Sink, on_end: OnEnd) -> Read:
+        read = TcpRead(self.settings, endpoint, key, sink, lambda read: self._ending(read, on_end))
+        with self._lock:
+            if self._is_closed:
+                raise Closed("this tcp transport was closed")
+            self._reads[read] = None
+        try:
+            read.start()
+        except RuntimeError:
+            with self._lock:
+                del self._reads[read]
+            raise
+        return read
+
+    def _ending(self, read: TcpRead, on_end: OnEnd) -> OnEnd:
+        """`on_end`, and before it the bookkeeping: who is told that a read ended finds it gone from the statistics."""
+
+        def end(error: TensorHubError | None) -> None:
+            with self._lock:
+                self._reads.pop(read, None)
+                self._counts["received_bytes"] += read.job.received_bytes
+                self._counts["received_chunks"] += read.job.received_chunks
+                self._counts["reads_failed" if error else "reads_ended"] += 1
+            on_end(error)
+
+        return end
+
+    def statistics(self) -> dict[str, int]:
+        with self._lock:
+            counts = {**self._counts, "reads_open": len(self._reads)}
+            for read in self._reads:
+                counts["received_bytes"] += read.job.received_bytes
+                counts["received_chunks"] += read.job.received_chunks
+        return {**self._server.statistics(), **counts}
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            reads = list(self._reads)
+        for read in reads:
+            read.stop()
+        self._server.close()
+        for read in reads:
+            read.join(_JOIN_S)

@@ -1,0 +1,127 @@
+"""The target's side of the tcp transport: one read, in as many threads as it has streams.
+
+The first stream fetches the manifest, asks the sink what it wants, and starts the others; from then on all are alike.
+The first error ends the read: every stream is cut, and the last thread to leave calls `on_end`, when none is inside the
+sink's memory any more. It must never: call `on_end` twice, or before the last thread has left.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from ..core.errors import SourceLost, TensorHubError
+from ..core.manifest import chunk_count
+from .base import OnEnd, Sink
+from .tcp_settings import TcpSettings
+from .tcp_stream import Claims, Job, NoRoom, opened
+from .tcp_wire import Welcome
+
+
+class TcpRead:
+    """One read from one source."""
+
+    def __init__(
+        self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, ending: Callable[["TcpRead"], OnEnd]
+    ) -> None:
+        self.job = Job(settings, endpoint, key, sink)
+        self.error: TensorHubError | None = None
+        self._threads: list[threading.Thread] = []
+        self._on_end = ending(self)
+        self._lock = threading.Lock()
+        self._running = 0
+        self._is_stopped = False
+
+    def start(self) -> None:
+        self._start(self._lead, 0)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+        self.job.finish()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its threads, except the one that asks."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def received_bytes(self) -> int:
+        return self.job.received_bytes
+
+    def _start(self, body: Callable[[int], None], index: int) -> None:
+        thread = threading.Thread(target=self._run, args=(body, index), name=f"tensorhub-tcp-read-{index}", daemon=True)
+        with self._lock:
+            self._running += 1
+            self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the process may start no more threads
+            with self._lock:
+                self._running -= 1
+                self._threads.remove(thread)
+            if index == 0:
+                raise  # nothing runs yet: the caller is told. A read under way goes on with fewer streams.
+
+    def _run(self, body: Callable[[int], None], index: int) -> None:
+        """The whole life of one stream's thread; the last one out ends the read."""
+        try:
+            body(index)
+        except TensorHubError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, it ends this read and is reported
+            wrapped = TensorHubError(f"reading {self.job.key!r} from {self.job.endpoint} failed: {error!r}")
+            wrapped.__cause__ = error
+            self._fail(wrapped)
+        with self._lock:
+            self._running -= 1
+            is_last = self._running == 0
+        if is_last:
+            self._on_end(self.error)
+
+    def _fail(self, error: TensorHubError) -> None:
+        """The first error is the read's. What follows from a stop, or comes when nothing is missing, is none."""
+        with self._lock:
+            if self.error is None and not self._is_stopped and self.job.missing != 0:
+                self.error = error
+        self.job.finish()
+
+    def _lead(self, index: int) -> None:
+        """The first stream: learn what there is, decide what is wanted, start the others."""
+        job, sink = self.job, self.job.sink
+        with opened(job, index) as stream:
+            welcome = stream.greet(wants_manifest=True)
+            wanted = tuple(sink.begin(stream.receive_manifest()))
+            self._check(welcome, wanted)
+            settings = job.settings
+            streams = max(
+                1, min(settings.streams, len(wanted) * sink.chunk_bytes // settings.stream_bytes, len(wanted))
+            )
+            job.generation = welcome.generation
+            job.claims = Claims(wanted, streams)
+            job.missing = len(wanted)
+            for further in range(1, streams):
+                self._start(self._follow, further)
+            stream.pump()
+
+    def _follow(self, index: int) -> None:
+        """A further stream. That the source has no connection to spare is no error: the others do its work."""
+        with contextlib.suppress(NoRoom), opened(self.job, index) as stream:
+            stream.greet(wants_manifest=False)
+            stream.pump()
+
+    def _check(self, welcome: Welcome, wanted: tuple[int, ...]) -> None:
+        sink = self.job.sink
+        size_bytes, chunk_bytes = sink.stream.size_bytes, sink.chunk_bytes
+        if (welcome.size_bytes, welcome.chunk_bytes) != (size_bytes, chunk_bytes):
+            raise SourceLost(
+                f"{self.job.endpoint} offers {self.job.key!r} as {welcome.size_bytes} B in chunks of "
+                f"{welcome.chunk_bytes} B, but {size_bytes} B in chunks of {chunk_bytes} B are expected"
+            )
+        count = chunk_count(size_bytes, chunk_bytes)
+        if not all(0 <= chunk < count for chunk in wanted):
+            raise TensorHubError(f"the sink wants chunks of {self.job.key!r} that are not within 0..{count - 1}")

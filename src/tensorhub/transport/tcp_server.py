@@ -1,0 +1,285 @@
+"""The source's side of the tcp transport: one thread that accepts, and one thread for each connection that serves.
+
+A connection reads one export. Its thread sends the chunks asked for, in the order asked for, each as soon as the
+export's `Progress` has it, straight from the registered memory. `Served` counts the threads inside an export: whoever
+withdraws it waits until the last has left, and no thread enters an export that has ended.
+
+An export ends at a chunk boundary where that is near, so that its readers hear why (GONE), and by cutting the
+connection where it is not. It must never: touch memory after its thread was counted out, or let one peer's words harm
+another's connection.
+"""
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from ..core.errors import Closed, UsageError
+from ..core.manifest import chunk_count
+from . import tcp_wire
+from .base import Export
+from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
+from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
+
+_log = logging.getLogger(__name__)
+
+_REFUSERS = 16  # connections beyond the limit that are still told "busy"; further ones are hung up on
+_ACCEPT_AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
+_JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
+
+
+class Served:
+    """One export as its readers see it. Its fields are guarded by the server's lock; `ended` may be read without."""
+
+    def __init__(self, export: Export) -> None:
+        self.export = export
+        self.generation = secrets.randbits(62) + 1  # no other export has it, not even in another life of this worker
+        self.chunk_count = chunk_count(export.stream.size_bytes, export.chunk_bytes)
+        self.inside: dict[Wire, None] = {}
+        self.ended: str | None = None
+        self.sent_bytes = 0
+
+    def has_ended(self) -> bool:
+        return self.ended is not None
+
+
+class TcpServer:
+    """Serves exports to whoever connects and is welcome."""
+
+    def __init__(self, settings: TcpSettings) -> None:
+        self._settings = settings
+        self._changed = threading.Condition()
+        self._exports: dict[str, Served] = {}
+        self._leaving: dict[str, list[Served]] = {}  # ended, perhaps with threads still inside
+        self._connections: dict[Wire, threading.Thread] = {}
+        self._counts = dict.fromkeys(
+            ("sent_bytes", "sent_chunks", "connections_accepted", "connections_refused", "connections_dropped"), 0
+        )
+        self._is_closed = False
+        self._closing = threading.Event()
+        self._listener = listen(settings)
+        self.endpoint = advertised_endpoint(settings, self._listener.getsockname()[1])
+        self._acceptor = threading.Thread(target=self._accept, name="tensorhub-tcp-accept", daemon=True)
+        self._acceptor.start()
+
+    # -- exports -------------------------------------------------------------------------------------------------------
+
+    def export(self, export: Export) -> None:
+        if not 0 < export.chunk_bytes <= tcp_wire.MAX_CHUNK_BYTES:
+            raise UsageError(f"export {export.key!r}: chunk_bytes is {export.chunk_bytes}, not in 1..2**30")
+        if len(export.manifest) > tcp_wire.MAX_MANIFEST_BYTES:
+            raise UsageError(
+                f"export {export.key!r}: a manifest of {len(export.manifest)} B is over the limit of 64 MiB"
+            )
+        served = Served(export)
+        if served.chunk_count != export.progress.chunk_count:
+            progress_count = export.progress.chunk_count
+            raise UsageError(
+                f"export {export.key!r}: {served.chunk_count} chunks, but {progress_count} in its progress"
+            )
+        with self._changed:
+            if self._is_closed:
+                raise Closed("this tcp transport was closed")
+            self._end(export.key, "it was replaced")
+            self._exports[export.key] = served
+
+    def withdraw(self, key: str, *, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._end(key, "it was withdrawn")
+            leaving = self._leaving.get(key, [])
+
+            def all_left() -> bool:
+                return not any(served.inside for served in leaving)
+
+            if not self._changed.wait_for(all_left, min(timeout_s, self._settings.withdraw_grace_s)):
+                for wire in [wire for served in leaving for wire in served.inside]:
+                    wire.cut()
+                if not self._changed.wait_for(all_left, max(0.0, deadline - time.monotonic())):
+                    return False
+            if self._leaving.get(key) is leaving:
+                del self._leaving[key]
+            return True
+
+    def _end(self, key: str, reason: str) -> None:
+        """With the lock held: no thread enters this export any more, and those inside are called out."""
+        served = self._exports.pop(key, None)
+        if served is None:
+            return
+        served.ended = reason
+        if served.inside:
+            self._leaving.setdefault(key, []).append(served)
+        for wire in served.inside:
+            wire.wake()
+        served.export.progress.wake()
+
+    def served_bytes(self, key: str) -> int:
+        """Payload bytes sent of the present export of this key."""
+        with self._changed:
+            served = self._exports.get(key)
+            return served.sent_bytes if served is not None else 0
+
+    def statistics(self) -> dict[str, int]:
+        with self._changed:
+            return {**self._counts, "connections_open": len(self._connections), "exports": len(self._exports)}
+
+    def close(self) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._is_closed = True
+                self._closing.set()
+                with contextlib.suppress(OSError):
+                    self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+                for key in list(self._exports):
+                    self._end(key, "its worker closed")
+                self._changed.wait_for(lambda: not self._connections, self._settings.withdraw_grace_s)
+            for wire in self._connections:
+                wire.cut()
+            threads = [self._acceptor, *self._connections.values()]
+        deadline = time.monotonic() + _JOIN_S
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._closing.is_set():
+                try:
+                    sock, _ = self._listener.accept()
+                except OSError:
+                    self._closing.wait(_ACCEPT_AGAIN_S)
+                    continue
+                self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        """Give a new connection a thread of its own, or hang up."""
+        wire = Wire(sock, self._settings)
+        with self._changed:
+            here, limit = len(self._connections), self._settings.max_connections
+            thread = threading.Thread(
+                target=self._run, args=(wire, here >= limit), name="tensorhub-tcp-serve", daemon=True
+            )
+            try:
+                if here < limit + _REFUSERS and not self._is_closed:
+                    tune(sock, self._settings)
+                    self._connections[wire] = thread
+                    thread.start()
+                    self._counts["connections_accepted"] += 1
+                    return
+            except RuntimeError:  # the process may start no more threads
+                del self._connections[wire]
+            self._counts["connections_refused"] += 1
+        wire.close()
+
+    def _run(self, wire: Wire, is_busy: bool) -> None:
+        """The whole life of one connection."""
+        try:
+            self._converse(wire, is_busy)
+        except Vanished:
+            pass  # the reader left; that is its right
+        except WireError:
+            self._count("connections_dropped")
+        except Exception:  # noqa: BLE001 the top of a thread: our bug is reported and ends this connection only
+            _log.exception("tcp transport: a serving thread failed")
+        finally:
+            wire.close(politely=True)
+            with self._changed:
+                del self._connections[wire]
+                self._changed.notify_all()
+
+    def _converse(self, wire: Wire, is_busy: bool) -> None:
+        settings = self._settings
+        wire.limit_waits(receive_s=settings.silence_s, send_s=settings.patience_s)
+        answer = self._judge(wire, is_busy)
+        if isinstance(answer, Refusal):
+            self._count("connections_refused")
+            wire.send_greeting(answer)
+            return
+        served, hello = answer
+        try:
+            farewell = self._serve(wire, served, hello)
+        finally:
+            with self._changed:
+                del served.inside[wire]
+                self._changed.notify_all()
+        if farewell is not None:
+            wire.send_gone(*farewell)
+
+    def _judge(self, wire: Wire, is_busy: bool) -> Refusal | tuple[Served, Hello]:
+        """Hear who it is. Whoever is welcome is inside the export when this returns."""
+        try:
+            hello = wire.receive_greeting(self._settings.silence_s)
+        except Garbled as error:
+            return Refusal(error.code, str(error))
+        except Silent as error:
+            return Refusal("stranger", str(error))
+        if not isinstance(hello, Hello):
+            return Refusal("malformed", "a reader begins with Hello")
+        if self._settings.token is not None and not hmac.compare_digest(
+            hello.token.encode(), self._settings.token.encode()
+        ):
+            return Refusal("token", "the token is not the one that this worker was given")
+        if is_busy:
+            return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
+        with self._changed:
+            served = self._exports.get(hello.key)
+            if served is None:
+                return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
+            if hello.generation not in (0, served.generation):
+                return Refusal("gone", "it was replaced")
+            served.inside[wire] = None
+            return served, hello
+
+    def _serve(self, wire: Wire, served: Served, hello: Hello) -> tuple[str, str] | None:
+        """Send what is asked for until the reader leaves (None) or the export ends (code and reason)."""
+        export, settings = served.export, self._settings
+        wire.send_greeting(Welcome(served.generation, export.chunk_bytes, export.stream.size_bytes))
+        if hello.wants_manifest:
+            wire.send_frame(tcp_wire.MANIFEST, payload=[export.manifest])
+        wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
+        try:
+            for chunk in self._asked(wire, served):
+                while not export.progress.wait(chunk, settings.keepalive_s, served.has_ended):
+                    if served.ended is not None or export.progress.failed is not None:
+                        break
+                    wire.send_frame(tcp_wire.WAITING)
+                if served.ended is not None:
+                    break
+                if not export.progress.has(chunk):
+                    return "gone", export.progress.failed or "no further chunk will come"
+                self._send_chunk(wire, served, chunk)
+        except Garbled as error:
+            return error.code, str(error)
+        except WireError:
+            if served.ended is None:
+                raise
+        except Exception as error:  # noqa: BLE001 the memory's owner failed: the reader is told, the worker goes on
+            return "failed", f"the source cannot read its memory: {error!r}"
+        return ("gone", served.ended) if served.ended is not None else None
+
+    def _asked(self, wire: Wire, served: Served) -> Iterator[int]:
+        """The chunks asked for, one by one. The next request is read when the last one is served: readers ask ahead."""
+        while True:
+            for start, stop in wire.receive_want(served.chunk_count):
+                yield from range(start, stop)
+
+    def _send_chunk(self, wire: Wire, served: Served, chunk: int) -> None:
+        export = served.export
+        start = chunk * export.chunk_bytes
+        stop = min(start + export.chunk_bytes, export.stream.size_bytes)
+        with export.stream.reading(start, stop) as views:
+            wire.send_frame(tcp_wire.CHUNK, chunk, views)
+        with self._changed:
+            served.sent_bytes += stop - start
+            self._counts["sent_bytes"] += stop - start
+            self._counts["sent_chunks"] += 1
+
+    def _count(self, name: str) -> None:
+        with self._changed:
+            self._counts[name] += 1

@@ -1,0 +1,251 @@
+"""One connection of a read, and what the connections of one read share.
+
+All streams of a read are alike: each takes the next chunks that nobody has asked for yet (`Claims`), asks its source
+for them ahead of their arrival, and receives them straight into the sink's memory. So the prefix grows steadily
+whatever the streams' speeds: disorder is never more than what is asked for ahead (`Ahead`), which is bounded by time
+and not by size. A fixed share for each stream would leave a gap as large as the slowest stream's share, and peers that
+read behind us would starve. It must never: write outside a `writing` block, or touch memory once `opened` has ended.
+"""
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ..core.errors import Refused, SourceLost
+from . import tcp_wire
+from .base import Sink
+from .tcp_settings import TcpSettings, parse_endpoint
+from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
+
+_MAX_ADDRESSES = 4  # of one host name; each may cost `connect_s`
+
+_HINTS = {
+    "token": "give both workers the same token",
+    "version": "install the same version of TensorHub on both workers",
+    "stranger": "the endpoint belongs to another program",
+    "busy": "read from another source, or raise max_connections",
+}
+
+
+class NoRoom(SourceLost):
+    """The source has no connection to spare."""
+
+
+class Claims:
+    """The wanted chunks that no stream has asked for yet, in order."""
+
+    def __init__(self, wanted: Sequence[int], streams: int) -> None:
+        self._wanted = wanted
+        self._streams = streams
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def take(self, most: int) -> Sequence[int]:
+        """Up to `most` chunks; towards the end fewer, so that all streams finish together."""
+        with self._lock:
+            fair = -(-(len(self._wanted) - self._next) // self._streams)
+            first, self._next = self._next, self._next + max(0, min(most, fair))
+            return self._wanted[first : self._next]
+
+
+class Ahead:
+    """How many chunks one stream asks for ahead: two at least, doubled while they arrive sooner than `ahead_s`."""
+
+    def __init__(self, settings: TcpSettings, chunk_bytes: int) -> None:
+        self._aim_s = settings.ahead_s
+        self._most = max(2, min(settings.ahead_bytes // chunk_bytes, tcp_wire.MAX_WANT_RANGES))
+        self.chunks = max(2, min(self._most, settings.stream_bytes // chunk_bytes))
+
+    def adjust(self, took_s: float) -> None:
+        """A chunk came `took_s` after it was asked for."""
+        if took_s < self._aim_s:
+            self.chunks = min(self.chunks * 2, self._most)
+        elif took_s > 2 * self._aim_s:
+            self.chunks = max(self.chunks // 2, 2)
+
+
+class Job:
+    """What the streams of one read share. Thread-safe."""
+
+    def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> None:
+        self.settings = settings
+        self.endpoint = endpoint
+        self.key = key
+        self.sink = sink
+        self.generation = 0  # 0 until the first stream has been welcomed
+        self.claims = Claims((), 1)
+        self.missing: int | None = None  # wanted chunks that are not stored yet, once known
+        self.received_bytes = 0
+        self.received_chunks = 0
+        self.is_over = False
+        self._wires: dict[Wire, None] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, wire: Wire) -> None:
+        with self._lock:
+            self._wires[wire] = None
+            is_over = self.is_over
+        if is_over:
+            wire.cut()
+
+    def leave(self, wire: Wire) -> None:
+        with self._lock:
+            self._wires.pop(wire, None)
+
+    def finish(self) -> None:
+        """No more bytes are wanted: every stream returns at once, whatever it waits for."""
+        with self._lock:
+            self.is_over = True
+            wires = list(self._wires)
+        for wire in wires:
+            wire.cut()
+
+    def count_received(self, size_bytes: int) -> None:
+        with self._lock:
+            self.received_bytes += size_bytes
+            self.received_chunks += 1
+
+    def count_stored(self) -> None:
+        with self._lock:
+            assert self.missing, "a chunk was stored that was not missing"
+            self.missing -= 1
+            is_whole = self.missing == 0
+        if is_whole:
+            self.finish()  # a stream that is still connecting is not waited for
+
+    def lost(self, why: str) -> SourceLost:
+        missing = "" if self.missing is None else f", {self.missing} chunks missing"
+        return SourceLost(
+            f"{self.endpoint} lost while reading {self.key!r} ({self.received_bytes} B done{missing}): {why}"
+        )
+
+    def refused(self, refusal: Refusal) -> SourceLost:
+        kind = NoRoom if refusal.code == "busy" else SourceLost
+        error = kind(
+            f"{self.endpoint} does not serve {self.key!r} ({self.received_bytes} B done): {refusal.message}",
+            hint=_HINTS.get(refusal.code),
+        )
+        if refusal.code in ("token", "version", "stranger"):
+            error.__cause__ = Refused(refusal.message)  # retrying the same source cannot help
+        return error
+
+
+@contextmanager
+def opened(job: Job, index: int) -> Iterator["Stream"]:
+    """A connection to the source, closed at the end. What goes wrong with it is raised as `SourceLost`."""
+    wire: Wire | None = None
+    try:
+        wire = _dial(job)
+        yield Stream(job, wire, index)
+    except Silent as error:
+        raise job.lost(f"{error} for {job.settings.silence_s:g} s") from error
+    except WireError as error:
+        raise job.lost(str(error)) from error
+    finally:
+        if wire is not None:
+            job.leave(wire)
+            wire.close()
+
+
+def _dial(job: Job) -> Wire:
+    try:
+        host, port = parse_endpoint(job.endpoint)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except ValueError as error:
+        raise Garbled(str(error)) from error
+    except OSError as error:
+        raise Vanished(f"cannot find the host: {error}") from error
+    failure = Vanished("the host has no address")
+    for family, kind, protocol, _, address in addresses[:_MAX_ADDRESSES]:
+        try:
+            wire = Wire(socket.socket(family, kind, protocol), job.settings)
+        except OSError as error:
+            raise Vanished(f"cannot connect: {error}") from error
+        job.enter(wire)
+        try:
+            wire.connect(address)
+            wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
+            return wire
+        except Vanished as error:
+            failure = error
+            job.leave(wire)
+            wire.close()
+            if job.is_over:
+                break
+    raise failure
+
+
+class Stream:
+    """One connection, in one thread."""
+
+    def __init__(self, job: Job, wire: Wire, index: int) -> None:
+        self.job = job
+        self.wire = wire
+        self.index = index
+
+    def greet(self, *, wants_manifest: bool) -> Welcome:
+        """Ask to be served; raises `SourceLost` with the source's reason if it does not want to."""
+        job = self.job
+        with suppress(Vanished):  # it may have refused before it heard us: what it said can still be read
+            self.wire.send_greeting(Hello(job.settings.token or "", job.key, job.generation, wants_manifest))
+        answer = self.wire.receive_greeting(job.settings.silence_s)
+        if isinstance(answer, Refusal):
+            raise job.refused(answer)
+        if not isinstance(answer, Welcome):
+            raise Garbled("a source answers with Welcome or Refusal")
+        return answer
+
+    def receive_manifest(self) -> bytes:
+        kind, length, _ = self._next_frame()
+        if kind != tcp_wire.MANIFEST:
+            raise Garbled(f"a frame of kind {kind} where the manifest was due")
+        return bytes(self.wire.receive_body(length, tcp_wire.MAX_MANIFEST_BYTES))
+
+    def pump(self) -> None:
+        """Ask and receive until nothing is left to ask for, or the read is over."""
+        job, asked = self.job, deque[tuple[int, float]]()
+        ahead = Ahead(job.settings, job.sink.chunk_bytes)
+        while not job.is_over:
+            if len(asked) <= ahead.chunks // 2:
+                claimed = job.claims.take(ahead.chunks - len(asked))
+                if claimed:
+                    now = time.monotonic()
+                    with suppress(Vanished):  # it may have said farewell: what it said can still be read
+                        self.wire.send_want(claimed)
+                    asked.extend((chunk, now) for chunk in claimed)
+            if not asked:
+                return
+            chunk, asked_at = asked.popleft()
+            self._receive_chunk(chunk)
+            if len(asked) <= ahead.chunks // 2:
+                ahead.adjust(time.monotonic() - asked_at)
+
+    def _receive_chunk(self, chunk: int) -> None:
+        job, sink = self.job, self.job.sink
+        start = chunk * sink.chunk_bytes
+        stop = min(start + sink.chunk_bytes, sink.stream.size_bytes)
+        kind, length, number = self._next_frame()
+        if (kind, length, number) != (tcp_wire.CHUNK, stop - start, chunk):
+            raise Garbled(
+                f"frame {kind} with {length} B of chunk {number}, where {stop - start} B of chunk {chunk} were due"
+            )
+        with sink.stream.writing(start, stop) as views:
+            self.wire.receive_into(views)
+            job.count_received(length)
+            sink.accept(chunk, views)
+        sink.stored(chunk)
+        job.count_stored()
+
+    def _next_frame(self) -> tuple[int, int, int]:
+        """The header of the next frame that says something. Raises `SourceLost` if the source says farewell."""
+        while True:
+            kind, length, number = self.wire.receive_header()
+            if kind == tcp_wire.GONE:
+                raise self.job.refused(self.wire.receive_gone(length))
+            if kind != tcp_wire.WAITING:
+                return kind, length, number
+            if length:
+                raise Garbled(f"a keepalive with {length} B")

@@ -1,0 +1,295 @@
+"""What two workers say to each other over one TCP connection, and the socket that they say it through.
+
+The reader connects. First each side greets: 16 bytes (magic, version, length) and a MessagePack body. The greeting's
+shape is the same in every version for ever, so that any two versions can tell each other that they differ.
+
+    reader  Hello(token, key, generation, wants_manifest)
+    source  Welcome(generation, chunk_bytes, size_bytes)  or  Refusal(code, message), and it hangs up
+
+Then frames: a header of 16 bytes (kind, length, number) and `length` bytes.
+
+    source  MANIFEST  once, if wanted: opaque bytes
+    reader  WANT      ranges of chunks [[start, stop), …], served in this order
+    source  CHUNK     `number` is the chunk; its bytes, straight from and into registered memory
+    source  WAITING   the next chunk is not there yet; said every quarter of the silence limit
+    source  GONE      Refusal(code, message): nothing more will come, and why
+
+Rules: a length from the wire is compared with its limit before anything is allocated; header and payload never share a
+buffer; a wait ends by the kernel's own timeouts. One thread owns a `Wire`; any other may only `cut` or `wake` it.
+It must never: unpickle, buffer payload, or trust a number that it did not compare.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from .tcp_settings import TcpSettings, limit_waits, tune
+
+MAGIC = b"\x93THubTCP"  # the first byte is not text: no HTTP, TLS or SSH client begins like this
+VERSION = 1
+GREETING = struct.Struct("!8sHHI")  # magic, version, 0, length of the body
+HEADER = struct.Struct("!BxxxIQ")  # kind, length, number
+
+WANT, MANIFEST, CHUNK, WAITING, GONE = range(1, 6)
+
+MAX_GREETING_BYTES = 16 * 1024  # a key, a token, or a refusal in words
+MAX_WANT_BYTES = 64 * 1024
+MAX_WANT_RANGES = 1024  # at most 20 bytes each in MessagePack, so always within MAX_WANT_BYTES
+MAX_GONE_BYTES = 16 * 1024
+MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
+MAX_CHUNK_BYTES = 1 << 30
+MAX_TEXT = 4000  # characters of a reason that we send
+
+_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
+_LINGER_S = 0.5  # how long a refused peer may take to read why before its unread words turn our close into a reset
+_LINGER_BYTES = 256 * 1024
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A reader's request. `generation` 0 takes whatever is exported; otherwise exactly that export."""
+
+    token: str
+    key: str
+    generation: int
+    wants_manifest: bool
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """A source's consent. `generation` names this very export, so that all streams of a read get the same."""
+
+    generation: int
+    chunk_bytes: int
+    size_bytes: int
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    """Why not. Codes: stranger, version, token, busy, unknown-key, gone, malformed, failed."""
+
+    code: str
+    message: str
+
+
+Greeting = Hello | Welcome | Refusal
+_greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
+_refusals = msgspec.msgpack.Decoder(Refusal)
+_ranges = msgspec.msgpack.Decoder(list[tuple[int, int]])
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class WireError(Exception):
+    """This connection is over. Never leaves the transport: the reader turns it into `SourceLost`."""
+
+
+class Vanished(WireError):
+    """The peer closed the connection, or the network broke it."""
+
+
+class Silent(WireError):
+    """Not a byte moved for the whole limit."""
+
+
+class Garbled(WireError):
+    """The peer does not speak this protocol; `code` is what to refuse it with."""
+
+    def __init__(self, message: str, code: str = "malformed") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Wire:
+    """One connected socket."""
+
+    def __init__(self, sock: socket.socket, settings: TcpSettings) -> None:
+        self._sock = sock
+        self._settings = settings
+        self._lock = threading.Lock()  # between cut and close, so that no other socket with this number is hit
+        self._is_closed = False
+        self.is_cut = False
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def connect(self, address: tuple[object, ...]) -> None:
+        """Reach the peer within `connect_s`."""
+        try:
+            tune(self._sock, self._settings)
+            self._sock.settimeout(self._settings.connect_s)
+            self._sock.connect(address)
+            self._sock.settimeout(None)
+        except OSError as error:
+            raise Vanished(f"cannot connect: {error}") from error
+        if self.is_cut:  # the cut came before there was a connection to shut down
+            raise Vanished("cut while connecting")
+
+    def limit_waits(self, *, receive_s: float, send_s: float) -> None:
+        try:
+            limit_waits(self._sock, receive_s=receive_s, send_s=send_s)
+        except OSError as error:
+            raise Vanished(str(error)) from error
+
+    def cut(self) -> None:
+        """From any thread: whoever waits in this socket returns at once. The owner still has to close it."""
+        self._shutdown(socket.SHUT_RDWR)
+
+    def wake(self) -> None:
+        """From any thread: end a wait for the peer's words, but let the owner still say something."""
+        self._shutdown(socket.SHUT_RD)
+
+    def _shutdown(self, how: int) -> None:
+        with self._lock:
+            if how == socket.SHUT_RDWR:
+                self.is_cut = True
+            if not self._is_closed:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(how)
+
+    def close(self, *, politely: bool = False) -> None:
+        """By the owner only. Politely: let the peer read our last words before its own turn this into a reset."""
+        if politely and not self.is_cut:
+            with contextlib.suppress(OSError):
+                limit_waits(self._sock, receive_s=_LINGER_S, send_s=_LINGER_S)
+                self._sock.shutdown(socket.SHUT_WR)
+                deadline, left = time.monotonic() + _LINGER_S, _LINGER_BYTES
+                while left > 0 and time.monotonic() < deadline and (heard := len(self._sock.recv(16384))):
+                    left -= heard
+        with self._lock:
+            self._is_closed = True
+            self._sock.close()
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def send(self, buffers: Iterable[bytes | memoryview]) -> None:
+        """Send all of it. Goes on as long as bytes move."""
+        pending = [view for buffer in buffers if len(view := _flat(buffer))]
+        first = 0
+        try:
+            while first < len(pending):
+                sent = self._sock.sendmsg(pending[first : first + _IOV_MAX])
+                first = _advance(pending, first, sent)
+        except BlockingIOError as error:
+            raise Silent("the peer takes no byte") from error
+        except OSError as error:
+            raise Vanished(f"connection lost: {error}") from error
+
+    def receive_into(self, buffers: Sequence[memoryview], deadline: float | None = None) -> None:
+        """Fill all of it, straight into the given memory. Goes on as long as bytes come, or until the deadline."""
+        pending = [view for buffer in buffers if len(view := _flat(buffer))]
+        first = 0
+        try:
+            while first < len(pending):
+                if deadline is not None and time.monotonic() > deadline:
+                    raise Silent("the peer takes too long over its words")
+                batch = pending[first : first + _IOV_MAX]
+                got = self._sock.recv_into(batch[0]) if len(batch) == 1 else self._sock.recvmsg_into(batch)[0]
+                if got == 0:
+                    raise Vanished("the peer closed the connection")
+                first = _advance(pending, first, got)
+        except BlockingIOError as error:
+            raise Silent("the peer sends no byte") from error
+        except OSError as error:
+            raise Vanished(f"connection lost: {error}") from error
+
+    def _receive(self, size_bytes: int, deadline: float | None = None) -> bytearray:
+        buffer = bytearray(size_bytes)
+        self.receive_into([memoryview(buffer)], deadline)
+        return buffer
+
+    # -- greetings -----------------------------------------------------------------------------------------------------
+
+    def send_greeting(self, greeting: Greeting) -> None:
+        body = _encode(greeting)
+        self.send([GREETING.pack(MAGIC, VERSION, 0, len(body)), body])
+
+    def receive_greeting(self, within_s: float) -> Greeting:
+        deadline = time.monotonic() + within_s
+        magic, version, _, length = GREETING.unpack(self._receive(GREETING.size, deadline))
+        if magic != MAGIC:
+            raise Garbled("the peer does not speak the protocol of the TensorHub tcp transport", "stranger")
+        if version != VERSION:
+            raise Garbled(f"this worker speaks version {VERSION} of the tcp transport, its peer {version}", "version")
+        if length > MAX_GREETING_BYTES:
+            raise Garbled(f"a greeting of {length} B, where {MAX_GREETING_BYTES} B are the limit")
+        try:
+            return _greetings.decode(self._receive(length, deadline))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Garbled(f"malformed greeting: {error}") from error
+
+    # -- frames --------------------------------------------------------------------------------------------------------
+
+    def send_frame(self, kind: int, number: int = 0, payload: Sequence[bytes | memoryview] = ()) -> None:
+        """A header and its payload in one go; the payload is not copied."""
+        self.send([HEADER.pack(kind, sum(_size(part) for part in payload), number), *payload])
+
+    def receive_header(self) -> tuple[int, int, int]:
+        """(kind, length, number); the length is not yet compared with anything."""
+        kind, length, number = HEADER.unpack(self._receive(HEADER.size))
+        return kind, length, number
+
+    def receive_body(self, length: int, limit_bytes: int) -> bytearray:
+        if length > limit_bytes:
+            raise Garbled(f"a frame of {length} B, where {limit_bytes} B are the limit")
+        return self._receive(length)
+
+    def send_want(self, chunks: Sequence[int]) -> None:
+        ranges = as_ranges(chunks)
+        for first in range(0, len(ranges), MAX_WANT_RANGES):
+            self.send_frame(WANT, payload=[_encode(ranges[first : first + MAX_WANT_RANGES])])
+
+    def receive_want(self, chunk_count: int) -> list[tuple[int, int]]:
+        kind, length, _ = self.receive_header()
+        if kind != WANT:
+            raise Garbled(f"a frame of kind {kind} from a reader")
+        try:
+            ranges = _ranges.decode(self.receive_body(length, MAX_WANT_BYTES))
+        except msgspec.MsgspecError as error:
+            raise Garbled(f"malformed request: {error}") from error
+        for start, stop in ranges:
+            if not 0 <= start < stop <= chunk_count:
+                raise Garbled(f"a request for chunks [{start}, {stop}) of {chunk_count}")
+        return ranges
+
+    def send_gone(self, code: str, message: str) -> None:
+        self.send_frame(GONE, payload=[_encode(Refusal(code, message[:MAX_TEXT]))])
+
+    def receive_gone(self, length: int) -> Refusal:
+        try:
+            return _refusals.decode(self.receive_body(length, MAX_GONE_BYTES))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Garbled(f"malformed farewell: {error}") from error
+
+
+def as_ranges(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """The same chunks in the same order as [start, stop) ranges."""
+    ranges: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if ranges and ranges[-1][1] == chunk:
+            ranges[-1] = (ranges[-1][0], chunk + 1)
+        else:
+            ranges.append((chunk, chunk + 1))
+    return ranges
+
+
+def _flat(buffer: bytes | memoryview) -> memoryview:
+    view = memoryview(buffer)
+    return view if view.ndim == 1 and view.itemsize == 1 else view.cast("B")
+
+
+def _size(buffer: bytes | memoryview) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+
+
+def _advance(pending: list[memoryview], first: int, moved: int) -> int:
+    """Where to go on after `moved` bytes: the index of the first view with something left, cut to what is left."""
+    while moved > 0:
+        size = len(pending[first])
+        if moved < size:
+            pending[first] = pending[first][moved:]
+            return first
+        moved -= size
+        first += 1
+    return first
