@@ -1,0 +1,78 @@
+# TensorHub: what a developer runs. Every target works from a fresh clone, sets up what it needs, and says what it does.
+# PYTHON=python3.12 chooses the Python for .venv; ARGS="..." is passed on to the command of the target.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+ARGS ?=
+SEEDS ?= 0..2000
+MINUTES ?= 10
+BIN := .venv/bin
+
+# Whatever environment the caller is in, only .venv counts.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+export PYTHONNOUSERSITE := 1
+
+.PHONY: help setup check format test e2e sim storm mutants demo bless docs clean
+
+help: ## show this list
+	@echo "TensorHub. make <target>:"
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+
+setup: ## make .venv and install everything into it (the other targets do it by themselves)
+	@PYTHON='$(PYTHON)' tools/setup
+
+demo: setup ## the main job: a real RL run on this machine, with faults, in the terminal; ends in a report
+	@echo "demo: a trainer, three rollouts and a reference server learn a task while parts of it are killed"
+	@$(BIN)/tensorhub demo $(ARGS)
+
+test: setup ## all tests that this machine can run, the quick checks first
+	@echo "test: house rules, units, scenarios, simulation, then real processes (a few minutes)"
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## format, lint, types and house rules; half a minute
+	@echo "check: format"
+	@$(BIN)/ruff format --check .
+	@echo "check: lint"
+	@$(BIN)/ruff check .
+	@echo "check: types"
+	@$(BIN)/mypy
+	@echo "check: house rules"
+	@$(BIN)/python -m pytest -q tests/tidy --ignore tests/tidy/test_tools.py
+
+format: setup ## rewrite the sources in the house format, and mend what the linter can
+	@echo "format: ruff"
+	@$(BIN)/ruff check --fix --exit-zero --quiet .
+	@$(BIN)/ruff format .
+
+e2e: setup ## only the tests with real processes and sockets
+	@echo "e2e: real server, workers and sockets, and what happens when they are killed"
+	@$(BIN)/python -m pytest -m processes $(ARGS)
+
+sim: setup ## simulate the seeds of SEEDS (0..2000) on virtual time; every promise is checked after every event
+	@echo "sim: seeds $(SEEDS)"
+	@$(BIN)/tensorhub simulate --seeds $(SEEDS) $(ARGS)
+
+storm: setup ## simulate new seeds for MINUTES (10); a seed that fails is printed, to be kept as a regression
+	@echo "storm: new seeds for $(MINUTES) min"
+	@$(BIN)/tensorhub simulate --storm --minutes $(MINUTES) $(ARGS)
+
+mutants: setup ## remove each protective line in turn: some seed must notice
+	@echo "mutants: each protective line removed in turn"
+	@$(BIN)/python tests/mutants.py $(ARGS)
+
+bless: setup ## rewrite the text scenarios to what happens now; then read the difference
+	@echo "bless: tests/scenarios"
+	@TENSORHUB_BLESS=1 $(BIN)/python -m pytest -q tests/scenarios $(ARGS)
+	@git --no-pager diff --stat -- tests/scenarios
+
+docs: setup ## rewrite the generated tables in docs/
+	@echo "docs: tables of docs/"
+	@$(BIN)/python tools/gen_docs.py
+
+clean: ## back to a fresh clone: remove .venv, caches and outputs
+	@echo "clean: .venv, caches, out/"
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist out
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
