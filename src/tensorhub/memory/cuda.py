@@ -49,7 +49,7 @@ class CudaCopier:
     def staging(self, size_bytes: int) -> memoryview:
         """Pinned host memory."""
         try:
-            self._staging = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            self._staging = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             raise TransferError(f"{size_bytes} B of pinned host memory could not be had: {error}") from error
         return host_view(self._staging.data_ptr(), size_bytes, self._staging)

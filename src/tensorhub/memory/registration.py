@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     type_of_tensor = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Registration:
     """Registered tensors: their layout, and their memory as a stream. Keeps that memory alive; copies nothing."""
 
@@ -40,6 +40,9 @@ class Registration:
     devices: tuple[str, ...]  # sorted: ("cpu",), ("cuda:0",), or several
     _described: tuple[Described, ...]
     _tensors: tuple[object, ...]
+
+    def __repr__(self) -> str:
+        return f"<Registration of {len(self._tensors)} tensors, {self.size_bytes} B on {self.device}>"
 
     @property
     def size_bytes(self) -> int:

@@ -1,0 +1,83 @@
+"""Registered memory on a real CUDA device."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tensorhub.core.errors import CorruptTransfer
+from tensorhub.memory.cuda import CudaStream
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.fill import FillSink
+from tensorhub.memory.registration import Registration, register
+from tensorhub.memory.staging import StagingRing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+def tensors(device: str, *, is_zero: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    made = {"big": torch.randn(3_000_000), "half": torch.randn(33, 77).bfloat16().t(), "host": torch.randn(1000)}
+    made |= {f"t{index}": torch.randn(index % 5) for index in range(500)}
+    placed = {name: tensor if name == "host" else tensor.to(device) for name, tensor in made.items()}
+    return {name: tensor.zero_() if is_zero else tensor for name, tensor in placed.items()}
+
+
+def test_the_root_is_the_one_of_equal_tensors_on_the_host() -> None:
+    on_device, on_host = register(tensors("cuda")), register(tensors("cpu"))
+    assert on_device.device == "cpu+cuda:0"
+    assert isinstance(on_device.stream, CudaStream)
+    assert build_manifest(on_device, 1 << 20) == build_manifest(on_host, 1 << 20)
+
+
+def test_the_digest_waits_for_kernels_that_still_run() -> None:
+    weight = torch.zeros(1 << 22, device="cuda")
+    registration = register({"w": weight})
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    weight += 1
+    assert build_manifest(registration, 1 << 20) == build_manifest(register({"w": torch.ones(1 << 22)}), 1 << 20)
+
+
+def test_four_threads_fill_a_device_and_a_bad_chunk_does_not_reach_it() -> None:
+    source, target_tensors = register(tensors("cpu")), tensors("cuda", is_zero=True)
+    target = register(target_tensors)
+    manifest = build_manifest(source, 1 << 18)
+    sink = FillSink(target, manifest.root())
+    wanted = sink.begin(manifest.encode())
+
+    def move(chunk: int, *, is_bad: bool = False) -> None:
+        start, stop = manifest.chunk_range(chunk)
+        with source.stream.reading(start, stop) as given:
+            data = b"".join(given)
+        with target.stream.writing(start, stop) as views:
+            at = 0
+            for view in views:
+                view[:] = bytes(view.nbytes) if is_bad else data[at : at + view.nbytes]
+                at += view.nbytes
+            sink.accept(chunk, views)
+        sink.stored(chunk)
+
+    target_tensors["big"][:1000] = 7.0
+    torch.cuda.synchronize()
+    with pytest.raises(CorruptTransfer):
+        move(0, is_bad=True)
+    assert bool((target_tensors["big"][:1000] == 7.0).all())
+    threads = [threading.Thread(target=lambda w: [move(c) for c in wanted[w::4]], args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sink.progress.is_complete
+    for name, expected in tensors("cpu").items():
+        assert torch.equal(target_tensors[name].cpu(), expected)
+
+
+def test_a_block_larger_than_a_slot_takes_several(image: Callable[[Registration], bytes]) -> None:
+    registration = register({"w": torch.arange(100_000, device="cuda")})
+    stream = CudaStream(registration.pieces, StagingRing(1 << 16, 13))
+    with stream.reading(0, 800_000) as views:
+        assert b"".join(views) == torch.arange(100_000).numpy().tobytes()

@@ -1,0 +1,117 @@
+"""The CUDA copier without a device: torch's streams and events are replaced, the bytes move on the host."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tensorhub.core.errors import TransferError, UsageError
+from tensorhub.memory import cuda
+from tensorhub.memory.host import Piece
+from tensorhub.memory.staging import StagingRing
+
+
+class Device:
+    """What would be torch.cuda: remembers which streams were used and which events were waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lock = threading.Lock()
+        self.streams: list[str] = []
+        self.recorded: list[object] = []
+        self.waited = 0
+        device = self
+
+        class Event:
+            def __init__(self, *, blocking: bool) -> None:
+                assert blocking
+
+            def record(self, stream: object) -> None:
+                device.recorded.append(stream)
+
+            def synchronize(self) -> None:
+                with device.lock:
+                    device.waited += 1
+
+        def stream(device: torch.device) -> str:
+            self.streams.append(f"{device}/{len(self.streams)}")
+            return self.streams[-1]
+
+        empty = torch.empty
+
+        def empty_unpinned(*args: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
+            assert pin_memory
+            return empty(*args, **options)  # type: ignore[call-overload,no-any-return]
+
+        monkeypatch.setattr(torch.cuda, "Stream", stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch, "empty", empty_unpinned)
+        monkeypatch.setattr(cuda, "_as_bytes", lambda piece: piece.owners[0])
+
+
+def pieces_on(*devices: str) -> tuple[list[torch.Tensor], list[Piece]]:
+    memory = [torch.arange(100, dtype=torch.uint8) + index for index in range(len(devices))]
+    return memory, [
+        Piece(100 * index, 100 * index + 100, tensor.data_ptr(), device, 0, (tensor,))
+        for index, (device, tensor) in enumerate(zip(devices, memory, strict=True))
+    ]
+
+
+def test_bytes_cross_on_one_stream_for_each_device_and_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    memory, pieces = pieces_on("cuda:0", "cpu", "cuda:1", "cuda:0")
+    stream = cuda.CudaStream(pieces, StagingRing(64, 8))
+    assert len(device.streams) == 4
+    with stream.reading(50, 350) as views:
+        assert b"".join(views) == b"".join(bytes(tensor.numpy()) for tensor in memory)[50:350]
+    assert sorted(device.recorded) == ["cuda:0/0", "cuda:1/2"]
+    assert device.waited == 2
+    with stream.writing(50, 350) as views:
+        for view in views:
+            view[:] = bytes(view.nbytes)
+    assert sorted(device.recorded[2:]) == ["cuda:0/1", "cuda:1/3"]
+    whole = torch.cat(memory)
+    assert not whole[50:350].any()
+    assert whole[:50].tolist() == list(range(50))
+    assert whole[350:].tolist() == list(range(53, 103))
+
+
+def test_a_failed_copy_is_a_transfer_error_and_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    _, pieces = pieces_on("cuda:0", "cuda:0")
+    stream = cuda.CudaStream(pieces, StagingRing(200, 1))
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with stream.reading(0, 1):
+        pass
+    monkeypatch.setattr(torch.Tensor, "copy_", fail)
+    with pytest.raises(TransferError, match="between host and cuda:0 failed: CUDA error"), stream.reading(0, 200):
+        pass
+    assert device.waited == 2
+    assert stream.ring.free_count == 1
+
+
+def test_pinned_memory_that_cannot_be_had_is_a_transfer_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    _, pieces = pieces_on("cuda:0")
+
+    def fail(*args: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    stream = cuda.CudaStream(pieces, StagingRing(200, 1))
+    with pytest.raises(TransferError, match="200 B of pinned host memory"), stream.reading(0, 1):
+        pass
+    assert stream.ring.free_count == 1
+
+
+def test_a_piece_is_bytes_over_the_storage_that_contains_it() -> None:
+    memory = torch.arange(100, dtype=torch.uint8)
+    start = memory.untyped_storage().data_ptr()
+    piece = Piece(0, 20, memory.data_ptr() + 30, "cpu", start, (torch.ones(1), memory))
+    assert torch.equal(cuda._as_bytes(piece), memory[30:50])
+    with pytest.raises(UsageError, match="belong to different storages"):
+        cuda._as_bytes(Piece(0, 20, memory.data_ptr() + 90, "cpu", start, (memory,)))

@@ -1,0 +1,364 @@
+"""Registering tensors: which byte comes where, which layouts are equal, and what is refused in which words."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tensorhub.core.errors import UsageError
+from tensorhub.memory.host import HostStream
+from tensorhub.memory.registration import Registration, register
+
+Image = Callable[[Registration], bytes]
+Put = Callable[[object, int, bytes], None]
+
+DTYPES = sorted(
+    (
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+    ),
+    key=str,
+)
+NUMPY_DTYPES = ["bool", "float16", "float32", "float64", "complex64", "complex128"] + [
+    f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+]
+
+
+def offsets(registration: Registration) -> dict[str, int]:
+    return {spec.name: spec.offset_bytes for spec in registration.layout.tensors}
+
+
+def random_bytes(size_bytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8).tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_torch_dtype_crosses_bit_for_bit(dtype: torch.dtype, image: Image, put: Put) -> None:
+    """All byte patterns, so also NaNs with a payload, negative zeros and denormals."""
+    given = bytes(range(256)) * 8 + random_bytes(1024)
+    source = torch.frombuffer(bytearray(given), dtype=torch.uint8).view(dtype)
+    target = torch.zeros(len(given), dtype=torch.uint8).view(dtype)
+    here, there = register({"w": source}), register({"w": target})
+    assert here.layout.tensors[0].dtype == str(dtype).removeprefix("torch.")
+    assert image(here) == given
+    put(there.stream, 0, image(here))
+    assert bytes(target.view(torch.uint8).numpy()) == given
+    assert here.layout.digest() == there.layout.digest()
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_numpy_and_torch_have_one_name_for_a_dtype(dtype: str, image: Image) -> None:
+    array = np.frombuffer(bytearray(random_bytes(160) if dtype != "bool" else bytes([0, 1] * 80)), dtype=dtype)
+    tensor = torch.zeros(array.shape, dtype=getattr(torch, dtype))
+    here, there = register({"w": array}), register({"w": tensor})
+    assert here.layout.tensors[0].dtype == dtype
+    assert here.layout.digest() == there.layout.digest()
+    assert image(here) == array.tobytes()
+
+
+def test_nothing_is_copied(put: Put) -> None:
+    tensor = torch.zeros(8, dtype=torch.int32)
+    registration = register({"w": tensor})
+    tensor[3] = 0x01020304
+    with registration.stream.reading(12, 16) as views:
+        assert b"".join(views) == b"\x04\x03\x02\x01"
+    put(registration.stream, 16, b"\xff\xff\xff\xff")
+    assert tensor.tolist() == [0, 0, 0, 0x01020304, -1, 0, 0, 0]
+    assert registration.size_bytes == 32
+    assert registration.device == "cpu"
+
+
+def test_a_parameter_that_requires_grad_is_read_and_written_without_autograd(image: Image, put: Put) -> None:
+    linear = torch.nn.Linear(3, 5)
+    registration = register(dict(linear.named_parameters()))
+    put(registration.stream, 0, bytes(registration.size_bytes))
+    assert torch.equal(linear.weight, torch.zeros(5, 3))
+    assert linear.weight.requires_grad
+    assert linear.weight.grad_fn is None
+    with torch.inference_mode():
+        made_there = torch.ones(2)
+    assert image(register({"w": made_there})) == bytes(made_there.numpy())
+
+
+def test_tied_weights_cost_once(image: Image) -> None:
+    weight = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    registration = register({"embed": weight, "norm": torch.ones(1), "head": weight, "head_t": weight.t()})
+    assert offsets(registration) == {"embed": 0, "norm": 24, "head": 0, "head_t": 0}
+    assert registration.size_bytes == 28
+    untied = register({"embed": weight, "norm": torch.ones(1), "head": weight.clone(), "head_t": weight.t()})
+    assert untied.layout.digest() != registration.layout.digest()
+
+
+@pytest.mark.parametrize("order", ["qkv", "vqk", "kvq"])
+def test_views_of_a_fused_storage_lie_as_separate_tensors_do(order: str, image: Image) -> None:
+    fused = torch.randn(12, 4)
+    views = {"q": fused[:6], "k": fused[6:9], "v": fused[9:]}
+    together = register({name: views[name] for name in order})
+    apart = register({name: views[name].clone() for name in order})
+    assert together.layout == apart.layout
+    assert image(together) == image(apart)
+    assert len(apart.pieces) == 3
+    assert len(together.pieces) == (1 if order == "qkv" else 2)
+
+
+def test_a_fused_tensor_and_its_views_share_their_place() -> None:
+    fused = torch.randn(12, 4)
+    registration = register({"first": torch.ones(1), "k": fused[6:9], "qkv": fused, "v": fused[9:]})
+    assert offsets(registration) == {"first": 0, "k": 4 + 96, "qkv": 4, "v": 4 + 144}
+    assert registration.size_bytes == 4 + 192
+
+
+def test_partly_overlapping_views_of_different_dtypes(image: Image) -> None:
+    memory = torch.frombuffer(bytearray(random_bytes(64)), dtype=torch.uint8)
+    registration = register(
+        {"tail": memory[40:64], "head": memory[0:32].view(torch.float32), "middle": memory[24:48].view(torch.int64)}
+    )
+    assert offsets(registration) == {"tail": 40, "head": 0, "middle": 24}
+    assert image(registration) == memory.numpy().tobytes()
+
+
+def test_the_layout_does_not_depend_on_addresses() -> None:
+    def build(gap: int) -> Registration:
+        memory = torch.zeros(1000 + gap)
+        a, b = memory[gap : gap + 100], memory[500:600]
+        return register({"x": torch.zeros(7), "b": b, "a": a, "ab": memory[gap + 50 : 600], "y": torch.zeros(3)})
+
+    assert build(0).layout.size_bytes == build(0).size_bytes == 7 * 4 + 600 * 4 + 3 * 4
+    assert build(0).layout == build(0).layout
+    keep = [torch.zeros(n) for n in (1, 1000, 50)]  # the allocator now answers with other addresses
+    assert build(0).layout == build(0).layout
+    del keep
+
+
+def test_a_permuted_dense_tensor_keeps_its_strides(image: Image) -> None:
+    weight = torch.randn(3, 4, 5)
+    registration = register(
+        {"w": weight.permute(2, 0, 1), "conv": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    )
+    assert registration.layout.tensors[0].strides == (1, 20, 5)
+    assert image(registration)[: 4 * 60] == bytes(weight.numpy())
+    straight = register({"w": torch.randn(5, 3, 4), "conv": torch.randn(2, 3, 4, 4)})
+    assert straight.layout.digest() != registration.layout.digest()
+
+
+def test_strides_that_mean_nothing_make_no_difference() -> None:
+    odd = torch.randn(8).as_strided((1, 8, 1), (3, 1, 77))
+    assert register({"w": odd}).layout == register({"w": torch.randn(1, 8, 1)}).layout
+    assert register({"w": np.zeros((5, 0)).T}).layout == register({"w": torch.zeros(0, 5, dtype=torch.float64)}).layout
+
+
+def test_scalars_and_empty_tensors(image: Image) -> None:
+    registration = register(
+        {
+            "none": torch.empty(0, 4),
+            "scale": torch.tensor(2.5),
+            "also": np.empty(0),
+            "step": np.array(3, dtype=np.int64),
+        }
+    )
+    assert offsets(registration) == {"none": 0, "scale": 0, "also": 0, "step": 4}
+    assert image(registration) == np.float32(2.5).tobytes() + np.int64(3).tobytes()
+    nothing = register({"none": torch.empty(0)})
+    assert nothing.size_bytes == 0
+    assert image(nothing) == b""
+
+
+def test_memory_lives_as_long_as_the_registration_or_a_view_of_it() -> None:
+    array = np.arange(1000, dtype=np.float64)
+    alive = weakref.ref(array)
+    registration = register({"w": array, "t": torch.arange(1000)})
+    expected = array.tobytes()
+    with registration.stream.reading(0, 8000) as views:
+        view = views[0][8:]
+    del array, registration, views
+    gc.collect()
+    assert alive() is not None
+    assert bytes(view) == expected[8:]
+    del view
+    gc.collect()
+    assert alive() is None
+
+
+def test_tensors_given_other_memory_are_noticed(image: Image) -> None:
+    linear = torch.nn.Linear(3, 5)
+    shrunk, array, empty = torch.ones(4), np.ones(4), torch.ones(0)
+    registration = register({**dict(linear.named_parameters()), "shrunk": shrunk, "array": array, "empty": empty})
+    before = image(registration)[:80]
+    assert registration.moved() == []
+    with torch.no_grad():
+        linear.weight += 0
+    assert registration.moved() == []
+    linear.weight.data = torch.zeros(5, 3)
+    assert registration.moved() == ["weight"]
+    assert image(registration)[:80] == before, "the registered memory is still there"
+
+
+def test_a_storage_that_was_shrunk_is_noticed_and_not_registered() -> None:
+    tensor = torch.ones(1000)
+    registration = register({"w": tensor})
+    tensor.untyped_storage().resize_(0)
+    assert registration.moved() == ["w"]
+    with pytest.raises(UsageError, match="'w' lies outside of its storage"):
+        register({"w": tensor})
+
+
+def read_only() -> np.ndarray:
+    array = np.zeros(4)
+    array.flags.writeable = False
+    return array
+
+
+class Wrapper(torch.Tensor):
+    """Stands for DTensor and its like: a tensor without memory of its own that intercepts every operation."""
+
+    @staticmethod
+    def __new__(cls) -> "Wrapper":
+        return torch.Tensor._make_wrapper_subclass(cls, (4,))  # type: ignore[no-any-return,attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+        raise AssertionError("registration ran an operation on a tensor")
+
+
+class PlainSubclass(torch.nn.Parameter):
+    """As inference engines have them: a parameter with attributes and a loader, in plain memory."""
+
+
+REFUSED: list[tuple[str, Callable[[], object], str]] = [
+    ("gaps", lambda: torch.zeros(4, 6)[:, ::2], r"strides \[6, 2\]: there are gaps"),
+    ("columns", lambda: torch.zeros(4, 6)[:, :3], r"of shape \[4, 3\] has strides \[6, 1\]: there are gaps"),
+    ("expanded", lambda: torch.zeros(4, 1).expand(4, 3), r"strides \[1, 0\]: several of its elements share memory"),
+    ("window", lambda: torch.zeros(9).as_strided((4, 4), (1, 1)), "several of its elements share memory"),
+    ("gaps in numpy", lambda: np.zeros((4, 6))[::2], r"strides \[12, 1\]: there are gaps"),
+    ("backwards", lambda: np.zeros(6)[::-1], r"strides \[-1\]: it runs backwards"),
+    ("broadcast", lambda: np.lib.stride_tricks.as_strided(np.zeros(3), (4, 3), (0, 8)), "share memory"),
+    ("sparse", lambda: torch.eye(3).to_sparse(), r"is sparse \(torch.sparse_coo\)"),
+    ("csr", lambda: torch.eye(3).to_sparse_csr(), r"is sparse \(torch.sparse_csr\)"),
+    ("quantized", lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8), "is quantized"),
+    ("nested", lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "is a nested tensor"),
+    ("meta", lambda: torch.zeros(3, device="meta"), "is on the meta device"),
+    ("lazy", torch.nn.UninitializedParameter, "is a lazy parameter"),
+    ("conjugate", lambda: torch.zeros(3, dtype=torch.complex64).conj(), "is a lazy conjugate"),
+    ("negated", lambda: torch.zeros(3, dtype=torch.complex64).conj().imag, "is a lazy negation"),
+    ("symbolic zero", lambda: torch._efficientzerotensor(3), "is a symbolic zero"),
+    ("wrapper", Wrapper, "is a .*Wrapper, whose memory is elsewhere"),
+    ("read-only", read_only, "is a read-only numpy array"),
+    ("masked", lambda: np.ma.masked_array(np.zeros(3)), "is a masked array"),
+    ("objects", lambda: np.array([None, "x"]), "references to objects"),
+    ("structured", lambda: np.zeros(3, dtype=[("a", "f4"), ("b", "i4")]), "has the structured dtype"),
+    ("foreign byte order", lambda: np.zeros(3, dtype=">f4"), "not in native byte order"),
+    ("text", lambda: np.array(["abc"]), "not one that workers can exchange"),
+    ("dates", lambda: np.zeros(3, dtype="datetime64[s]"), "not one that workers can exchange"),
+    ("long double", lambda: np.zeros(3, dtype=np.longdouble), "not one that workers can exchange"),
+    ("raw bytes", lambda: np.zeros(3, dtype="V4"), "not one that workers can exchange"),
+    ("field of a record", lambda: np.zeros(3, dtype=[("a", "f8"), ("b", "i4")])["a"], "no multiples of its 8 B"),
+    ("list", lambda: [1.0, 2.0], "is a list, not a torch tensor or numpy array"),
+    ("numpy number", lambda: np.float32(1), "is a numpy.float32, not a torch tensor"),
+    ("nothing", lambda: None, "is a NoneType"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch announces the end of quantized, nested and sparse tensors
+@pytest.mark.parametrize(("kind", "make", "words"), REFUSED, ids=[kind for kind, _, _ in REFUSED])
+def test_what_cannot_be_registered_is_named_with_a_remedy(kind: str, make: Callable[[], object], words: str) -> None:
+    good = torch.arange(4.0)
+    with pytest.raises(UsageError, match=words) as caught:
+        register({"good": good, f"model.{kind}": make(), "never looked at": object()})  # type: ignore[dict-item]
+    assert f"tensor 'model.{kind}'" in str(caught.value)
+    assert "nothing was registered" in str(caught.value)
+    assert caught.value.hint
+    assert good.tolist() == [0, 1, 2, 3]
+
+
+def test_a_distributed_tensor_is_sent_to_its_local_shard() -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(UsageError, match=r"'w' is a .*DTensor") as caught:
+            register({"w": tensor})
+        assert ".to_local()" in (caught.value.hint or "")
+        assert register({"w": tensor.to_local()}).size_bytes == 16
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_tensor_inside_a_function_transform_is_refused() -> None:
+    def inside(row: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(UsageError, match="'w' has no memory of its own"):
+            register({"w": row})
+        return row
+
+    torch.vmap(inside)(torch.zeros(2, 3))
+
+
+def test_a_parameter_subclass_in_plain_memory_is_fine(image: Image) -> None:
+    parameter = PlainSubclass(torch.arange(4.0))
+    assert image(register({"w": parameter})) == bytes(parameter.detach().numpy())
+
+
+def test_bad_mappings_and_names() -> None:
+    for tensors, words in [
+        ({}, "the mapping is empty"),
+        ([("w", torch.ones(1))], "not a list"),
+        ({1: torch.ones(1)}, "names are strings, but 1 is a int"),
+        ({"\ud800": torch.ones(1)}, "not valid Unicode"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            register(tensors)  # type: ignore[arg-type]
+
+
+def test_ten_thousand_tensors_of_one_storage_are_one_piece_and_few_views() -> None:
+    fused = torch.zeros(10_000, 16)
+    together = register({f"t{i}": fused[i] for i in range(10_000)})
+    apart = register({f"t{i}": torch.zeros(16) for i in range(10_000)})
+    assert together.layout.digest() == apart.layout.digest()
+    assert len(together.pieces) == 1
+    assert isinstance(together.stream, HostStream)
+    assert isinstance(apart.stream, HostStream)
+    assert len(together.stream.views(0, together.size_bytes)) == 1
+    assert len(apart.stream.views(1000, 5000)) == 5000 // 64 - 1000 // 64 + 1
+    assert len(apart.pieces) == 10_000
+    assert len(repr(apart)) < 200
+
+
+def test_ranges_are_the_views_addresses() -> None:
+    stream = register({f"t{i}": torch.zeros(5) for i in range(9)}).stream
+    assert isinstance(stream, HostStream)
+    for start, stop in [(0, 180), (3, 3), (19, 21), (20, 40), (7, 170)]:
+        addresses = [(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes) for view in stream.views(start, stop)]
+        assert stream.ranges(start, stop) == addresses
+    for start, stop in [(-1, 3), (5, 4), (0, 181)]:
+        with pytest.raises(UsageError, match="not in a stream of 180 B"):
+            stream.views(start, stop)
+
+
+def test_torch_is_not_imported_for_numpy_arrays() -> None:
+    program = """
+import sys
+from tensorhub.core.errors import UsageError
+import tensorhub.memory.digests, tensorhub.memory.fill, tensorhub.memory.host
+import tensorhub.memory.registration as registration, tensorhub.memory.staging
+assert "numpy" not in sys.modules
+import numpy
+mine = registration.register({"w": numpy.arange(1000)})
+assert len(tensorhub.memory.digests.build_manifest(mine, 100).digests) == 80 * 16
+assert mine.moved() == []
+try:
+    registration.register({"w": object()})
+except UsageError:
+    pass
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
