@@ -1,0 +1,72 @@
+"""Fixtures of the transport tests. After each test nothing of a transport may be left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tensorhub.transport.base import Transport
+
+from . import kit
+
+Make = Callable[..., Transport]
+Spawn = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(params=list(kit.KINDS))
+def kind(request: pytest.FixtureRequest) -> kit.Kind:
+    return kit.KINDS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    threads, files = set(threading.enumerate()), kit.open_files()
+    yield
+    kit.until(lambda: set(threading.enumerate()) <= threads, "no thread is left")
+    kit.until(lambda: kit.open_files() <= files, "no file descriptor is left")
+
+
+@pytest.fixture
+def make(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Make]:
+    """Makes transports of the kind under test, and closes them at the end."""
+    made: list[Transport] = []
+
+    def one(silence_s: float = 5.0) -> Transport:
+        made.append(kind.make(silence_s))
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture
+def spawn(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Spawn]:
+    """Starts `peer.py` in a role; whatever is still there at the end is killed, also when it is stopped."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def one(role: str, size: int, chunk_bytes: int, last: object) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).with_name("peer.py")), role, kind.name]
+        process = subprocess.Popen(
+            [*command, str(size), str(chunk_bytes), str(last)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        return process
+
+    yield one
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    """The next line that a peer prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()

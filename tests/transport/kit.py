@@ -1,0 +1,205 @@
+"""Parts for the transport tests: content that can be told right from wrong, sinks with gates, ends that can be awaited.
+
+Also run by the helper processes (`peer.py`), so it imports nothing of the test package.
+"""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import xxhash
+
+from tensorhub.core.errors import CorruptTransfer, TensorHubError
+from tensorhub.core.manifest import chunk_count
+from tensorhub.transport.base import Export, Read, Transport
+from tensorhub.transport.progress import Progress
+from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_settings import TcpSettings
+
+DEADLINE_S = 30.0  # how long a test waits for what must happen; never how long it should take
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A transport under test. `silence_s` is its silence limit."""
+
+    name: str
+    make: Callable[[float], Transport]
+
+
+def _tcp(streams: int) -> Callable[[float], Transport]:
+    # stream_bytes is small, so that small contents too are read through all streams
+    return lambda silence_s: TcpTransport(TcpSettings(silence_s=silence_s, streams=streams, stream_bytes=1024))
+
+
+KINDS = {kind.name: kind for kind in (Kind("tcp-1", _tcp(1)), Kind("tcp-3", _tcp(3)))}
+
+
+def content(size_bytes: int, seed: int = 1) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(size_bytes))
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition that nobody announces."""
+    deadline = time.monotonic() + DEADLINE_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s in vain until {what}"
+        pause.wait(0.005)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Pieces:
+    """A byte stream over one buffer, cut into pieces of the given length (0: one piece)."""
+
+    def __init__(self, buffer: bytearray, piece_bytes: int = 0) -> None:
+        self.view = memoryview(buffer)
+        self.piece_bytes = piece_bytes
+        self.inside = 0
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.view)
+
+    @contextmanager
+    def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        with self._lock:
+            self.inside += 1
+        try:
+            yield self._cut(start, stop)
+        finally:
+            with self._lock:
+                self.inside -= 1
+
+    writing = reading
+
+    def _cut(self, start: int, stop: int) -> list[memoryview]:
+        step = self.piece_bytes or max(1, stop - start)
+        pieces = [self.view[first : min(first + step, stop)] for first in range(start, stop, step)]
+        return [self.view[0:0], *pieces] if self.piece_bytes else pieces  # an empty piece is allowed too
+
+
+class BlockedPieces(Pieces):
+    """Memory that cannot be read until `release` is set, like a device that hangs."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        super().__init__(buffer)
+        self.entered = threading.Event()
+        self.release = threading.Event()
+
+    @contextmanager
+    def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        self.entered.set()
+        assert self.release.wait(DEADLINE_S)
+        with super().reading(start, stop) as views:
+            yield views
+
+
+class Gate:
+    """Stops a sink at a chunk until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.release = threading.Event()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self.release.wait(DEADLINE_S)
+
+
+class Target:
+    """A sink that knows the right content, checks every chunk against it, and can stop, refuse or fail."""
+
+    def __init__(
+        self,
+        right: bytearray,
+        chunk_bytes: int,
+        *,
+        wanted: Sequence[int] | None = None,
+        piece_bytes: int = 0,
+        gates: dict[int, Gate] | None = None,
+        begin_error: Exception | None = None,
+        accept_error: tuple[int, Exception] | None = None,
+    ) -> None:
+        self.buffer = bytearray(len(right))
+        self.stream = Pieces(self.buffer, piece_bytes)
+        self.chunk_bytes = chunk_bytes
+        count = chunk_count(len(right), chunk_bytes)
+        self.progress = Progress(count)
+        self.order: list[int] = []
+        self.manifest: bytes | None = None
+        self._wanted = range(count) if wanted is None else wanted
+        self._digests = [xxhash.xxh3_128_digest(right[i * chunk_bytes : (i + 1) * chunk_bytes]) for i in range(count)]
+        self._gates = gates or {}
+        self._begin_error = begin_error
+        self._accept_error = accept_error
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        self.manifest = manifest
+        if self._begin_error is not None:
+            raise self._begin_error
+        return self._wanted
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        assert self.stream.inside > 0, "accept is called inside the writing block"
+        if chunk in self._gates:
+            self._gates[chunk].pass_through()
+        if self._accept_error is not None and self._accept_error[0] == chunk:
+            raise self._accept_error[1]
+        digest = xxhash.xxh3_128()
+        for view in views:
+            digest.update(view)
+        if digest.digest() != self._digests[chunk]:
+            raise CorruptTransfer(f"chunk {chunk} is not as announced")
+
+    def stored(self, chunk: int) -> None:
+        self.order.append(chunk)
+        self.progress.mark(chunk)
+
+    def export(self, key: str, manifest: bytes = b"manifest") -> Export:
+        """What this target has, for others to read behind it."""
+        return Export(key, manifest, self.chunk_bytes, self.stream, self.progress)
+
+
+class Ended:
+    """An `on_end` that can be awaited; a second call is remembered as a fault."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.errors: list[TensorHubError | None] = []
+        self.thread: threading.Thread | None = None
+        self.event = threading.Event()
+        self._before = before
+
+    def __call__(self, error: TensorHubError | None) -> None:
+        self._before()
+        self.errors.append(error)
+        self.thread = threading.current_thread()
+        self.event.set()
+
+    def wait(self) -> TensorHubError | None:
+        assert self.event.wait(DEADLINE_S), "on_end was not called"
+        assert len(self.errors) == 1
+        return self.errors[0]
+
+
+def full(key: str, buffer: bytearray, chunk_bytes: int, *, piece_bytes: int = 0, manifest: bytes = b"manifest") -> Export:
+    progress = Progress(chunk_count(len(buffer), chunk_bytes), complete=True)
+    return Export(key, manifest, chunk_bytes, Pieces(buffer, piece_bytes), progress)
+
+
+def start_read(reader: Transport, source: str, key: str, target: Target) -> tuple[Read, Ended]:
+    ended = Ended()
+    return reader.read(source, key, target, ended), ended
+
+
+def read_all(reader: Transport, source: str, key: str, target: Target) -> TensorHubError | None:
+    return start_read(reader, source, key, target)[1].wait()

@@ -1,0 +1,45 @@
+"""A worker in a process of its own, to be killed or stopped. Prints what the test waits for, one line each.
+
+    peer.py source KIND SIZE CHUNK READY     exports "k" with the first READY chunks there; prints its endpoint
+    peer.py reader KIND SIZE CHUNK ENDPOINT  reads "k"; prints `stored N` for each chunk and `end ...`
+    peer.py forgetful KIND SIZE CHUNK READY  is in the middle of serving and reading when its main thread ends
+"""
+
+import sys
+
+import kit
+
+from tensorhub.core.manifest import chunk_count
+from tensorhub.transport.base import Export
+from tensorhub.transport.progress import Progress
+
+
+class TalkingTarget(kit.Target):
+    def stored(self, chunk: int) -> None:
+        super().stored(chunk)
+        print("stored", chunk, flush=True)
+
+
+def main(role: str, kind: str, size: str, chunk: str, last: str) -> None:
+    right, chunk_bytes = kit.content(int(size)), int(chunk)
+    transport = kit.KINDS[kind].make(5.0)
+    if role == "reader":
+        ended = kit.Ended()
+        transport.read(last, "k", TalkingTarget(right, chunk_bytes), ended)
+        print("end", ended.wait(), flush=True)
+        return
+    progress = Progress(chunk_count(len(right), chunk_bytes))
+    for ready in range(int(last)):
+        progress.mark(ready)
+    transport.export(Export("k", b"manifest", chunk_bytes, kit.Pieces(right), progress))
+    if role == "forgetful":
+        target = kit.Target(right, chunk_bytes)
+        transport.read(transport.endpoint, "k", target, kit.Ended())
+        assert target.progress.wait(int(last) - 1, kit.DEADLINE_S)
+        print("leaving", flush=True)
+        return
+    print(transport.endpoint, flush=True)
+    sys.stdin.read()
+
+
+main(*sys.argv[1:])
