@@ -261,3 +261,29 @@ def test_four_threads_fill_together() -> None:
     assert prefixes[-1] == manifest.chunk_count == len(prefixes)
     assert sorted(rejected) == [chunk for chunk in range(manifest.chunk_count) if chunk % 7 == 0]
     assert sink.statistics()["bytes_verified"] == given.size_bytes
+
+
+def test_prefixes_are_told_in_order_even_if_the_owner_is_slow(
+    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
+) -> None:
+    told: list[int] = []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def tell(prefix: int) -> None:
+        if prefix == 1:
+            entered.set()
+            go_on.wait(20)
+        told.append(prefix)
+
+    sink = FillSink(register(filled), manifest.root(), on_stored=tell)
+    sink.begin(manifest.encode())
+    first = threading.Thread(target=move, args=(source, sink, 0))
+    second = threading.Thread(target=move, args=(source, sink, 1))
+    first.start()
+    assert entered.wait(20)
+    second.start()
+    second.join(0.1)
+    go_on.set()
+    for thread in (first, second):
+        thread.join(20)
+    assert told == [1, 2]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tensorhub.core.errors import UsageError
+from tensorhub.memory.describe import Described
 from tensorhub.memory.host import HostStream
-from tensorhub.memory.registration import Registration, register
+from tensorhub.memory.registration import Registration, place, register
 
 Image = Callable[[Registration], bytes]
 Put = Callable[[object, int, bytes], None]
@@ -135,6 +136,31 @@ def test_the_layout_does_not_depend_on_addresses() -> None:
     keep = [torch.zeros(n) for n in (1, 1000, 50)]  # the allocator now answers with other addresses
     assert build(0).layout == build(0).layout
     del keep
+
+
+def facts(name: str, address: int, size_bytes: int, device: str = "cpu", storage: int = 0) -> Described:
+    return Described(name, "uint8", (size_bytes,), (1,), address, size_bytes, device, storage, None)
+
+
+def test_equal_addresses_on_different_devices_are_different_memory() -> None:
+    on_first = [facts("b", 150, 100, "cuda:0"), facts("d", 170, 10, "cuda:0")]
+    on_second = [facts("c", 120, 40, "cuda:1"), facts("e", 170, 10, "cuda:1")]
+    offsets, pieces = place([*on_first, facts("a", 100, 100), *on_second])
+    assert offsets == [0, 20, 100, 200, 240]
+    assert [(piece.device, piece.address, piece.size_bytes) for piece in pieces] == [
+        ("cuda:0", 150, 100),
+        ("cpu", 100, 100),
+        ("cuda:1", 120, 40),
+        ("cuda:1", 170, 10),
+    ]
+
+
+def test_neighbours_become_one_piece_only_inside_one_allocation() -> None:
+    offsets, pieces = place(
+        [facts("a", 100, 10, storage=1), facts("b", 110, 10, storage=1), facts("c", 120, 5, storage=2)]
+    )
+    assert offsets == [0, 10, 20]
+    assert [(piece.address, piece.start, piece.stop) for piece in pieces] == [(100, 0, 20), (120, 20, 25)]
 
 
 def test_a_permuted_dense_tensor_keeps_its_strides(image: Image) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from tensorhub.core.errors import CorruptTransfer, DeadlineExceeded, UsageError
 from tensorhub.memory.host import Piece
