@@ -61,7 +61,9 @@ class Withdrawing(_Message, frozen=True, tag="withdrawing"):
 
 
 class Poisoned(_Message, frozen=True, tag="poisoned"):
-    """A fill failed half-way: the bytes are no version at all."""
+    """A fill failed half-way: the bytes are no version at all. `version`: what of it others may still be reading."""
+
+    version: Version | None = None
 
 
 Buffer = Empty | Filling | Holding | Withdrawing | Poisoned
@@ -127,9 +129,10 @@ class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
     `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the highest
-    orders number ever seen. `ended` is the position of the last operation that ended here, and `ended_well` how. No
-    ticket up to and including `closed` is being read any more. `newest` is the highest version ever heard of: with it
-    `latest` survives a restart of the server. `failures` are those of the current operation, newest last.
+    orders number ever seen. `ended` is the position of the last operation that ended here, `finished` that of the last
+    one that ended well. No ticket up to and including `closed` is being read any more. `newest` is the highest version
+    ever heard of: with it `latest` survives a restart of the server. `failures` are those of the current operation,
+    newest last.
     """
 
     number: int
@@ -140,7 +143,7 @@ class Report(_Message, frozen=True, tag="report"):
     size_bytes: int = 0
     operation: Operation | None = None
     ended: int = 0
-    ended_well: bool = False
+    finished: int = 0
     reading: Reading | None = None
     closed: Ticket = Ticket(0)
     newest: Version | None = None

@@ -88,7 +88,7 @@ class Worker:
         self._serving: Version | None = None  # an export of this version exists
         self._is_stopping_serving = False
         self._withdrawn_in = 0  # the report that first said so
-        self._ended, self._ended_well = 0, False
+        self._ended, self._finished = 0, 0
         self._position: int | None = None
         self._failures: list[TicketFailure] = []
         self._closing: float | None = None
@@ -219,10 +219,12 @@ class Worker:
             call.answer = orders.answer
             if orders.answer.version is not None and call.resolved is None:
                 call.resolved = orders.answer.version
-                self._note_newest(call.resolved)
+                if call.verb in FILLS:  # a version that is being published may yet fail to come into being
+                    self._note_newest(call.resolved)
                 self._note(now, f"{call.verb} {call.spec} is version {call.resolved}")
         is_answer_to_withdrawal = orders.acknowledged >= self._withdrawn_in > 0
-        if isinstance(self.buffer, Withdrawing) and orders.drained == self.buffer.version and is_answer_to_withdrawal:
+        is_going = isinstance(self.buffer, Withdrawing | Poisoned) and orders.drained == self.buffer.version
+        if is_going and is_answer_to_withdrawal:
             self._stop_serving(now)
         if self._leaving_in and orders.acknowledged >= self._leaving_in:
             self._leave(drained=True)
@@ -301,10 +303,9 @@ class Worker:
     def _serving_stopped(self, version: Version, now: float) -> None:
         if not self._is_stopping_serving or self._serving != version:
             raise InvariantViolation(f"{self.me}: serving {version} stopped, but it serves {self._serving}")
-        self._serving, self._is_stopping_serving = None, False
-        if isinstance(self.buffer, Withdrawing):
-            self.buffer, self._withdrawn_in = Empty(), 0
-            self._note(now, f"version {version} withdrawn")
+        self._serving, self._is_stopping_serving, self._withdrawn_in = None, False, 0
+        self.buffer = Poisoned() if isinstance(self.buffer, Poisoned) else Empty()
+        self._note(now, f"version {version} withdrawn")
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -392,16 +393,17 @@ class Worker:
         assert call is not None
         self.call, self._failures = None, []
         if call.number is not None:
-            self._ended, self._ended_well = call.number, well
+            self._ended = call.number
+            self._finished = call.number if well else self._finished
         if well:
             self._effects.append(Finished(call.number or 0, version=self.held))
             self._note_newest(self.held)
             return
         if isinstance(self.buffer, Filling):
-            self.buffer = Poisoned()
+            self.buffer = Poisoned(self._serving)
+            self._withdrawn_in = self._book.number + 1 if self._serving is not None else 0
             self._grant = None
             self._stop_read(now, "the call failed")
-            self._stop_serving(now)
         elif isinstance(self.buffer, Withdrawing) and not self._is_stopping_serving and self._closing is None:
             self.buffer = Holding(self.buffer.version, self.buffer.root, self.buffer.published)
             self._withdrawn_in = 0
@@ -452,7 +454,7 @@ class Worker:
             size_bytes=self.layout.size_bytes if self.layout else 0,
             operation=operation,
             ended=self._ended,
-            ended_well=self._ended_well,
+            finished=self._finished,
             reading=self.reading,
             closed=self.closed,
             newest=self.newest,

@@ -1,0 +1,131 @@
+"""Group operations: what the shards of one replica do together (promise G2).
+
+The number of an operation is its position in the replica's sequence of calls. The first shard to arrive fixes what a
+spec means; the others get the stored answer. It succeeds on all shards, or fails on all of them.
+"""
+
+from dataclasses import dataclass, field
+
+from .messages import Answer, Failure, Operation, Spec
+from .names import Digest, ReplicaName, Shard, Version, WorkerId
+
+
+@dataclass
+class GroupOperation:
+    """One position in a replica's sequence of calls."""
+
+    number: int
+    verb: str
+    spec: Spec
+    version: Version | None = None
+    arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
+    is_finished: bool = False
+    error: Failure | None = None
+    waiting: Failure | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_finished or self.error is not None
+
+    def __str__(self) -> str:
+        return f"{self.verb}({self.spec!r})" if self.spec != "" else f"{self.verb}()"
+
+    def fail(self, failure: Failure) -> None:
+        if not self.is_over:
+            self.error = failure
+
+
+@dataclass
+class Replica:
+    """A replica's members that live, its operation, and how far its sequence of calls has come."""
+
+    name: ReplicaName
+    shards: int
+    members: dict[Shard, WorkerId] = field(default_factory=dict)
+    operation: GroupOperation | None = None
+    former: GroupOperation | None = None  # a member may not have heard yet how it ended
+    ended: int = 0  # highest position that ended anywhere
+    finished: int = 0  # highest position that ended well
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.members
+
+    def missing(self) -> list[int]:
+        """The shards that have not arrived at the current operation."""
+        arrived = self.operation.arrived if self.operation is not None else {}
+        return [shard for shard in range(self.shards) if Shard(shard) not in arrived]
+
+    def note_ended(self, shard: Shard, ended: int, finished: int) -> None:
+        """One shard's caller has got its answer for the operations up to `ended`."""
+        operation = self.operation
+        self.ended, self.finished = max(self.ended, ended), max(self.finished, finished)
+        if operation is None or operation.is_over or operation.number > ended:
+            return
+        if finished == operation.number:
+            operation.is_finished = True  # as a server before this one had said
+            return
+        text = f"shard {shard} of {self.name} gave up {operation} before all shards were done"
+        operation.fail(Failure("group-incomplete", text, "retry on all shards"))
+
+    def arrive(self, shard: Shard, told: Operation) -> None:
+        """One shard's caller is in this operation."""
+        current = self.operation
+        if current is None or told.number > current.number:
+            if current is not None:
+                text = f"shard {shard} of {self.name} went on before {current} had ended"
+                current.fail(Failure("group-incomplete", text, "retry on all shards"))
+                self.former = current
+            current = self.operation = self._begin(told)
+        operation = self.find(told.number)
+        if operation is None or operation.is_over:
+            return
+        mismatch = self._mismatch(shard, operation, told)
+        if mismatch is not None:
+            operation.fail(mismatch)
+            return
+        operation.arrived[shard] = told.root
+        if operation.version is None:
+            operation.version = told.resolved  # a server before this one had answered so
+
+    def _begin(self, told: Operation) -> GroupOperation:
+        operation = GroupOperation(told.number, told.verb, told.spec)
+        if told.number == self.finished:
+            operation.is_finished, operation.version = True, told.resolved
+        elif told.number <= self.ended:
+            text = f"{operation} is position {told.number} of {self.name}, whose other shards are past {self.ended}"
+            operation.fail(Failure("group-incomplete", text, "retry on all shards"))
+        return operation
+
+    def _mismatch(self, shard: Shard, operation: GroupOperation, told: Operation) -> Failure | None:
+        if (operation.verb, operation.spec) == (told.verb, told.spec):
+            return None
+        others = ", ".join(str(s) for s in operation.arrived) or "the others"
+        mine = GroupOperation(told.number, told.verb, told.spec)
+        text = f"shard {shard} of {self.name} called {mine} where shard {others} called {operation}"
+        return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
+
+    def find(self, number: int) -> GroupOperation | None:
+        for operation in (self.operation, self.former):
+            if operation is not None and operation.number == number:
+                return operation
+        return None
+
+    def answer(self, shard: Shard, told: Operation) -> Answer:
+        """What became of the operation that a shard's caller is in."""
+        operation = self.find(told.number)
+        if operation is None:
+            text = f"position {told.number} of {self.name} is over; its other shards are past {self.ended}"
+            return Answer(told.number, error=Failure("group-incomplete", text, "retry on all shards"))
+        mismatch = self._mismatch(shard, operation, told)
+        if mismatch is not None:
+            return Answer(told.number, error=mismatch)
+        version = operation.version
+        return Answer(told.number, version, operation.is_finished, operation.error, operation.waiting)
+
+    def lose(self, shard: Shard, why: str) -> None:
+        """The shard's worker is gone."""
+        self.members.pop(shard, None)
+        if self.operation is not None and shard in self.operation.arrived:
+            text = f"shard {shard} of {self.name} {why} during {self.operation}"
+            self.operation.fail(Failure("group-incomplete", text, "restart that shard, then retry on all shards"))

@@ -1,0 +1,104 @@
+"""Who is alive: one `Member` for each session, and when each lease ends.
+
+A session is one life of a worker as the server knows it. It begins with the first report of that life, and ends when
+no report came for a lease, or when the worker says that it leaves. A broken connection is not a death.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+from math import inf
+
+from .messages import Filling, Hello, Holding, Orders, Report, Withdrawing
+from .names import Number, Shard, Ticket, WorkerId
+
+
+@dataclass
+class Avoided:
+    """A source that failed this reader: when it may be tried again."""
+
+    until: float
+    times: int = 1
+
+
+@dataclass
+class Member:
+    """One session."""
+
+    hello: Hello
+    sender: str
+    session: Number
+    lease_end: float
+    report: Report = field(default_factory=lambda: Report(number=0))
+    is_connected: bool = True
+    avoided: dict[WorkerId, Avoided] = field(default_factory=dict)
+    failures: int = 0  # of reads, in the present operation
+    operation_number: int = 0  # the operation that `avoided` and `failures` are about
+    last_failed: Ticket = Ticket(0)
+    sent: Orders | None = None
+    wakes_at: float = inf  # when to look at it again although nothing was heard
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.hello.worker
+
+    @property
+    def shard(self) -> Shard:
+        return self.hello.shard
+
+    @property
+    def is_full(self) -> bool:
+        return isinstance(self.report.buffer, Holding | Withdrawing)
+
+    @property
+    def done(self) -> int:
+        return self.report.buffer.done if isinstance(self.report.buffer, Filling) else 0
+
+
+class Members:
+    """The sessions, by worker, and a queue of the times at which one of them needs to be looked at."""
+
+    def __init__(self) -> None:
+        self._members: dict[WorkerId, Member] = {}
+        self._times: list[tuple[float, WorkerId]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def get(self, worker: WorkerId) -> Member | None:
+        return self._members.get(worker)
+
+    def all(self) -> list[Member]:
+        return list(self._members.values())
+
+    def add(self, member: Member) -> None:
+        self._members[member.worker] = member
+        heapq.heappush(self._times, (member.lease_end, member.worker))
+
+    def remove(self, worker: WorkerId) -> None:
+        del self._members[worker]
+
+    def wake(self, member: Member, at: float) -> None:
+        """Look at this member again at that time."""
+        if at < member.wakes_at:
+            member.wakes_at = at
+            heapq.heappush(self._times, (at, member.worker))
+
+    def next_time(self) -> float:
+        return self._times[0][0] if self._times else inf
+
+    def due(self, now: float) -> tuple[list[Member], list[Member]]:
+        """(whose lease has ended, who is to be looked at). Cheap while leases are renewed: one step a lease."""
+        ended: list[Member] = []
+        woken: list[Member] = []
+        while self._times and self._times[0][0] <= now:
+            member = self._members.get(heapq.heappop(self._times)[1])
+            if member is None or member in ended:
+                continue
+            if member.lease_end <= now:
+                ended.append(member)
+                continue
+            if member.wakes_at <= now:
+                member.wakes_at = inf
+                woken.append(member)
+            heapq.heappush(self._times, (min(member.lease_end, member.wakes_at), member.worker))
+        return ended, woken

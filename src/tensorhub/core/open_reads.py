@@ -1,0 +1,89 @@
+"""The reads that may be going on: every grant from when it is given until its reader says that it is closed.
+
+A read taken back is *void*: it no longer counts, but it stays open until its reader confirms that it has stopped, for
+its source must not change a buffer that somebody may still be reading.
+"""
+
+from dataclasses import dataclass
+
+from .messages import Grant
+from .names import Ticket, Version, WorkerId
+
+
+@dataclass
+class OpenRead:
+    """One grant and whether it still holds."""
+
+    grant: Grant
+    reader: WorkerId
+    is_void: bool = False
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.grant.ticket
+
+    @property
+    def source(self) -> WorkerId:
+        return self.grant.source
+
+    @property
+    def version(self) -> Version:
+        return self.grant.version
+
+
+class OpenReads:
+    """All open reads, found by reader and by source. Each method takes as long as the reads it returns."""
+
+    def __init__(self) -> None:
+        self._of_reader: dict[WorkerId, dict[Ticket, OpenRead]] = {}
+        self._from_source: dict[WorkerId, dict[Ticket, OpenRead]] = {}
+
+    def add(self, read: OpenRead) -> None:
+        self._of_reader.setdefault(read.reader, {})[read.ticket] = read
+        self._from_source.setdefault(read.source, {})[read.ticket] = read
+
+    def of(self, reader: WorkerId) -> list[OpenRead]:
+        return list(self._of_reader.get(reader, {}).values())
+
+    def from_source(self, source: WorkerId) -> list[OpenRead]:
+        return list(self._from_source.get(source, {}).values())
+
+    def load(self, source: WorkerId) -> int:
+        """How many reads are open on it."""
+        return len(self._from_source.get(source, {}))
+
+    def current(self, reader: WorkerId) -> OpenRead | None:
+        """The one read that the reader may go on with."""
+        for read in self._of_reader.get(reader, {}).values():
+            if not read.is_void:
+                return read
+        return None
+
+    def close(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
+        """The reader's reads up to that ticket (None: all of them) are over. Returns them."""
+        over = [read for read in self.of(reader) if upto is None or read.ticket <= upto]
+        for read in over:
+            _forget(self._of_reader, reader, read.ticket)
+            _forget(self._from_source, read.source, read.ticket)
+        return over
+
+    def readers_behind(self, worker: WorkerId) -> dict[WorkerId, None]:
+        """The worker itself, who reads from it, who reads from those, and so on."""
+        found: dict[WorkerId, None] = {worker: None}
+        queue = [worker]
+        while queue:
+            for read in self._from_source.get(queue.pop(), {}).values():
+                if read.reader not in found:
+                    found[read.reader] = None
+                    queue.append(read.reader)
+        return found
+
+    def all(self) -> list[OpenRead]:
+        return [read for reads in self._of_reader.values() for read in reads.values()]
+
+
+def _forget(table: dict[WorkerId, dict[Ticket, OpenRead]], key: WorkerId, ticket: Ticket) -> None:
+    reads = table[key]
+    del reads[ticket]
+    if not reads:
+        del table[key]

@@ -1,0 +1,272 @@
+"""How a group operation goes forward: what it resolves to, what it waits for, when it is over.
+
+Called by the server machine with itself as the facts; everything that is changed here belongs to the operation.
+"""
+
+from typing import TYPE_CHECKING
+
+from .groups import GroupOperation, Replica
+from .manifest import layout_difference
+from .membership import Member
+from .messages import PROTOCOL, Empty, Failure, Filling, Hello, Holding, Poisoned, Refusal, Withdrawing
+from .names import Shard, Version
+from .references import Model, VersionRecord
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .server import Server
+
+FILLS = ("replicate", "update")
+MOST_SHARDS = 4096
+MOST_NAME = 200  # characters of a model's or replica's name
+HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
+
+
+def why_refuse(hello: Hello, model: Model | None, settings: Settings, models: int) -> Refusal | None:
+    """Why the server will not talk to this worker, or None."""
+    if hello.protocol != PROTOCOL:
+        text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
+        return Refusal("refused", text, "install the same TensorHub on both sides")
+    for what, name in (("model", hello.model), ("replica", hello.replica)):
+        if not name or len(name) > MOST_NAME or not name.isprintable() or "/" in name:
+            text = f"{what} name {name[:60]!r} is empty, too long, or has a slash or unprintable characters"
+            return Refusal("usage", text)
+    if not 1 <= hello.shards <= MOST_SHARDS or not 0 <= hello.shard < hello.shards:
+        text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MOST_SHARDS} of them"
+        return Refusal("usage", text)
+    if model is not None and model.shards != hello.shards and model.replicas:
+        text = f"{hello.worker} has {hello.shards} shards, the other replicas of {hello.model} have {model.shards}"
+        return Refusal("layout-mismatch", text, "use the same number of shards, or another model name")
+    if model is None and models >= settings.most_models:
+        return Refusal("refused", f"{models} models is the most here", "raise most_models")
+    return None
+
+
+def advance(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
+    """Take the operation as far as the facts allow."""
+    if operation.is_over:
+        return
+    operation.waiting = _missing(replica)
+    if operation.verb in FILLS:
+        _advance_fill(server, model, replica, operation)
+    elif operation.verb == "publish":
+        _advance_publish(server, model, replica, operation)
+    if not operation.is_over and _is_done(server, replica, operation):
+        operation.is_finished = True
+        replica.finished = max(replica.finished, operation.number)
+        if operation.verb == "publish" and operation.version is not None:
+            model.note_exists(operation.version)
+
+
+def _missing(replica: Replica) -> Failure | None:
+    missing = replica.missing()
+    if not missing:
+        return None
+    names = ", ".join(str(shard) for shard in missing[:8]) + (", …" if len(missing) > 8 else "")
+    text = f"{replica.name} waits for shard {names} of {replica.shards} to call {replica.operation}"
+    return Failure("group-incomplete", text, "is every shard running, and making the same calls?")
+
+
+def _recovering(server: "Server") -> Failure:
+    left_s = server.recovered_at - server.now
+    return Failure("unavailable", f"the reference server has restarted and listens for {left_s:.1f} s more", "retry")
+
+
+def _is_done(server: "Server", replica: Replica, operation: GroupOperation) -> bool:
+    for shard in range(replica.shards):
+        worker = replica.members.get(Shard(shard))
+        member = server.members.get(worker) if worker is not None else None
+        told = member.report.operation if member is not None else None
+        if member is None or told is None or told.number != operation.number:
+            return False
+        buffer = member.report.buffer
+        if operation.verb == "unpublish":
+            if not isinstance(buffer, Empty | Poisoned):
+                return False
+        elif not isinstance(buffer, Holding) or buffer.version != operation.version:
+            return False
+    return True
+
+
+# --- publish ----------------------------------------------------------------------------------------------------------
+
+
+def _advance_publish(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
+    if operation.version is not None or operation.waiting is not None:
+        return
+    if server.is_recovering:
+        operation.waiting = _recovering(server)
+        return
+    version = Version(int(operation.spec))
+    conflict = model.conflict(replica, version, operation.arrived)
+    if conflict is not None:
+        operation.fail(conflict)
+        return
+    record = model.record(version)
+    record.roots = dict(operation.arrived)
+    for shard, worker in replica.members.items():
+        member = server.members.get(worker)
+        if member is not None:
+            record.layouts[shard] = member.report.layout
+    record.claims[replica.name] = None
+    operation.version = version
+
+
+# --- replicate and update ---------------------------------------------------------------------------------------------
+
+
+def _advance_fill(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
+    if operation.version is None:
+        _resolve(server, model, replica, operation)
+    version = operation.version
+    if version is None or operation.is_over:
+        return
+    record = model.record(version)
+    record.promised[replica.name] = None
+    for shard in operation.arrived:
+        worker = replica.members.get(shard)
+        member = server.members.get(worker) if worker is not None else None
+        if member is not None and not operation.is_over:
+            failure = _why_hopeless(server, model, record, member)
+            if failure is not None:
+                operation.fail(failure)
+
+
+def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
+    if server.is_recovering:
+        operation.waiting = _recovering(server)
+        return
+    version, failure = model.resolve(operation.spec)
+    held = _held_by_all(server, replica)
+    if operation.verb == "update" and held is not None and (version is None or held >= version):
+        version, failure = held, None  # nothing newer
+    if version is None:
+        assert failure is not None
+        if isinstance(operation.spec, int):
+            operation.fail(failure)
+        else:
+            operation.waiting = failure
+        return
+    record = model.record(version)
+    absent = _absent_shard(server, replica, record)
+    if absent is None:
+        operation.version = version
+    elif isinstance(operation.spec, int):
+        operation.fail(_unavailable(model, record, absent))
+    else:
+        operation.waiting = _unavailable(model, record, absent)
+
+
+def _held_by_all(server: "Server", replica: Replica) -> Version | None:
+    """The version that each shard of the replica holds, if it is one."""
+    held = []
+    for worker in replica.members.values():
+        member = server.members.get(worker)
+        buffer = member.report.buffer if member is not None else None
+        held.append(buffer.version if isinstance(buffer, Holding) else None)
+    return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
+
+
+def _absent_shard(server: "Server", replica: Replica, record: VersionRecord) -> int | None:
+    """A shard of the version that nobody, or only somebody about to leave, holds whole."""
+    for shard in range(replica.shards):
+        holders = (server.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
+        if not any(member is not None and isinstance(member.report.buffer, Holding) for member in holders):
+            return shard
+    return None
+
+
+def _unavailable(model: Model, record: VersionRecord, shard: int) -> Failure:
+    last = f"; {record.last_holder} held it last" if record.last_holder else ""
+    text = f"nobody holds shard {shard} of version {record.version} of {model.name} now{last}"
+    older = [
+        v for v, r in sorted(model.versions.items(), reverse=True) if v != record.version and any(r.holders.values())
+    ]
+    hint = f"wait for a newer version, or replicate version {older[0]}" if older else "wait for a newer version"
+    return Failure("version-unavailable", text, hint)
+
+
+def _why_hopeless(server: "Server", model: Model, record: VersionRecord, member: Member) -> Failure | None:
+    """Why this shard can never get the version by this operation, or None."""
+    if isinstance(member.report.buffer, Holding) and member.report.buffer.version == record.version:
+        return None
+    theirs = record.layouts.get(member.shard)
+    if theirs is not None and theirs != member.report.layout:
+        return _layout_mismatch(server, model, record, member)
+    failures = member.report.failures
+    if failures and (member.failures > server.settings.most_failures or failures[-1].code in HOPELESS):
+        last = failures[-1]
+        text = f"{member.worker} failed {member.failures} reads of version {record.version}; last from {last.source}"
+        return Failure(last.code, f"{text}: {last.message}", "see `tensorhub status` for who holds it")
+    if server.is_recovering or server.reads.current(member.worker) is not None:
+        return None
+    full = [server.members.get(worker) for worker in record.holders.get(member.shard, {})]
+    if any(m is not None and m.is_full and server.serves(m.worker, record.version) for m in full):
+        return _all_corrupt(server, record, member)
+    return _unavailable(model, record, member.shard)
+
+
+def _all_corrupt(server: "Server", record: VersionRecord, member: Member) -> Failure | None:
+    sources = [worker for worker in record.holders.get(member.shard, {}) if worker != member.worker]
+    avoided = [member.avoided[worker] for worker in sources if worker in member.avoided]
+    if len(avoided) < len(sources) or any(a.until < float("inf") for a in avoided):
+        return None
+    text = f"{member.worker} got bytes of version {record.version} that are not as published, from every holder"
+    return Failure("corrupt-transfer", text, "were the published tensors changed in place? weights.check() tells")
+
+
+def _layout_mismatch(server: "Server", model: Model, record: VersionRecord, member: Member) -> Failure:
+    mine, theirs = server.layouts.get(member.report.layout), server.layouts.get(record.layouts[member.shard])
+    difference = None
+    if mine is not None and theirs is not None:
+        difference = layout_difference(mine, theirs, here=f"in {member.worker}", there=f"in version {record.version}")
+    text = difference or f"the tensors of {member.worker} differ from those of version {record.version} of {model.name}"
+    return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")
+
+
+def wanted_version(replica: Replica, member: Member) -> Version | None:
+    """The version that this worker is to be filled with now."""
+    told = member.report.operation
+    operation = replica.find(told.number) if told is not None else None
+    if operation is None or operation.is_over or operation.verb not in FILLS:
+        return None
+    buffer = member.report.buffer
+    if isinstance(buffer, Filling) and buffer.version != operation.version:
+        return None
+    return operation.version
+
+
+def release(model: Model, operation: GroupOperation | None, replica: Replica | None = None) -> None:
+    """The operation is over: what it claimed or was promised is free."""
+    if operation is None or operation.version is None or replica is None:
+        return
+    record = model.versions.get(operation.version)
+    if record is not None:
+        record.claims.pop(replica.name, None)
+        record.promised.pop(replica.name, None)
+
+
+# --- draining ---------------------------------------------------------------------------------------------------------
+
+
+def is_last_holder(server: "Server", record: VersionRecord, leaver: Member) -> bool:
+    """Nobody else holds this shard of the version whole and stays."""
+    for worker in record.holders.get(leaver.shard, {}):
+        member = server.members.get(worker)
+        if worker != leaver.worker and member is not None and isinstance(member.report.buffer, Holding):
+            return False
+    return True
+
+
+def is_awaited(server: "Server", model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """A replica was promised the version, and its worker for this shard has not got it yet."""
+    for name in record.promised:
+        replica = model.replicas.get(name)
+        worker = replica.members.get(leaver.shard) if replica is not None else None
+        member = server.members.get(worker) if worker is not None else None
+        if member is None or member.worker == leaver.worker or member.report.operation is None:
+            continue
+        buffer = member.report.buffer
+        if not (isinstance(buffer, Holding | Withdrawing) and buffer.version == record.version):
+            return True
+    return False

@@ -1,0 +1,121 @@
+"""What the server believes of one model: which versions exist, what their content is, and who has them.
+
+A version *exists* once all shards of one replica have published it; from then on it never ceases to be known while the
+table has room, held or not, so `latest` cannot go backwards and a number cannot be used for other content.
+"""
+
+from dataclasses import dataclass, field
+
+from .groups import Replica
+from .messages import Buffer, Failure, Filling, Holding, Spec, Withdrawing
+from .names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
+from .specs import parse_spec, steps_back
+
+
+@dataclass
+class VersionRecord:
+    """One version: its content by shard, and the workers that have any of it."""
+
+    version: Version
+    exists: bool = False
+    roots: dict[Shard, Digest] = field(default_factory=dict)
+    layouts: dict[Shard, Digest] = field(default_factory=dict)
+    holders: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
+    claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
+    promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
+    last_holder: str = ""
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.claims and not self.promised and not any(self.holders.values())
+
+
+@dataclass
+class Model:
+    """One model by name: its replicas and its versions."""
+
+    name: ModelName
+    shards: int
+    most_versions: int
+    replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
+    versions: dict[Version, VersionRecord] = field(default_factory=dict)
+    newest: Version | None = None  # the newest that exists or existed
+
+    def record(self, version: Version) -> VersionRecord:
+        """The version's record, made if need be; the oldest that nobody needs makes room."""
+        found = self.versions.get(version)
+        if found is None:
+            found = self.versions[version] = VersionRecord(version)
+            if len(self.versions) > self.most_versions:
+                kept = (version, self.newest)
+                idle = [v for v in sorted(self.versions) if self.versions[v].is_idle and v not in kept]
+                for v in idle[: len(self.versions) - self.most_versions]:
+                    del self.versions[v]
+        return found
+
+    def note_exists(self, version: Version) -> bool:
+        """The version has come into being, or was heard of. Returns whether that is news."""
+        record = self.record(version)
+        is_news = not record.exists
+        record.exists = True
+        self.newest = version if self.newest is None else max(self.newest, version)
+        return is_news
+
+    def pin(self, worker: WorkerId, version: Version, root: Digest, layout: Digest) -> bool:
+        """The worker has the version with this content. False: the version's content is another one."""
+        record = self.record(version)
+        if record.roots.setdefault(worker.shard, root) != root:
+            return False
+        record.layouts.setdefault(worker.shard, layout)
+        return True
+
+    def move(self, worker: WorkerId, old: Buffer | None, new: Buffer | None) -> None:
+        """The worker's buffer changed: keep the index of holders."""
+        before, after = version_in(old), version_in(new)
+        if before == after:
+            return
+        if before is not None and before in self.versions:
+            record = self.versions[before]
+            if record.holders.get(worker.shard, {}).pop(worker, "absent") is None and not isinstance(old, Filling):
+                record.last_holder = str(worker)
+        if after is not None:
+            self.record(after).holders.setdefault(worker.shard, {})[worker] = None
+
+    def resolve(self, spec: Spec) -> tuple[Version | None, Failure | None]:
+        """The version that the spec means now. (None, why) where there is none."""
+        version = parse_spec(spec)
+        if version is not None:
+            record = self.versions.get(version)
+            if record is not None and record.exists:
+                return version, None
+            newest = f"its newest version is {self.newest}" if self.newest is not None else "nothing was published yet"
+            return None, Failure("version-unavailable", f"{self.name} has no version {version}; {newest}")
+        known = sorted((v for v, record in self.versions.items() if record.exists), reverse=True)
+        back = steps_back(str(spec))
+        if back < len(known):
+            return known[back], None
+        text = f"{spec} of {self.name}: {len(known)} versions are known" if known else f"no version of {self.name} yet"
+        return None, Failure("version-unavailable", text, "wait for the first publish")
+
+    def conflict(self, replica: Replica, version: Version, roots: dict[Shard, Digest]) -> Failure | None:
+        """Why the replica may not publish this content under this number, or None."""
+        name, record = f"version {version} of {self.name}", self.versions.get(version)
+        is_same = record is not None and all(record.roots.get(shard) == root for shard, root in roots.items())
+        if self.newest is not None and version < self.newest:
+            text = f"{name} is lower than the newest, {self.newest}"
+            return Failure("version-conflict", text, "versions only rise: publish a higher number")
+        if record is not None and record.exists and not is_same:
+            return Failure("version-conflict", f"{name} exists with other content", "publish a higher number")
+        if record is not None and not record.exists and not is_same:
+            others = [str(name) for name in record.claims if name != replica.name]
+            others += [str(w) for held in record.holders.values() for w in held if w.replica != replica.name]
+            if others:
+                text = f"{name} is being published with other content by {others[0]}"
+                hint = "one replica publishes a number, or all of them the same content"
+                return Failure("version-conflict", text, hint)
+        return None
+
+
+def version_in(buffer: Buffer | None) -> Version | None:
+    """The version that the buffer has, whole or in part."""
+    return buffer.version if isinstance(buffer, Filling | Holding | Withdrawing) else None

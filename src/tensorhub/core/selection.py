@@ -1,0 +1,60 @@
+"""Who reads from whom: facts in, (source, reason) out.
+
+The rule minimises the predicted finish of the read. A source's uplink is shared by its readers: the fewer the better;
+a source that is itself still filling is as good as a full one, because its reader follows one chunk behind. So readers
+that start together form a chain, and N of them take about the time of one (the paper's pipeline replication). Among
+equals a replica that only relays is preferred to the one that published: the trainer's uplink is the scarce one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .names import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What the rule knows of one worker that could be the source."""
+
+    worker: WorkerId
+    load: int  # reads open on it
+    is_full: bool  # has every chunk
+    done: int  # chunks in place, of one that is filling
+    published: bool  # by this worker itself
+    is_withdrawing: bool
+    is_near: bool  # on the reader's own host
+    is_same_site: bool
+    avoided_until: float  # it failed this reader lately; -inf: never
+
+
+def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[WorkerId, str] | None:
+    """The best source and why, or None if there is none that may be tried now.
+
+    A source that is withdrawing is taken only where nobody else has the version; one that failed this reader lately
+    is not tried before its time.
+    """
+    usable = [candidate for candidate in candidates if candidate.avoided_until <= now]
+    staying = [candidate for candidate in usable if not candidate.is_withdrawing]
+    best = min(staying or usable, key=_rank, default=None)
+    return None if best is None else (best.worker, _reason(best, len(usable)))
+
+
+def _rank(candidate: Candidate) -> tuple[object, ...]:
+    return (
+        not candidate.is_same_site,
+        candidate.load,
+        candidate.published,
+        not candidate.is_near,
+        not candidate.is_full,
+        -candidate.done,
+        candidate.worker,
+    )
+
+
+def _reason(best: Candidate, usable: int) -> str:
+    what = "full" if best.is_full else f"filling, {best.done} chunks ahead"
+    role = "publisher" if best.published else "relay"
+    load = "idle" if best.load == 0 else f"serves {best.load} more"
+    where = "same host" if best.is_near else ("same site" if best.is_same_site else "other site")
+    leaving = ", withdrawing, but nobody else has it" if best.is_withdrawing else ""
+    return f"{role}, {what}, {load}, {where}{leaving}; best of {usable}"

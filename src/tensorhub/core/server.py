@@ -1,0 +1,471 @@
+"""The reference server's decisions: who is alive, what exists, who reads from whom, who may change its buffer.
+
+`handle` takes in one message and returns what to send to whom. It believes what workers report and remembers nothing
+that they could not tell it again: after a restart it asks nobody, it waits one lease until everybody has reported, and
+in that time says nothing that a former life could have contradicted.
+
+Rules it keeps:
+- A worker's orders are the whole truth at their number; numbers rise over the lives of the server.
+- A read is open from its grant until its reader says that it is closed, or its reader's lease has ended. The end of a
+  *source's* lease ends nothing.
+- A source is drained when no read from it is open, and nobody was promised what only it has.
+- For one lease after a restart nothing is drained, resolved, published or given up.
+
+It must never read a clock, touch a socket, or see a weight byte.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec.structs import replace
+
+from . import operations
+from .groups import Replica
+from .manifest import Layout
+from .membership import Avoided, Member, Members
+from .messages import (
+    Empty,
+    Filling,
+    Grant,
+    Hello,
+    Holding,
+    LayoutInfo,
+    Operation,
+    Orders,
+    Poisoned,
+    Refusal,
+    Report,
+    ToServer,
+    ToWorker,
+    Withdrawing,
+)
+from .names import Digest, ModelName, Number, Ticket, Version, WorkerId
+from .open_reads import OpenRead, OpenReads
+from .references import Model, VersionRecord, version_in
+from .selection import Candidate, choose_source
+from .settings import Settings
+
+Outbox = list[tuple[str, ToWorker]]
+
+
+@dataclass
+class Server:
+    """One life of the reference server. Only `handle`, `disconnected` and `tick` change it.
+
+    `first_number` must be above every number of any former life (wall-clock microseconds will do). `fresh` says that
+    there was no former life, so that there is nothing to wait for.
+    """
+
+    settings: Settings
+    now: float
+    first_number: int
+    fresh: bool = False
+    models: dict[ModelName, Model] = field(default_factory=dict)
+    members: Members = field(default_factory=Members)
+    reads: OpenReads = field(default_factory=OpenReads)
+    layouts: dict[Digest, Layout] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.started = self.now
+        self.recovered_at = self.now if self.fresh else self.now + self.settings.lease_s
+        self._number = self.first_number
+        self._hellos: dict[str, Hello] = {}
+        self._dirty: dict[WorkerId, bool] = {}  # True: answer it in any case
+        self._has_recovered = self.fresh
+
+    # --- the seam -----------------------------------------------------------------------------------------------------
+
+    def handle(self, message: ToServer, *, sender: str, now: float) -> Outbox:
+        """Take in one message that came over the connection `sender`."""
+        refusal = None
+        outbox = self.tick(now=now)
+        match message:
+            case Hello():
+                refusal = self._take_hello(message, sender)
+            case LayoutInfo(layout=layout):
+                self._take_layout(layout)
+            case Report():
+                refusal = self._take_report(message, sender)
+        if refusal is not None:
+            self.counters["refusals"] += 1
+            outbox.append((sender, refusal))
+        return outbox + self._settle()
+
+    def disconnected(self, sender: str, *, now: float) -> Outbox:
+        """The connection is gone. Nobody has died by that."""
+        outbox = self.tick(now=now)
+        hello = self._hellos.pop(sender, None)
+        member = self.members.get(hello.worker) if hello is not None else None
+        if member is not None and member.sender == sender:
+            member.is_connected = False
+        return outbox
+
+    def tick(self, *, now: float) -> Outbox:
+        """Time has passed (see `next_deadline`)."""
+        self.now = max(self.now, now)
+        ended, woken = self.members.due(self.now)
+        for member in ended:
+            self._end_session(member, "died (its lease ended)")
+        for member in woken:
+            self._touch(member.worker)
+        if not self._has_recovered and self.now >= self.recovered_at:
+            self._has_recovered = True
+            for member in self.members.all():
+                self._touch(member.worker)
+        return self._settle()
+
+    def next_deadline(self) -> float:
+        """When to call `tick` if nothing is heard before."""
+        return min(self.members.next_time(), inf if self._has_recovered else self.recovered_at)
+
+    @property
+    def is_recovering(self) -> bool:
+        return not self._has_recovered
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "workers": len(self.members),
+            "models": len(self.models),
+            "connections": len(self._hellos),
+            "open_reads": len(self.reads.all()),
+            **self.counters,
+        }
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def _take_hello(self, hello: Hello, sender: str) -> Refusal | None:
+        refusal = operations.why_refuse(hello, self.models.get(hello.model), self.settings, len(self.models))
+        member = self.members.get(hello.worker)
+        if refusal is None and member is not None and member.hello.life != hello.life:
+            refusal = self._taken(member)
+        if refusal is not None:
+            return refusal
+        self._hellos[sender] = hello
+        if member is not None:
+            member.sender, member.is_connected, member.hello = sender, True, hello
+        return None
+
+    def _taken(self, member: Member) -> Refusal:
+        text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
+        if member.is_connected:
+            return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
+        left_s = member.lease_end - self.now
+        hint = f"if that one has died, its place is free in {left_s:.1f} s"
+        return Refusal("shard-taken", text, hint, retry_s=max(0.1, min(left_s, 1.0)))
+
+    def _take_layout(self, layout: Layout) -> None:
+        digest = layout.digest()
+        self.layouts[digest] = self.layouts.pop(digest, layout)  # newest last
+        while len(self.layouts) > self.settings.most_versions:
+            del self.layouts[next(iter(self.layouts))]
+
+    def _take_report(self, report: Report, sender: str) -> Refusal | None:
+        hello = self._hellos.get(sender)
+        if hello is None:
+            return Refusal("refused", "a report before any hello", "is this a TensorHub worker?")
+        self.counters["reports"] += 1
+        reading = report.reading
+        self._number = max(self._number, report.seen, report.session, report.closed, reading.ticket if reading else 0)
+        member = self.members.get(hello.worker)
+        if member is not None and member.hello.life != hello.life:
+            return self._taken(member)
+        if member is None:
+            if len(self.members) >= self.settings.most_workers:
+                return Refusal("refused", f"{len(self.members)} workers is the most here", "raise most_workers")
+            member = self._begin_session(hello, sender)
+        if report.number <= member.report.number:
+            return None  # late or repeated
+        member.lease_end = self.now + self.settings.lease_s
+        before, member.report = member.report, report
+        self._take_buffer(member, before)
+        self._take_reads(member)
+        self._take_operation(member)
+        self._dirty[member.worker] = True
+        if report.leaving:
+            self._end_session(member, "left")
+        return None
+
+    def _begin_session(self, hello: Hello, sender: str) -> Member:
+        model = self.models.get(hello.model)
+        if model is None:
+            model = self.models[hello.model] = Model(hello.model, hello.shards, self.settings.most_versions)
+        replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
+        member = Member(hello, sender, self._next(), self.now + self.settings.lease_s)
+        replica.members[hello.shard] = member.worker
+        self.members.add(member)
+        self.counters["sessions"] += 1
+        return member
+
+    def _end_session(self, member: Member, why: str) -> None:
+        model, replica = self._place(member)
+        self._close_reads(member, None)
+        model.move(member.worker, member.report.buffer, None)
+        replica.lose(member.shard, why)
+        if member.report.leaving:
+            self._hellos.pop(member.sender, None)
+        self.members.remove(member.worker)
+        self._dirty.pop(member.worker, None)
+        if replica.is_empty:
+            operations.release(model, replica.operation, replica)
+            del model.replicas[replica.name]
+        self._touch_model(model)
+
+    def _take_buffer(self, member: Member, before: Report) -> None:
+        model, _ = self._place(member)
+        report, worker = member.report, member.worker
+        if report.newest is not None and model.note_exists(report.newest):
+            self._touch_model(model)
+        buffer = report.buffer
+        if isinstance(buffer, Holding | Withdrawing):
+            if not model.pin(worker, buffer.version, buffer.root, report.layout):
+                self.counters["conflicting_holders"] += 1
+                report = member.report = replace(report, buffer=Poisoned())  # not that version: nobody reads it here
+        model.move(worker, before.buffer, report.buffer)
+        if isinstance(buffer, Holding | Withdrawing) and self._exists_by(member, buffer):
+            model.note_exists(buffer.version)
+        if type(before.buffer) is not type(report.buffer) or (before.buffer != report.buffer and member.is_full):
+            self._touch_model(model)
+
+    def _exists_by(self, member: Member, buffer: Holding | Withdrawing) -> bool:
+        """This buffer shows that its version exists: it was replicated, or the whole replica has published it."""
+        _, replica = self._place(member)
+        if not buffer.published:
+            return True
+        group = [self.members.get(worker) for worker in replica.members.values()]
+        found = [m.report.buffer for m in group if m is not None and m.is_full]
+        whole = [held for held in found if version_in(held) == buffer.version]
+        return len(whole) == replica.shards
+
+    def _take_reads(self, member: Member) -> None:
+        report, worker = member.report, member.worker
+        self._close_reads(member, report.closed)
+        reading = report.reading
+        is_known = reading is None or any(read.ticket == reading.ticket for read in self.reads.of(worker))
+        if reading is not None and not is_known and self.is_recovering and reading.ticket > report.closed:
+            grant = Grant(reading.ticket, reading.version, Digest(""), reading.source, (), "granted before a restart")
+            self.reads.add(OpenRead(grant, worker))
+        number = report.operation.number if report.operation is not None else 0
+        if number != member.operation_number:
+            member.operation_number, member.failures, member.avoided = number, 0, {}
+        for failure in report.failures:
+            if failure.ticket > member.last_failed:
+                member.last_failed = failure.ticket
+                member.failures += 1
+                avoided = member.avoided.setdefault(failure.source, Avoided(0.0, 0))
+                avoided.times += 1
+                is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1
+                avoided.until = inf if is_hopeless else self.now + self.settings.avoid_s
+                self.counters["failed_reads"] += 1
+
+    def _close_reads(self, member: Member, upto: Ticket | None) -> None:
+        """The member reads no ticket up to this one any more; it counts as a holder only by its buffer."""
+        model, _ = self._place(member)
+        for read in self.reads.close(member.worker, upto):
+            self._touch(read.source)
+            record = model.versions.get(read.version)
+            still = self.reads.current(member.worker)
+            kept = (version_in(member.report.buffer), still.version if still is not None else None)
+            if record is not None and read.version not in kept:
+                record.holders.get(member.shard, {}).pop(member.worker, None)
+
+    def _take_operation(self, member: Member) -> None:
+        _, replica = self._place(member)
+        report = member.report
+        was_over = replica.operation is None or replica.operation.is_over
+        replica.note_ended(member.shard, report.ended, report.finished)
+        if report.operation is not None:
+            replica.arrive(member.shard, report.operation)
+        if not was_over or report.operation is not None:
+            self._touch_replica(replica)
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> Outbox:
+        """Decide for everybody who is touched until nothing changes any more, then say what is new."""
+        if not self._dirty:
+            return []
+        decided: dict[WorkerId, bool] = {}
+        while self._dirty:
+            worker, must_answer = next(iter(self._dirty.items()))
+            del self._dirty[worker]
+            member = self.members.get(worker)
+            if member is not None:
+                decided[worker] = decided.get(worker, False) or must_answer
+                self._decide(member)
+        outbox: Outbox = []
+        for worker, must_answer in decided.items():
+            member = self.members.get(worker)
+            if member is not None:
+                outbox += self._say(member, must_answer)
+        return outbox
+
+    def _decide(self, member: Member) -> None:
+        model, replica = self._place(member)
+        operation = replica.operation
+        if operation is not None:
+            was_over, version = operation.is_over, operation.version
+            operations.advance(self, model, replica, operation)
+            if operation.is_over:
+                replica.ended = max(replica.ended, operation.number)
+                operations.release(model, operation, replica)
+            if operation.is_over != was_over or operation.version != version:
+                self._touch_model(model) if operation.is_over else self._touch_replica(replica)
+        self._decide_read(model, replica, member)
+
+    def _decide_read(self, model: Model, replica: Replica, member: Member) -> None:
+        wanted = operations.wanted_version(replica, member)
+        current = self.reads.current(member.worker)
+        record = model.versions.get(wanted) if wanted is not None else None
+        buffer = member.report.buffer
+        is_read = isinstance(buffer, Poisoned) and buffer.version is not None
+        if record is None or is_read or isinstance(buffer, Holding | Withdrawing):
+            if current is not None:
+                self._void(current)
+            return
+        if current is not None and current.version == wanted and self.serves(current.source, current.version):
+            source = self.members.get(current.source)
+            if source is None or not isinstance(source.report.buffer, Withdrawing):
+                return
+            others = [c for c in self._candidates(record, member) if not c.is_withdrawing]
+            if choose_source(others, now=self.now) is None and not source.report.buffer.impatient:
+                return
+        if current is not None:
+            self._void(current)
+        self._grant(record, member)
+
+    def serves(self, source: WorkerId, version: Version) -> bool:
+        """As far as is known, the source still has the version. One whose lease has ended may well go on serving."""
+        member = self.members.get(source)
+        if member is None:
+            return True
+        match member.report.buffer:
+            case Holding(version=held) | Filling(version=held):
+                return held == version
+            case Withdrawing(version=held, impatient=impatient):
+                return held == version and not impatient
+            case Empty() | Poisoned():
+                current = self.reads.current(source)  # it was granted the version, and is about to fill
+                return current is not None and current.version == version
+
+    def _candidates(self, record: VersionRecord, reader: Member) -> list[Candidate]:
+        behind = self.reads.readers_behind(reader.worker)
+        found = []
+        for worker in record.holders.get(reader.shard, {}):
+            member = self.members.get(worker)
+            if member is None or worker in behind or not self.serves(worker, record.version):
+                continue
+            if not member.is_full and self.reads.current(worker) is None:
+                continue  # it waits for a source itself
+            buffer, here, there = member.report.buffer, reader.hello, member.hello
+            avoided = reader.avoided.get(worker)
+            found.append(
+                Candidate(
+                    worker=worker,
+                    load=self.reads.load(worker),
+                    is_full=member.is_full,
+                    done=member.done,
+                    published=isinstance(buffer, Holding | Withdrawing) and buffer.published,
+                    is_withdrawing=isinstance(buffer, Withdrawing),
+                    is_near=here.host == there.host,
+                    is_same_site=here.site == there.site,
+                    avoided_until=avoided.until if avoided is not None else -inf,
+                )
+            )
+        return found
+
+    def _grant(self, record: VersionRecord, member: Member) -> None:
+        candidates = self._candidates(record, member)
+        choice = choose_source(candidates, now=self.now)
+        if choice is None:
+            if candidates:
+                self.members.wake(member, min(candidate.avoided_until for candidate in candidates))
+            return
+        source, reason = choice
+        endpoints = self._known(source).hello.endpoints
+        root = record.roots.get(member.shard, Digest(""))
+        grant = Grant(Ticket(self._next()), record.version, root, source, endpoints, reason)
+        self.reads.add(OpenRead(grant, member.worker))
+        record.holders.setdefault(member.shard, {})[member.worker] = None  # others may read behind it from now on
+        self.counters["grants"] += 1
+        self._touch(member.worker)
+        self._touch_model(self.models[member.hello.model])
+
+    def _void(self, read: OpenRead) -> None:
+        read.is_void = True
+        self._touch(read.reader)
+        self._touch_readers(read.reader)
+
+    # --- what goes out ------------------------------------------------------------------------------------------------
+
+    def _say(self, member: Member, must_answer: bool) -> Outbox:
+        model, replica = self._place(member)
+        told = member.report.operation
+        current = self.reads.current(member.worker)
+        orders = Orders(
+            number=Number(0),
+            session=member.session,
+            acknowledged=member.report.number,
+            lease_s=self.settings.lease_s,
+            trust_s=self.settings.trust_s,
+            report_s=self.settings.report_s,
+            position=None if self.is_recovering else replica.ended,
+            answer=replica.answer(member.shard, told) if isinstance(told, Operation) else None,
+            grant=current.grant if current is not None else None,
+            drained=self._drained(model, member),
+        )
+        if not must_answer and orders == member.sent:
+            return []
+        member.sent = orders
+        return [(member.sender, replace(orders, number=self._next()))]
+
+    def _drained(self, model: Model, member: Member) -> Version | None:
+        buffer = member.report.buffer
+        if not isinstance(buffer, Withdrawing | Poisoned) or self.is_recovering or self.reads.load(member.worker):
+            return None
+        if isinstance(buffer, Poisoned) or buffer.impatient:
+            return buffer.version
+        record = model.versions.get(buffer.version)
+        if record is None or not record.promised:
+            return buffer.version
+        is_last = operations.is_last_holder(self, record, member)
+        is_needed = is_last and operations.is_awaited(self, model, record, member)
+        return None if is_needed else buffer.version
+
+    # --- small things -------------------------------------------------------------------------------------------------
+
+    def _next(self) -> Number:
+        self._number += 1
+        return Number(self._number)
+
+    def _place(self, member: Member) -> tuple[Model, Replica]:
+        model = self.models[member.hello.model]
+        return model, model.replicas[member.hello.replica]
+
+    def _known(self, worker: WorkerId) -> Member:
+        member = self.members.get(worker)
+        assert member is not None, f"{worker} is no member"
+        return member
+
+    def _touch(self, worker: WorkerId) -> None:
+        self._dirty.setdefault(worker, False)
+
+    def _touch_readers(self, source: WorkerId) -> None:
+        for read in self.reads.from_source(source):
+            self._touch(read.reader)
+
+    def _touch_replica(self, replica: Replica) -> None:
+        for worker in replica.members.values():
+            self._touch(worker)
+
+    def _touch_model(self, model: Model) -> None:
+        """Something changed that others of the model may be waiting for."""
+        for replica in model.replicas.values():
+            for worker in replica.members.values():
+                member = self.members.get(worker)
+                if member is None:
+                    continue
+                is_busy = member.report.operation is not None or self.reads.load(worker) or self.reads.of(worker)
+                if is_busy or isinstance(member.report.buffer, Withdrawing):
+                    self._touch(worker)
