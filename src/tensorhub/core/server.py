@@ -31,7 +31,6 @@ from .messages import (
     Hello,
     Holding,
     LayoutInfo,
-    Operation,
     Orders,
     Poisoned,
     Refusal,
@@ -45,6 +44,8 @@ from .open_reads import OpenRead, OpenReads
 from .references import Model, VersionRecord, version_in
 from .selection import Candidate, choose_source
 from .settings import Settings
+from .status import status_of
+from .view import Status
 
 Outbox = list[tuple[str, ToWorker]]
 
@@ -79,18 +80,18 @@ class Server:
 
     def handle(self, message: ToServer, *, sender: str, now: float) -> Outbox:
         """Take in one message that came over the connection `sender`."""
-        refusal = None
+        reply: ToWorker | None = None
         outbox = self.tick(now=now)
         match message:
             case Hello():
-                refusal = self._take_hello(message, sender)
+                reply = self._take_hello(message, sender)
             case LayoutInfo(layout=layout):
                 self._take_layout(layout)
             case Report():
-                refusal = self._take_report(message, sender)
-        if refusal is not None:
-            self.counters["refusals"] += 1
-            outbox.append((sender, refusal))
+                reply = self._take_report(message, sender)
+        if reply is not None:
+            self.counters["refusals"] += isinstance(reply, Refusal)
+            outbox.append((sender, reply))
         return outbox + self._settle()
 
     def disconnected(self, sender: str, *, now: float) -> Outbox:
@@ -123,6 +124,11 @@ class Server:
     @property
     def is_recovering(self) -> bool:
         return not self._has_recovered
+
+    def status(self, *, now: float) -> Status:
+        """What there is, for people; changes nothing."""
+        self.now = max(self.now, now)
+        return status_of(self)
 
     def statistics(self) -> dict[str, int]:
         return {
@@ -161,7 +167,7 @@ class Server:
         while len(self.layouts) > self.settings.most_versions:
             del self.layouts[next(iter(self.layouts))]
 
-    def _take_report(self, report: Report, sender: str) -> Refusal | None:
+    def _take_report(self, report: Report, sender: str) -> ToWorker | None:
         hello = self._hellos.get(sender)
         if hello is None:
             return Refusal("refused", "a report before any hello", "is this a TensorHub worker?")
@@ -185,6 +191,7 @@ class Server:
         self._dirty[member.worker] = True
         if report.leaving:
             self._end_session(member, "left")
+            return self._orders(member, None, None)
         return None
 
     def _begin_session(self, hello: Hello, sender: str) -> Member:
@@ -203,8 +210,6 @@ class Server:
         self._close_reads(member, None)
         model.move(member.worker, member.report.buffer, None)
         replica.lose(member.shard, why)
-        if member.report.leaving:
-            self._hellos.pop(member.sender, None)
         self.members.remove(member.worker)
         self._dirty.pop(member.worker, None)
         if replica.is_empty:
@@ -218,10 +223,12 @@ class Server:
         if report.newest is not None and model.note_exists(report.newest):
             self._touch_model(model)
         buffer = report.buffer
-        if isinstance(buffer, Holding | Withdrawing):
-            if not model.pin(worker, buffer.version, buffer.root, report.layout):
-                self.counters["conflicting_holders"] += 1
-                report = member.report = replace(report, buffer=Poisoned())  # not that version: nobody reads it here
+        if isinstance(buffer, Holding | Withdrawing) and not model.pin(
+            worker, buffer.version, buffer.root, report.layout
+        ):
+            self.counters["conflicting_holders"] += 1
+            buffer = Poisoned()  # not what that version is: nobody reads it here
+            report = member.report = replace(report, buffer=buffer)
         model.move(worker, before.buffer, report.buffer)
         if isinstance(buffer, Holding | Withdrawing) and self._exists_by(member, buffer):
             model.note_exists(buffer.version)
@@ -402,23 +409,32 @@ class Server:
     def _say(self, member: Member, must_answer: bool) -> Outbox:
         model, replica = self._place(member)
         told = member.report.operation
+        answer = replica.answer(member.shard, told) if told is not None else None
+        orders = self._orders(
+            member, answer, None if self.is_recovering else replica.ended, self._drained(model, member)
+        )
+        news = replace(orders, number=Number(0), acknowledged=0)
+        if not must_answer and news == member.sent:
+            return []
+        member.sent = news
+        return [(member.sender, orders)]
+
+    def _orders(
+        self, member: Member, answer: Answer | None, position: int | None, drained: Version | None = None
+    ) -> Orders:
         current = self.reads.current(member.worker)
-        orders = Orders(
-            number=Number(0),
+        return Orders(
+            number=self._next(),
             session=member.session,
             acknowledged=member.report.number,
             lease_s=self.settings.lease_s,
             trust_s=self.settings.trust_s,
             report_s=self.settings.report_s,
-            position=None if self.is_recovering else replica.ended,
-            answer=replica.answer(member.shard, told) if isinstance(told, Operation) else None,
+            position=position,
+            answer=answer,
             grant=current.grant if current is not None else None,
-            drained=self._drained(model, member),
+            drained=drained,
         )
-        if not must_answer and orders == member.sent:
-            return []
-        member.sent = orders
-        return [(member.sender, replace(orders, number=self._next()))]
 
     def _drained(self, model: Model, member: Member) -> Version | None:
         buffer = member.report.buffer

@@ -1,0 +1,120 @@
+"""The server's picture of itself as plain values, for people and dashboards."""
+
+from typing import TYPE_CHECKING
+
+from .groups import Replica
+from .membership import Member
+from .messages import PROTOCOL, Empty, Filling
+from .names import Shard
+from .references import Model, VersionRecord, version_in
+from .view import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
+
+if TYPE_CHECKING:
+    from .server import Server
+
+
+def status_of(server: "Server") -> Status:
+    """The whole picture, as of the last message or tick."""
+    recovering_s = max(0.0, server.recovered_at - server.now) if server.is_recovering else 0.0
+    return Status(
+        protocol=PROTOCOL,
+        uptime_s=server.now - server.started,
+        recovering_s=recovering_s,
+        models=tuple(_model(server, model) for _, model in sorted(server.models.items())),
+        transfers=_transfers(server),
+        counters=server.statistics(),
+    )
+
+
+def _transfers(server: "Server") -> tuple[Transfer, ...]:
+    found = []
+    for read in server.reads.all():
+        reader = server.members.get(read.reader)
+        buffer = reader.report.buffer if reader is not None else Empty()
+        done, chunks = (buffer.done, buffer.chunks) if isinstance(buffer, Filling) else (0, 0)
+        found.append(
+            Transfer(
+                model=read.reader.model,
+                version=read.version,
+                shard=read.reader.shard,
+                target=read.reader.replica,
+                source=read.source.replica,
+                ticket=read.ticket,
+                done=done,
+                chunks=chunks,
+                size_bytes=reader.report.size_bytes if reader is not None else 0,
+                reason=read.grant.reason,
+                is_void=read.is_void,
+            )
+        )
+    return tuple(sorted(found, key=lambda t: (t.model, t.version, t.target, t.shard, t.ticket)))
+
+
+def _model(server: "Server", model: Model) -> ModelView:
+    known = [record for _, record in sorted(model.versions.items(), reverse=True) if record.exists or record.holders]
+    replicas = tuple(_replica(server, replica) for _, replica in sorted(model.replicas.items()))
+    sizes: dict[int, int] = {}
+    for replica in replicas:
+        for worker in replica.workers:
+            sizes[worker.shard] = max(sizes.get(worker.shard, 0), worker.size_bytes)
+    return ModelView(
+        name=model.name,
+        shards=model.shards,
+        latest=model.newest,
+        size_bytes=sum(sizes.values()),
+        versions=tuple(_version(model, record, replicas) for record in known),
+        replicas=replicas,
+    )
+
+
+def _version(model: Model, record: VersionRecord, replicas: tuple[ReplicaView, ...]) -> VersionView:
+    def has(replica: ReplicaView, states: tuple[str, ...]) -> int:
+        return sum(worker.version == record.version and worker.state in states for worker in replica.workers)
+
+    holders = tuple(r.name for r in replicas if has(r, ("holding", "withdrawing")) == r.shards)
+    filling = tuple(r.name for r in replicas if has(r, ("filling",)))
+    return VersionView(
+        version=record.version,
+        is_latest=record.version == model.newest,
+        is_complete=record.exists,
+        holders=holders,
+        filling=filling,
+        last_holder="" if holders else record.last_holder,
+    )
+
+
+def _replica(server: "Server", replica: Replica) -> ReplicaView:
+    members = [server.members.get(replica.members[shard]) for shard in sorted(replica.members)]
+    operation = replica.operation
+    view = None
+    if operation is not None:
+        state = "finished" if operation.is_finished else "failed" if operation.error is not None else "running"
+        waiting = operation.error or operation.waiting
+        if state == "running" and operation.waiting is not None:
+            state = "waiting"
+        text = waiting.message if waiting is not None else ""
+        view = OperationView(operation.number, operation.verb, operation.spec, operation.version, state, text)
+    workers = tuple(_worker(server, member) for member in members if member is not None)
+    return ReplicaView(replica.name, replica.shards, workers, view)
+
+
+def _worker(server: "Server", member: Member) -> WorkerView:
+    report = member.report
+    done, chunks = (report.buffer.done, report.buffer.chunks) if isinstance(report.buffer, Filling) else (0, 0)
+    return WorkerView(
+        shard=Shard(member.shard),
+        state=type(report.buffer).__name__.lower(),
+        version=version_in(report.buffer),
+        done=done,
+        chunks=chunks,
+        size_bytes=report.size_bytes,
+        session=member.session,
+        lease_left_s=max(0.0, member.lease_end - server.now),
+        connected=member.is_connected,
+        readers=server.reads.load(member.worker),
+        endpoints=member.hello.endpoints,
+        host=member.hello.host,
+        site=member.hello.site,
+        reliable=member.hello.reliable,
+        received_bytes=report.received_bytes,
+    )
