@@ -1,0 +1,28 @@
+"""What every test shares: the same order, the same choices of hypothesis in CI, and none of the caller's settings."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("dev", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)  # a red run is red again
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+FIRST = ("tests/tidy/",)  # seconds, and they explain what others only suffer from
+LAST = "processes"  # the mark of tests with real processes: minutes
+
+KEPT = ("TENSORHUB_BLESS",)  # spoken to the tests, not to the product
+for name in [name for name in os.environ if name.startswith("TENSORHUB_") and name not in KEPT]:
+    del os.environ[name]  # here, so that subprocesses of tests do not see them either
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick first, slow last; otherwise as collected."""
+
+    def rank(item: pytest.Item) -> int:
+        if item.nodeid.startswith(FIRST):
+            return 0
+        return 2 if item.get_closest_marker(LAST) else 1
+
+    items.sort(key=rank)

@@ -1,0 +1,264 @@
+"""The checkers bite: each is given code that breaks its rule, and code that only looks as if it did."""
+
+import pytest
+
+from .dangers import blind_violations, noqa_violations, sleep_violations, unsafe_violations
+from .error_tree import drawn_tree
+from .layers import layer_violations
+from .purity import purity_violations
+from .shape import shape_violations
+from .sources import snippet
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("core/a.py", "from tensorhub.runtime import server"),
+        ("core/a.py", "from ..runtime.server import Server"),
+        ("core/a.py", "from .. import runtime"),
+        ("core/a.py", "def f():\n    import tensorhub.transport.tcp"),
+        ("core/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..memory import host"),
+        ("core/a.py", "import numpy"),
+        ("core/__init__.py", "from ..sim import cluster"),
+        ("transport/tcp.py", "from ..memory.host import Piece"),
+        ("memory/host.py", "from ..runtime import client"),
+        ("memory/host.py", "import aiohttp"),
+        ("runtime/server.py", "import torch"),
+        ("runtime/server.py", "from tensorhub import open"),
+        ("integrations/vllm.py", "from ..runtime import client"),
+        ("api.py", "from .demo import trainer"),
+        ("api.py", "from . import sim"),
+        ("sim/cluster.py", "from ..runtime import client"),
+        ("runtime/server.py", "from ..sim import runner"),
+        ("cli/main.py", "import requests"),
+    ],
+)
+def test_layers_bite(path: str, code: str) -> None:
+    assert layer_violations(snippet(code, f"src/tensorhub/{path}"))
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("core/a.py", "import msgspec\nfrom .names import Version\nfrom tensorhub.core import errors"),
+        ("runtime/server.py", "import aiohttp\nfrom ..core.server import Server\nfrom ..transport import tcp"),
+        ("api.py", "from .runtime import client\nfrom .memory import registration"),
+        ("cli/main.py", "import typer\nfrom ..sim import runner\nfrom .. import connect"),
+        ("integrations/vllm.py", "import tensorhub\nfrom .. import open"),
+        ("sim/cluster.py", "from ..core.server import Server"),
+    ],
+)
+def test_layers_let_pass(path: str, code: str) -> None:
+    assert layer_violations(snippet(code, f"src/tensorhub/{path}")) == []
+
+
+# --- purity -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time",
+        "from time import monotonic",
+        "import os.path",
+        "def f():\n    import secrets",
+        "from datetime import datetime",
+        "import random",
+        "x = id(object())",
+        "x = hash('a')",
+        "print('x')",
+        "for x in {1, 2}:\n    pass",
+        "for x in set(names):\n    pass",
+        "x = [y for y in frozenset(names)]",
+        "names = {a for a in b}\nfirst = next(iter(names))",
+        "def f(a, b):\n    return a.keys() & b.keys()",
+        "for x in a.keys() - gone:\n    pass",
+        "x = min(set(names))",
+        "NAMES = frozenset({'a', 'b'})\nfor name in NAMES:\n    pass",
+        "def f():\n    seen = set()\n    return seen",
+        "def f():\n    seen = {1}\n    for x in seen:\n        pass",
+        "def f():\n    seen = {1}\n    return seen.pop()",
+        "def f():\n    seen = {1}\n    return list(seen | {2})",
+        "class A:\n    def __init__(self):\n        self.seen = set()",
+        "x = list({1, 2} | {3})",
+    ],
+)
+def test_purity_bites(code: str) -> None:
+    assert purity_violations(snippet(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from math import inf\nfrom collections import deque\nimport msgspec",
+        "if x in {1, 2}:\n    pass",
+        "NAMES = frozenset({'a'})\nok = 'a' in NAMES",
+        "x = sorted(set(a) - set(b))",
+        "x = len({y for y in z})",
+        "ok = set(a) <= set(b)",
+        "for x in sorted(a.keys() & b.keys()):\n    pass",
+        "x: dict[str, set[int]] = {}",
+        "def f():\n    seen = set()\n    seen.add(1)\n    return 1 in seen and sorted(seen | {2})",
+        "x = a.id() + b.hash()",
+        "n = 3 - 1 | 4",
+    ],
+)
+def test_purity_lets_pass(code: str) -> None:
+    assert purity_violations(snippet(code)) == []
+
+
+SIM = "src/tensorhub/sim/weather.py"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import random\nx = random.random()",
+        "import random\nrandom.seed(1)",
+        "from random import choice",
+        "import random\nr = random.Random()",
+        "import random\nr = random.SystemRandom()",
+        "import time",
+        "import multiprocessing",
+    ],
+)
+def test_simulator_has_chance_only_from_its_seed(code: str) -> None:
+    assert purity_violations(snippet(code, SIM))
+
+
+def test_simulator_may_draw_from_a_seed() -> None:
+    code = "import random\nfrom random import Random\nr = random.Random(7)\ns = Random(seed)\nx = r.random()"
+    assert purity_violations(snippet(code, SIM)) == []
+
+
+def test_only_the_runner_may_use_processes() -> None:
+    code = "import time\nfrom concurrent.futures import ProcessPoolExecutor"
+    assert purity_violations(snippet(code, "src/tensorhub/sim/runner.py")) == []
+    assert len(purity_violations(snippet(code, SIM))) == 2
+
+
+# --- shape ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = 1",
+        '"""Doc."""\ndef f():\n    return 1',
+        '"""Doc."""\nclass A:\n    pass',
+        '"""Doc."""\nasync def f():\n    return 1',
+        '"""Doc."""\n' + "x = 1\n" * 400,
+        '"""Doc."""\ndef _f():\n' + "    x = 1\n" * 70,
+        '"""Doc."""\nclass _A:\n    def f(self):\n' + "        x = 1\n" * 70,
+    ],
+)
+def test_shape_bites(code: str) -> None:
+    assert shape_violations(snippet(code))
+
+
+def test_shape_lets_pass() -> None:
+    code = '"""Doc."""\ndef f():\n    """Doc."""\ndef _g():\n    return 1\nclass A:\n    "Doc."\n    def h(self): ...\n'
+    assert shape_violations(snippet(code)) == []
+
+
+# --- dangers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import marshal",
+        "import shelve",
+        "eval('1')",
+        "exec(text)",
+        "np.load(f, allow_pickle=True)",
+        "np.load(f, allow_pickle=flag)",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+    ],
+)
+def test_unsafe_bites(code: str) -> None:
+    assert unsafe_violations(snippet(code))
+
+
+def test_unsafe_lets_pass() -> None:
+    code = "import re\nre.compile('x')\nmodel.eval()\ntorch.load(f, weights_only=True)\nnp.load(f, allow_pickle=False)"
+    assert unsafe_violations(snippet(code)) == []
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "except Exception:\n    pass",
+        "except:\n    pass",
+        "except BaseException as error:\n    log(error)",
+        "except (ValueError, Exception):\n    pass",
+        "except Exception:  # noqa: BLE001\n    pass",
+    ],
+)
+def test_blind_handlers_bite(handler: str) -> None:
+    assert blind_violations(snippet(f"try:\n    f()\n{handler}"))
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "except ValueError:\n    pass",
+        "except BaseException:\n    undo()\n    raise",
+        "except Exception as error:\n    raise Known from error",
+        "except Exception as error:  # noqa: BLE001 - the task's top: its owner is told\n    tell(error)",
+    ],
+)
+def test_blind_handlers_let_pass(handler: str) -> None:
+    assert blind_violations(snippet(f"try:\n    f()\n{handler}")) == []
+
+
+@pytest.mark.parametrize("line", ["x = 1  # noqa", "x = 1  # noqa: E501", "x = 1  # type: ignore"])
+def test_noqa_bites(line: str) -> None:
+    assert noqa_violations(snippet(line))
+
+
+def test_noqa_lets_pass() -> None:
+    code = "x = 1  # noqa: E501 - a table\ny = 2  # type: ignore[assignment]\ns = '# noqa'\n"
+    assert noqa_violations(snippet(code)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def test():\n    time.sleep(1)",
+        "async def test():\n    await asyncio.sleep(0.05)",
+        "def test():\n    while not done():\n        time.sleep(5)",
+        "def test():\n    for _ in range(9):\n        time.sleep(0.01)",
+    ],
+)
+def test_sleep_bites(code: str) -> None:
+    assert sleep_violations(snippet(code, "tests/test_snippet.py"))
+
+
+def test_sleep_lets_polling_and_yielding_pass() -> None:
+    code = "async def f():\n    while not done():\n        await asyncio.sleep(0.01)\n    await asyncio.sleep(0)"
+    assert sleep_violations(snippet(code, "tests/test_snippet.py")) == []
+
+
+# --- the drawn tree ---------------------------------------------------------------------------------------------------
+
+
+def test_a_drawn_tree_is_read_back() -> None:
+    drawing = """Errors.
+
+    Root                 the root
+    ├── Branch           a branch
+    │   ├── Leaf             a leaf
+    │   └── Last             another
+    └── Twig             no leaves
+        └── Bud              not yet
+    Other(ValueError)    its own root
+    """
+    expected = {"Root": "Exception", "Branch": "Root", "Leaf": "Branch", "Last": "Branch"}
+    expected |= {"Twig": "Root", "Bud": "Twig", "Other": "ValueError"}
+    assert drawn_tree(drawing) == expected

@@ -1,0 +1,68 @@
+"""Every file of the product and of the tests keeps the house rules."""
+
+import pytest
+
+from .dangers import (
+    ALLOWED_SLEEPS,
+    blind_violations,
+    noqa_violations,
+    sleep_violations,
+    unsafe_violations,
+)
+from .layers import BELOW, layer_violations
+from .purity import is_pure_territory, purity_violations
+from .shape import shape_violations
+from .sources import ROOT, Source, functions_of, sources
+
+SRC = sources("src")
+TESTS = sources("tests")
+
+in_src = pytest.mark.parametrize("source", SRC, ids=lambda source: source.path)
+in_tests = pytest.mark.parametrize("source", TESTS, ids=lambda source: source.path)
+
+
+def none_of(violations: list[str]) -> None:
+    """Fail with one line for each violation."""
+    if violations:
+        pytest.fail("\n".join(violations), pytrace=False)
+
+
+@in_src
+def test_imports_run_one_way(source: Source) -> None:
+    none_of(layer_violations(source))
+
+
+@pytest.mark.parametrize("source", [s for s in SRC if is_pure_territory(s)], ids=lambda source: source.path)
+def test_core_and_simulator_are_pure(source: Source) -> None:
+    none_of(purity_violations(source))
+
+
+@in_src
+def test_files_and_functions_are_short_and_say_what_they_are(source: Source) -> None:
+    none_of(shape_violations(source))
+
+
+@in_src
+def test_nothing_runs_what_it_reads(source: Source) -> None:
+    none_of(unsafe_violations(source))
+
+
+@in_src
+def test_nothing_hides_what_went_wrong(source: Source) -> None:
+    none_of(blind_violations(source) + noqa_violations(source))
+
+
+@in_tests
+def test_tests_wait_for_conditions(source: Source) -> None:
+    none_of(sleep_violations(source) + noqa_violations(source))
+
+
+def test_every_allowed_sleep_still_exists() -> None:
+    known = {f"{source.path}::{function.name}" for source in TESTS for function in functions_of(source)}
+    assert sorted(set(ALLOWED_SLEEPS) - known) == []
+    assert all(ALLOWED_SLEEPS.values()), "each needs its reason"
+
+
+def test_every_folder_is_a_known_layer() -> None:
+    folders = {path.parent.name for path in (ROOT / "src/tensorhub").glob("*/__init__.py")}
+    assert sorted(folders - set(BELOW)) == []

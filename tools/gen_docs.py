@@ -1,0 +1,183 @@
+"""Writes the tables in docs/ that say what the code says: errors, messages, settings.
+
+A page has places for them, between `<!-- generated: NAME -->` and `<!-- end -->`; everything else in it is prose and is
+left alone. `--check` writes nothing and ends with 1 if a table is not what the code says now.
+"""
+
+import ast
+import difflib
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Callable
+from pathlib import Path
+
+from tensorhub.core import errors, messages
+from tensorhub.core import settings as server_settings
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+GROUPS = {  # the headings of core/messages.py → name of the table
+    "the buffer of a worker": "buffer",
+    "from a worker": "from-worker",
+    "from the server": "from-server",
+}
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table: one line, with no bar of its own."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    """A code span in a table; empty stays empty."""
+    return f"`{cell(text)}`" if text else ""
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def error_tree() -> str:
+    """The drawing at the top of the module."""
+    drawing = (errors.__doc__ or "").split("\n\n")[1]
+    lines = [line.removeprefix("    ") for line in drawing.splitlines()]
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def error_table() -> str:
+    """Code, class, retry or not, and what it means."""
+    rows = []
+    for found in vars(errors).values():
+        if isinstance(found, type) and issubclass(found, errors.TensorHubError):
+            retry = "yes" if found.retryable else "no"
+            meaning = cell((found.__doc__ or "").split("\n\n")[0])
+            rows.append((code(found.code), code(found.__name__), retry, meaning))
+    return table(("code", "class", "retry", "what it means"), rows)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+class Module:
+    """A module's source: its classes in order, with the comment that stands beside each field."""
+
+    def __init__(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+        self.comments = {t.start[0]: t.string.strip("# -") for t in tokens if t.type == tokenize.COMMENT}
+        self.classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+        self.constants = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+
+    def heading_of(self, node: ast.ClassDef) -> str:
+        """The last comment before the class that is a heading of the module."""
+        before = [text for line, text in self.comments.items() if line < node.lineno and text in GROUPS]
+        return before[-1] if before else ""
+
+    def fields_of(self, node: ast.ClassDef) -> list[tuple[str, ...]]:
+        """(name, type, default, comment) of each field."""
+        return [
+            (
+                code(field.target.id),
+                code(ast.unparse(field.annotation)),
+                code(ast.unparse(field.value)) if field.value is not None else "",
+                cell(self.comments.get(field.lineno, "")),
+            )
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        ]
+
+
+def message_tables(heading: str) -> str:
+    """Every message under one heading of the module: what it says, and its fields."""
+    module = Module(Path(str(messages.__file__)))
+    parts = []
+    for node in module.classes:
+        if node.name.startswith("_") or GROUPS.get(module.heading_of(node)) != heading:
+            continue
+        tags = [ast.literal_eval(word.value) for word in node.keywords if word.arg == "tag"]
+        tag = f" (`{tags[0]}`)" if tags else ""
+        part = f"**{node.name}**{tag}: {(ast.get_docstring(node) or '').strip()}\n"
+        if rows := module.fields_of(node):
+            part += "\n" + table(("field", "type", "default", "meaning"), rows)
+        parts.append(part)
+    return "\n".join(parts)
+
+
+def limit_table() -> str:
+    """The limits on what may travel."""
+    module = Module(Path(str(messages.__file__)))
+    rows = []
+    for node in module.constants:
+        name = ast.unparse(node.targets[0])
+        if name.startswith("MOST_") or name == "PROTOCOL":
+            value = getattr(messages, name)
+            shown = f"{value:,}" if isinstance(value, int) else repr(value)
+            rows.append((code(name), code(shown), cell(module.comments.get(node.lineno, ""))))
+    return table(("name", "value", "why"), rows)
+
+
+def server_setting_table() -> str:
+    """The settings of the server's decisions, each with its working."""
+    module = Module(Path(str(server_settings.__file__)))
+    fields = [
+        (name, default, why)
+        for node in module.classes
+        if node.name == "Settings"
+        for name, _, default, why in module.fields_of(node)
+    ]
+    rows = [(name, code(f"TENSORHUB_{name.strip('`').upper()}"), default, why) for name, default, why in fields]
+    return table(("setting", "variable", "default", "why that much"), rows)
+
+
+def worker_setting_table() -> str:
+    """The settings of a worker."""
+    from tensorhub.runtime.config import table as setting_rows
+
+    rows = [(code(r.name), code(r.variable), code(r.default), cell(r.text)) for r in setting_rows() if r.of == "worker"]
+    return table(("setting", "variable", "default", "meaning"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "error-tree": error_tree,
+    "error-table": error_table,
+    "limits": limit_table,
+    "server-settings": server_setting_table,
+    "worker-settings": worker_setting_table,
+    **{f"messages-{name}": (lambda name=name: message_tables(name)) for name in GROUPS.values()},
+}
+
+
+def written(text: str) -> str:
+    """The page with its tables as they are now."""
+    return PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def main(*, check: bool) -> int:
+    """Rewrite every page that needs it, or only say which would change."""
+    stale = 0
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        after = written(before)
+        if before == after:
+            continue
+        stale += 1
+        name = page.relative_to(ROOT).as_posix()
+        if check:
+            difference = difflib.unified_diff(before.splitlines(), after.splitlines(), name, "as the code says", n=0)
+            print(f"{name} is out of date: run `make docs`", *difference, sep="\n")
+        else:
+            page.write_text(after, encoding="utf-8")
+            print(f"rewrote {name}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(check="--check" in sys.argv[1:]))
