@@ -51,11 +51,9 @@ def spawn(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Spawn]:
     """Starts `peer.py` in a role; whatever is still there at the end is killed, also when it is stopped."""
     processes: list[subprocess.Popen[str]] = []
 
-    def one(role: str, size: int, chunk_bytes: int, last: object) -> subprocess.Popen[str]:
-        command = [sys.executable, str(Path(__file__).with_name("peer.py")), role, kind.name]
-        process = subprocess.Popen(
-            [*command, str(size), str(chunk_bytes), str(last)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def one(role: str, *settings: object) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).with_name("peer.py")), role, kind.name, *map(str, settings)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         return process
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import xxhash
 
@@ -41,7 +42,12 @@ KINDS = {kind.name: kind for kind in (Kind("tcp-1", _tcp(1)), Kind("tcp-3", _tcp
 
 
 def content(size_bytes: int, seed: int = 1) -> bytearray:
-    return bytearray(random.Random(seed).randbytes(size_bytes))
+    return bytearray(_content(size_bytes, seed))
+
+
+@lru_cache(maxsize=2)
+def _content(size_bytes: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(size_bytes)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -173,7 +179,7 @@ class Target:
 class Ended:
     """An `on_end` that can be awaited; a second call is remembered as a fault."""
 
-    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
         self.errors: list[TensorHubError | None] = []
         self.thread: threading.Thread | None = None
         self.event = threading.Event()
@@ -191,7 +197,9 @@ class Ended:
         return self.errors[0]
 
 
-def full(key: str, buffer: bytearray, chunk_bytes: int, *, piece_bytes: int = 0, manifest: bytes = b"manifest") -> Export:
+def full(
+    key: str, buffer: bytearray, chunk_bytes: int, *, piece_bytes: int = 0, manifest: bytes = b"manifest"
+) -> Export:
     progress = Progress(chunk_count(len(buffer), chunk_bytes), complete=True)
     return Export(key, manifest, chunk_bytes, Pieces(buffer, piece_bytes), progress)
 

@@ -1,4 +1,5 @@
 """A worker in a process of its own, to be killed or stopped. Prints what the test waits for, one line each.
+All take the silence limit as a last argument.
 
     peer.py source KIND SIZE CHUNK READY     exports "k" with the first READY chunks there; prints its endpoint
     peer.py reader KIND SIZE CHUNK ENDPOINT  reads "k"; prints `stored N` for each chunk and `end ...`
@@ -20,9 +21,9 @@ class TalkingTarget(kit.Target):
         print("stored", chunk, flush=True)
 
 
-def main(role: str, kind: str, size: str, chunk: str, last: str) -> None:
+def main(role: str, kind: str, size: str, chunk: str, last: str, silence_s: str = "5") -> None:
     right, chunk_bytes = kit.content(int(size)), int(chunk)
-    transport = kit.KINDS[kind].make(5.0)
+    transport = kit.KINDS[kind].make(float(silence_s))
     if role == "reader":
         ended = kit.Ended()
         transport.read(last, "k", TalkingTarget(right, chunk_bytes), ended)

@@ -1,6 +1,7 @@
 """The contract of `transport/base.py`, for every transport: what a read brings, in which order, and how it ends."""
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -268,7 +269,7 @@ def test_no_write_after_the_end(make: Make) -> None:
     targets = []
     for trial in range(20):
         target = Target(right, 16 * 1024)
-        ended = Ended(lambda buffer=target.buffer: buffer.__setitem__(slice(None), b"\xee" * len(buffer)))
+        ended = Ended(partial(target.buffer.__setitem__, slice(None), b"\xee" * len(right)))
         read = reader.read(source.endpoint, "k", target, ended)
         assert target.progress.wait(trial * 3, DEADLINE_S)
         read.stop()

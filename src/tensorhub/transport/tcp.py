@@ -11,7 +11,7 @@ in Python. It must never: know what a key means, pickle, or wait without a limit
 import threading
 
 from ..core.errors import Closed, TensorHubError
-from .base import Export, OnEnd, Read, Sink
+from .base import Export, OnEnd, Read, Sink, Transport
 from .tcp_reader import TcpRead
 from .tcp_server import TcpServer
 from .tcp_settings import TcpSettings
@@ -19,7 +19,7 @@ from .tcp_settings import TcpSettings
 _JOIN_S = 5.0  # a read's threads return at once when cut, but may be inside the sink
 
 
-class TcpTransport:
+class TcpTransport(Transport):
     """Moves registered bytes between two workers over TCP. Listens from the start."""
 
     def __init__(self, settings: TcpSettings | None = None) -> None:

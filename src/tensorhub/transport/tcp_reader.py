@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from ..core.errors import SourceLost, TensorHubError
 from ..core.manifest import chunk_count
-from .base import OnEnd, Sink
+from .base import OnEnd, Read, Sink
 from .tcp_settings import TcpSettings
 from .tcp_stream import Claims, Job, NoRoom, opened
 from .tcp_wire import Welcome
 
 
-class TcpRead:
+class TcpRead(Read):
     """One read from one source."""
 
     def __init__(

@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 _REFUSERS = 16  # connections beyond the limit that are still told "busy"; further ones are hung up on
 _ACCEPT_AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
+_MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
 _JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
 
 
@@ -229,10 +230,10 @@ class TcpServer:
             return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
         with self._changed:
             served = self._exports.get(hello.key)
+            if hello.generation and (served is None or hello.generation != served.generation):
+                return Refusal("gone", "it was withdrawn or replaced")
             if served is None:
                 return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
-            if hello.generation not in (0, served.generation):
-                return Refusal("gone", "it was replaced")
             served.inside[wire] = None
             return served, hello
 
@@ -243,9 +244,10 @@ class TcpServer:
         if hello.wants_manifest:
             wire.send_frame(tcp_wire.MANIFEST, payload=[export.manifest])
         wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
+        keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
         try:
             for chunk in self._asked(wire, served):
-                while not export.progress.wait(chunk, settings.keepalive_s, served.has_ended):
+                while not export.progress.wait(chunk, keepalive_s, served.has_ended):
                     if served.ended is not None or export.progress.failed is not None:
                         break
                     wire.send_frame(tcp_wire.WAITING)

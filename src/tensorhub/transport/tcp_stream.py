@@ -190,7 +190,9 @@ class Stream:
         """Ask to be served; raises `SourceLost` with the source's reason if it does not want to."""
         job = self.job
         with suppress(Vanished):  # it may have refused before it heard us: what it said can still be read
-            self.wire.send_greeting(Hello(job.settings.token or "", job.key, job.generation, wants_manifest))
+            silence_ms = round(job.settings.silence_s * 1000)
+            hello = Hello(job.settings.token or "", job.key, job.generation, silence_ms, wants_manifest)
+            self.wire.send_greeting(hello)
         answer = self.wire.receive_greeting(job.settings.silence_s)
         if isinstance(answer, Refusal):
             raise job.refused(answer)

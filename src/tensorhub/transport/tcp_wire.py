@@ -3,7 +3,7 @@
 The reader connects. First each side greets: 16 bytes (magic, version, length) and a MessagePack body. The greeting's
 shape is the same in every version for ever, so that any two versions can tell each other that they differ.
 
-    reader  Hello(token, key, generation, wants_manifest)
+    reader  Hello(token, key, generation, silence_ms, wants_manifest)
     source  Welcome(generation, chunk_bytes, size_bytes)  or  Refusal(code, message), and it hangs up
 
 Then frames: a header of 16 bytes (kind, length, number) and `length` bytes.
@@ -52,11 +52,15 @@ _LINGER_BYTES = 256 * 1024
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A reader's request. `generation` 0 takes whatever is exported; otherwise exactly that export."""
+    """A reader's request. `generation` 0 takes whatever is exported; otherwise exactly that export.
+
+    `silence_ms` is how long the reader bears silence: the source's keepalives come four times as often.
+    """
 
     token: str
     key: str
     generation: int
+    silence_ms: int
     wants_manifest: bool
 
 
@@ -159,6 +163,10 @@ class Wire:
                     left -= heard
         with self._lock:
             self._is_closed = True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(
+                    socket.SHUT_RDWR
+                )  # a forked child may have the descriptor too: the peer must notice
             self._sock.close()
 
     # -- bytes ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""The small parts of the tcp transport, each alone: settings, endpoints, claims, the window ahead, the wire's bytes."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.core.errors import UsageError
+from tensorhub.transport.progress import Progress
+from tensorhub.transport.tcp_settings import TcpSettings, advertised_endpoint, format_endpoint, parse_endpoint
+from tensorhub.transport.tcp_stream import Ahead, Claims
+from tensorhub.transport.tcp_wire import Silent, Vanished, Wire, as_ranges
+
+from .kit import DEADLINE_S, content
+
+
+@pytest.mark.parametrize(("host", "port"), [("10.0.0.7", 41234), ("::1", 1), ("node-3.example", 65535)])
+def test_an_endpoint_survives_the_way(host: str, port: int) -> None:
+    assert parse_endpoint(format_endpoint(host, port)) == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "endpoint"),
+    [
+        ("127.0.0.1", None, "tcp://127.0.0.1:7"),
+        ("0.0.0.0", "10.0.0.7", "tcp://10.0.0.7:7"),
+        ("0.0.0.0", "gate.example:99", "tcp://gate.example:99"),
+        ("::", "[fd00::1]", "tcp://[fd00::1]:7"),
+        ("::", "[fd00::1]:99", "tcp://[fd00::1]:99"),
+    ],
+)
+def test_advertised_endpoint(host: str, advertise: str | None, endpoint: str) -> None:
+    assert advertised_endpoint(TcpSettings(host=host, advertise=advertise), 7) == endpoint
+
+
+def test_a_wildcard_is_never_advertised() -> None:
+    host, port = parse_endpoint(advertised_endpoint(TcpSettings(host="0.0.0.0"), 7))
+    assert host != "0.0.0.0"
+    assert port == 7
+
+
+@pytest.mark.parametrize("wrong", [{"silence_s": 0}, {"streams": 0}, {"max_connections": -1}, {"ahead_bytes": 0}])
+def test_settings_that_make_no_sense(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        TcpSettings(**wrong)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 50)))
+def test_ranges_keep_the_chunks_and_their_order(chunks: list[int]) -> None:
+    ranges = as_ranges(chunks)
+    assert [chunk for start, stop in ranges for chunk in range(start, stop)] == chunks
+    assert all(stop != start for (_, stop), (start, _) in pairwise(ranges))
+
+
+@given(st.integers(0, 200), st.integers(1, 5), st.lists(st.integers(0, 40), min_size=1))
+def test_claims_give_each_chunk_once_and_in_order(count: int, streams: int, sizes: list[int]) -> None:
+    claims = Claims(range(count), streams)
+    given_out: list[int] = []
+    for size in sizes:
+        taken = claims.take(size)
+        assert len(taken) <= size
+        given_out.extend(taken)
+    while taken := claims.take(1000):
+        given_out.extend(taken)
+    assert given_out == list(range(count))
+
+
+def test_claims_leave_something_for_the_other_streams_at_the_end() -> None:
+    assert len(Claims(range(10), 3).take(10)) == 4
+
+
+def test_ahead_grows_while_chunks_come_soon_and_shrinks_when_they_are_late() -> None:
+    ahead = Ahead(TcpSettings(), 4 << 20)
+    assert ahead.chunks == 2
+    for _ in range(10):
+        ahead.adjust(0.01)
+    assert ahead.chunks == 16, "64 MiB of chunks of 4 MiB"
+    ahead.adjust(0.3)
+    assert ahead.chunks == 16
+    for _ in range(10):
+        ahead.adjust(5.0)
+    assert ahead.chunks == 2
+
+
+@pytest.fixture
+def wires() -> Iterator[tuple[Wire, Wire]]:
+    left, right = socket.socketpair()
+    pair = Wire(left, TcpSettings()), Wire(right, TcpSettings())
+    yield pair
+    for wire in pair:
+        wire.close()
+
+
+@given(st.lists(st.integers(0, 3000), max_size=40), st.lists(st.integers(0, 3000), max_size=40))
+def test_bytes_arrive_however_they_are_cut(sent: list[int], received: list[int]) -> None:
+    total = min(sum(sent), sum(received))
+    right = content(total)
+    left_socket, right_socket = socket.socketpair()
+    left, other = Wire(left_socket, TcpSettings()), Wire(right_socket, TcpSettings())
+    buffer = bytearray(total)
+    sender = threading.Thread(target=left.send, args=(_cut(memoryview(right), sent),))
+    sender.start()
+    other.receive_into(_cut(memoryview(buffer), received))
+    sender.join(DEADLINE_S)
+    left.close()
+    other.close()
+    assert buffer == right
+
+
+def _cut(view: memoryview, sizes: list[int]) -> list[memoryview]:
+    parts = []
+    for size in sizes:
+        parts.append(view[:size])
+        view = view[size:]
+    return [*parts, view]
+
+
+def test_views_of_other_items_than_bytes(wires: tuple[Wire, Wire]) -> None:
+    numbers = memoryview(bytearray(64)).cast("d", (2, 4))
+    wires[0].send_frame(3, 1, [numbers])
+    assert wires[1].receive_header() == (3, 64, 1)
+    buffer = bytearray(64)
+    wires[1].receive_into([memoryview(buffer).cast("I")])
+
+
+def test_a_wait_ends_by_the_limit_or_by_a_cut(wires: tuple[Wire, Wire]) -> None:
+    wires[0].limit_waits(receive_s=0.05, send_s=0.05)
+    with pytest.raises(Silent):
+        wires[0].receive_header()
+    with pytest.raises(Silent):
+        wires[0].send([bytes(1 << 26)])
+    wires[1].limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
+    cutter = threading.Thread(target=wires[1].cut)
+    cutter.start()
+    with pytest.raises(Vanished):
+        wires[1].receive_into([memoryview(bytearray(1 << 27))])  # more than was sent above
+    cutter.join(DEADLINE_S)
+
+
+def test_progress_wakes_a_waiter_that_gave_up() -> None:
+    progress, gave_up, result = Progress(2), threading.Event(), []
+    waiter = threading.Thread(target=lambda: result.append(progress.wait(1, DEADLINE_S, gave_up.is_set)))
+    waiter.start()
+    progress.mark(0)
+    gave_up.set()
+    progress.wake()
+    waiter.join(DEADLINE_S)
+    assert result == [False]
