@@ -97,6 +97,13 @@ class Model:
         text = f"{spec} of {self.name}: {len(known)} versions are known" if known else f"no version of {self.name} yet"
         return None, Failure("version-unavailable", text, "wait for the first publish")
 
+    def awaited(self, spec: Spec) -> Version | None:
+        """What somebody who waits for `spec` has waited for: that version or a newer one; None if it is not there yet."""
+        version = parse_spec(spec)
+        if version is None:
+            return self.resolve(spec)[0]
+        return self.newest if self.newest is not None and self.newest >= version else None
+
     def conflict(self, replica: Replica, version: Version, roots: dict[Shard, Digest]) -> Failure | None:
         """Why the replica may not publish this content under this number, or None."""
         name, record = f"version {version} of {self.name}", self.versions.get(version)
