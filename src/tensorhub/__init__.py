@@ -1,0 +1,87 @@
+"""TensorHub: versioned model weights, read straight from the workers that hold them.
+
+    with tensorhub.serve() as server:
+        weights = tensorhub.open("policy", replica="trainer", server=server.address)
+        weights.register(model.state_dict())
+        weights.publish(1)
+
+Importing this starts nothing and loads neither torch nor the network libraries; that happens with the first `open`,
+`serve` or `connect`. The same methods as coroutines are in `tensorhub.aio`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .core import errors
+from .core.errors import (
+    Closed,
+    CorruptTransfer,
+    DeadlineExceeded,
+    GroupIncomplete,
+    GroupMismatch,
+    InvariantViolation,
+    LayoutMismatch,
+    NotDrained,
+    Refused,
+    ServerUnreachable,
+    SessionLost,
+    ShardTaken,
+    SourceLost,
+    TensorHubError,
+    TransferError,
+    TransportMissing,
+    Unavailable,
+    UsageError,
+    VersionConflict,
+    VersionUnavailable,
+)
+
+if TYPE_CHECKING:
+    from . import aio
+    from .api import View, Weights, connect, open, serve
+
+__version__ = "0.1.0"
+
+_LAZY = dict.fromkeys(("View", "Weights", "connect", "open", "serve"), ".api")
+
+__all__ = [
+    "Closed",
+    "CorruptTransfer",
+    "DeadlineExceeded",
+    "GroupIncomplete",
+    "GroupMismatch",
+    "InvariantViolation",
+    "LayoutMismatch",
+    "NotDrained",
+    "Refused",
+    "ServerUnreachable",
+    "SessionLost",
+    "ShardTaken",
+    "SourceLost",
+    "TensorHubError",
+    "TransferError",
+    "TransportMissing",
+    "Unavailable",
+    "UsageError",
+    "VersionConflict",
+    "VersionUnavailable",
+    "View",
+    "Weights",
+    "aio",
+    "connect",
+    "errors",
+    "open",
+    "serve",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "aio":
+        return import_module(".aio", __name__)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,254 @@
+"""TensorHub for coroutines: the same names as in `tensorhub`, to be awaited in any event loop.
+
+The work happens in one thread of this process that all workers share; a coroutine here only waits for it, so a caller
+that is cancelled cancels its operation, and nothing here ever blocks the caller's loop. (`register` looks at each
+tensor in the caller's thread: milliseconds for ten thousand.)
+"""
+
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from .core.errors import UsageError
+from .core.messages import Spec
+from .core.names import ModelName
+from .core.specs import parse_spec
+from .core.view import ModelView, ReplicaView, Status, Transfer, VersionView
+from .memory.registration import Registration
+from .memory.registration import register as register_tensors
+from .runtime.client import Client
+from .runtime.config import Options, check_integer, check_name, parse_seconds, worker_options
+from .runtime.loops import LoopThread, check_process, loop_thread
+from .runtime.opening import open_client
+from .runtime.questions import fetch_status
+
+if TYPE_CHECKING:
+    from .memory.registration import type_of_tensor
+
+T = TypeVar("T")
+
+MOST_SHARDS = 4096
+LEAVE_IN_A_HURRY_S = 5.0  # when a `with` block ends by an exception: nobody wants to wait for slow readers then
+
+
+async def open(
+    model: str,
+    *,
+    replica: str,
+    shard: int = 0,
+    shards: int = 1,
+    server: str | None = None,
+    reliable: bool = True,
+    site: str | None = None,
+    token: str | None = None,
+    host: str | None = None,
+    verify: str | None = None,
+    chunk_bytes: int | str | None = None,
+    timeout: float | None = None,  # noqa: ASYNC109 - a deadline of ours, told to the server too
+    call_timeout: float | None = None,
+) -> "Weights":
+    """Join `model` as one shard of one replica; as `tensorhub.open`, awaited."""
+    options = worker_options(
+        server=server,
+        site=site,
+        token=token,
+        host=host,
+        verify=verify,
+        chunk_bytes=chunk_bytes,
+        connect_s=_seconds(timeout, "timeout"),
+        timeout_s=_seconds(call_timeout, "call_timeout"),
+    )
+    check_name(model, "model")
+    check_name(replica, "replica")
+    check_integer(shards, "shards", least=1, most=MOST_SHARDS)
+    check_integer(shard, "shard", least=0, most=shards - 1)
+    if not isinstance(reliable, bool):
+        raise UsageError(f"reliable={reliable!r} is neither True nor False")
+    deadline = time.monotonic() + options.connect_s
+    thread = loop_thread()
+    client = await thread.here(open_client(model, replica, shard, shards, reliable, options, deadline))
+    return Weights(client, thread)
+
+
+class Weights:
+    """One worker: one shard of one model in registered memory. Made by `open`; see `tensorhub.Weights`."""
+
+    def __init__(self, client: Client, thread: LoopThread) -> None:
+        self._client = client
+        self._thread = thread
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<Weights {self._client.me}>"
+
+    async def __aenter__(self) -> "Weights":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close(timeout=None if error is None else self._hurry())
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def register(self, tensors: "Mapping[str, type_of_tensor]") -> None:
+        """Take these tensors in place, instead of any before; nothing is copied."""
+        self._check_process()
+        await self.take(register_tensors(tensors))
+
+    async def take(self, registration: Registration) -> None:
+        """Take tensors that `memory.registration.register` has looked at already."""
+        await self._here(self._client.register(registration))
+
+    async def publish(self, version: int, *, timeout: float | None = None) -> int:  # noqa: ASYNC109
+        """Let everybody read what the tensors are now, as `version`, and promise not to change them."""
+        return _certain(await self._here(self._client.publish(version, self._deadline(timeout))))
+
+    async def unpublish(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Take the promise back: returns when nobody reads these tensors any more."""
+        await self._here(self._client.operate("unpublish", "", self._deadline(timeout)))
+
+    @asynccontextmanager
+    async def mutating(self, *, version: int, timeout: float | None = None) -> AsyncIterator[None]:  # noqa: ASYNC109
+        """Unpublish, let the block change the tensors, publish them as `version` unless it raised."""
+        self._check_version(version)
+        await self.unpublish(timeout=timeout)
+        yield
+        await self.publish(version, timeout=timeout)
+
+    async def replicate(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109
+        """Fill the tensors with a version from whoever holds it. Returns the version."""
+        return _certain(await self._here(self._client.operate("replicate", spec, self._deadline(timeout))))
+
+    async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109
+        """Leave the version held and replicate a newer one, if there is one. Returns the version now held."""
+        return _certain(await self._here(self._client.operate("update", spec, self._deadline(timeout))))
+
+    async def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109
+        """Wait until the version, or a newer one, was published. Returns what there is then."""
+        return await self._here(self._client.wait_for(spec, self._deadline(timeout)))
+
+    async def check(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Hash the tensors again: raises `NotDrained` naming those that were changed since they were published."""
+        await self._here(self._client.check(self._deadline(timeout)))
+
+    async def close(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Withdraw, wait for readers, leave. Idempotent."""
+        await self._here(self._client.close(self._deadline(timeout)))
+
+    # --- how things are -----------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """The version held, whole and verified; None if there is none."""
+        self._check_process()
+        return self._client.version
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Chunks in place, and chunks in all, of the fill under way; (0, 0) when there is none."""
+        self._check_process()
+        return self._client.progress
+
+    def statistics(self) -> dict[str, object]:
+        """Counters of this worker's life."""
+        self._check_process()
+        return self._client.statistics()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _here(self, work: Coroutine[object, object, T]) -> Coroutine[object, object, T]:
+        try:
+            self._check_process()
+        except BaseException:
+            work.close()
+            raise
+        return self._thread.here(work)
+
+    def _block_on(self, work: Coroutine[object, object, T], timeout: float | None, what: str) -> T:
+        """For the blocking wrapper: run one of the above in the worker thread and wait for it."""
+        try:
+            self._check_process()
+            deadline = self._deadline(timeout)
+        except BaseException:
+            work.close()
+            raise
+        return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._client.me}")
+
+    def _check_process(self) -> None:
+        check_process(self._pid, str(self._client.me))
+
+    def _check_version(self, version: int) -> None:
+        if parse_spec(version) is None:
+            raise UsageError(f"mutating() of {self._client.me} needs a version number, not {version!r}")
+
+    def _deadline(self, timeout: float | None) -> float:
+        seconds = _seconds(timeout, "timeout")
+        return time.monotonic() + (self._client.options.timeout_s if seconds is None else seconds)
+
+    def _hurry(self) -> float:
+        return min(LEAVE_IN_A_HURRY_S, self._client.options.timeout_s)
+
+
+def connect(server: str | None = None, *, token: str | None = None, timeout: float | None = None) -> "View":
+    """A read-only view of a reference server; see `tensorhub.connect`. Asks nothing yet."""
+    return View(worker_options(server=server, token=token, connect_s=_seconds(timeout, "timeout")), loop_thread())
+
+
+class View:
+    """What a reference server shows of itself. Each question is asked anew; nothing is kept."""
+
+    def __init__(self, options: Options, thread: LoopThread) -> None:
+        self._options = options
+        self._thread = thread
+        self._pid = os.getpid()
+
+    async def status(self, *, model: str = "", timeout: float | None = None) -> Status:  # noqa: ASYNC109
+        """The whole picture, or that of one model. Raises `ServerUnreachable`, `Refused`."""
+        check_process(self._pid, f"the view of {self._options.server}")
+        seconds = _seconds(timeout, "timeout")
+        deadline = time.monotonic() + (self._options.connect_s if seconds is None else seconds)
+        return await self._thread.here(fetch_status(self._options, model=model, deadline=deadline))
+
+    async def models(self) -> list[str]:
+        """Names of all models, sorted."""
+        return [each.name for each in (await self.status()).models]
+
+    async def versions(self, model: str) -> tuple[VersionView, ...]:
+        """The versions known of a model, newest first; none of a model that is unknown."""
+        found = await self._model(model)
+        return found.versions if found is not None else ()
+
+    async def replicas(self, model: str) -> tuple[ReplicaView, ...]:
+        """The replicas of a model that live, by name."""
+        found = await self._model(model)
+        return found.replicas if found is not None else ()
+
+    async def transfers(self) -> tuple[Transfer, ...]:
+        """Who reads what from whom now, and why from there."""
+        return (await self.status()).transfers
+
+    def _block_on(self, work: Coroutine[object, object, T], what: str) -> T:
+        try:
+            check_process(self._pid, f"the view of {self._options.server}")
+        except BaseException:
+            work.close()
+            raise
+        deadline = time.monotonic() + self._options.connect_s
+        return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._options.server}")
+
+    async def _model(self, name: str) -> ModelView | None:
+        found = (await self.status(model=ModelName(name))).models
+        return found[0] if found else None
+
+
+def _seconds(value: float | None, what: str) -> float | None:
+    return None if value is None else parse_seconds(value, what)
+
+
+def _certain(version: int | None) -> int:
+    assert version is not None, "the operation ended well without a version"
+    return version

@@ -1,0 +1,239 @@
+"""What a user of TensorHub sees: `open` a worker's `Weights`, `serve` a reference server, `connect` to look at one.
+
+A thin, blocking wrapper over `tensorhub.aio`: the work happens in one thread of this process, and the caller's thread
+only waits for it, until its timeout at the latest. An interrupt (Ctrl-C) of the waiting thread cancels the operation.
+"""
+
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from . import aio
+from .core.messages import Spec
+from .core.view import ReplicaView, Status, Transfer, VersionView
+from .memory.registration import register as register_tensors
+from .runtime.config import parse_seconds, server_settings, worker_options
+from .runtime.loops import loop_thread
+from .runtime.serving import ServerThread
+
+if TYPE_CHECKING:
+    from .memory.registration import type_of_tensor
+
+T = TypeVar("T")
+
+
+def open(
+    model: str,
+    *,
+    replica: str,
+    shard: int = 0,
+    shards: int = 1,
+    server: str | None = None,
+    reliable: bool = True,
+    site: str | None = None,
+    token: str | None = None,
+    host: str | None = None,
+    verify: str | None = None,
+    chunk_bytes: int | str | None = None,
+    timeout: float | None = None,
+    call_timeout: float | None = None,
+) -> "Weights":
+    """Join `model` as one shard of one replica, and connect to the reference server.
+
+    What is None comes from TENSORHUB_SERVER, _SITE, _TOKEN, _HOST, _VERIFY, _CHUNK_BYTES, _CONNECT_S (`timeout`) and
+    _TIMEOUT_S (`call_timeout`), else from its default. `timeout` is how long this call may take in seconds,
+    `call_timeout` what every later call may take unless told otherwise. `host` is the address on which peers read from
+    this worker. `reliable=False` is a worker that may vanish at any time, on which nobody should rely.
+
+    Raises `ServerUnreachable`, `ShardTaken`, `Refused` (token, protocol), and `UsageError` naming a bad argument.
+    """
+    began = time.monotonic()
+    options = worker_options(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
+    opening = aio.open(
+        model,
+        replica=replica,
+        shard=shard,
+        shards=shards,
+        server=server,
+        reliable=reliable,
+        site=site,
+        token=token,
+        host=host,
+        verify=verify,
+        chunk_bytes=chunk_bytes,
+        timeout=timeout,
+        call_timeout=call_timeout,
+    )
+    what = f"open of {model}/{replica}[{shard}]"
+    return Weights(loop_thread().wait(opening, deadline=began + options.connect_s, what=what))
+
+
+class Weights:
+    """One worker: one shard of one model in registered memory. Made by `open`.
+
+    One call at a time; all shards of a replica make the same calls in the same order. Every blocking call takes
+    `timeout=` in seconds (default 300 s, see `call_timeout` of `open`) and ends by then, in success or in an error.
+    Prefetching into host memory is not there yet.
+    """
+
+    def __init__(self, weights: aio.Weights) -> None:
+        self._aio = weights
+
+    def __repr__(self) -> str:
+        return repr(self._aio)
+
+    def __enter__(self) -> "Weights":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(timeout=None if error is None else self._aio._hurry())
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def register(self, tensors: "Mapping[str, type_of_tensor]") -> None:
+        """Take these tensors in place, instead of any before; nothing is copied.
+
+        Torch tensors (CPU or CUDA, any dtype, dense) and numpy arrays, by name. Their memory belongs to the caller,
+        who changes it only while nothing is published or held, and keeps each tensor's memory where it is. Raises
+        `UsageError` naming the tensor that cannot be taken, `NotDrained` while a version is held.
+        """
+        self._aio._check_process()
+        self._wait(self._aio.take(register_tensors(tensors)), None, "register()")
+
+    def publish(self, version: int, *, timeout: float | None = None) -> int:
+        """Let everybody read what the tensors are now, as `version`, and promise not to change them.
+
+        Blocks while the tensors are hashed and until all shards of the replica have published. Raises
+        `VersionConflict`, `GroupMismatch`, `GroupIncomplete`, `NotDrained`, `UsageError`.
+        """
+        return self._wait(self._aio.publish(version, timeout=timeout), timeout, f"publish({version!r})")
+
+    def unpublish(self, *, timeout: float | None = None) -> None:
+        """Take the promise back: returns when nobody reads these tensors any more and they may be changed.
+
+        Readers are moved to other holders, else awaited; those who still read after half of the timeout are cut off.
+        With nothing published it does nothing.
+        """
+        self._wait(self._aio.unpublish(timeout=timeout), timeout, "unpublish()")
+
+    @contextmanager
+    def mutating(self, *, version: int, timeout: float | None = None) -> Iterator[None]:
+        """Unpublish, let the block change the tensors, publish them as `version`.
+
+        If the block raises, nothing is published and its exception goes on. `timeout` is for each of the two calls.
+        """
+        self._aio._check_version(version)
+        self.unpublish(timeout=timeout)
+        yield
+        self.publish(version, timeout=timeout)
+
+    def replicate(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
+        """Fill the tensors with a version from whoever holds it, verified; afterwards this worker serves it to others.
+
+        `spec` is a version number, "latest" or "latest-N". Returns the version when all shards of the replica have it.
+        On an error in mid-transfer the tensors are no version at all, and can only be filled again. Raises
+        `VersionUnavailable`, `LayoutMismatch`, `CorruptTransfer`, `SourceLost`, `GroupIncomplete`, `GroupMismatch`.
+        """
+        return self._wait(self._aio.replicate(spec, timeout=timeout), timeout, f"replicate({spec!r})")
+
+    def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
+        """Leave the version held and replicate a newer one, if there is one. Returns the version now held.
+
+        Cheap when nothing is newer. Errors as of `replicate` and `unpublish`.
+        """
+        return self._wait(self._aio.update(spec, timeout=timeout), timeout, f"update({spec!r})")
+
+    def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
+        """Wait until the version, or a newer one, was published. Returns what there is then; changes nothing.
+
+        "latest" waits for any version at all, "latest-N" for more than N of them. Raises `DeadlineExceeded`,
+        `ServerUnreachable`.
+        """
+        return self._wait(self._aio.wait_for(spec, timeout=timeout), timeout, f"wait_for({spec!r})")
+
+    def check(self, *, timeout: float | None = None) -> None:
+        """Hash the tensors again: raises `NotDrained` naming those that were changed while they were published."""
+        self._wait(self._aio.check(timeout=timeout), timeout, "check()")
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """Withdraw, wait for readers, leave. Afterwards the tensors are the caller's alone. Idempotent."""
+        self._wait(self._aio.close(timeout=timeout), timeout, "close()")
+
+    # --- how things are -----------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """The version held, whole and verified; None if there is none."""
+        return self._aio.version
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Chunks in place, and chunks in all, of the fill under way; (0, 0) when there is none."""
+        return self._aio.progress
+
+    def statistics(self) -> dict[str, object]:
+        """Counters of this worker's life: bytes received by source replica, bytes sent, reports, connections."""
+        return self._aio.statistics()
+
+    def _wait(self, work: Coroutine[object, object, T], timeout: float | None, what: str) -> T:
+        return self._aio._block_on(work, timeout, what)
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | None = None,
+    lease_s: float | None = None,
+    report_s: float | None = None,
+) -> ServerThread:
+    """Start a reference server inside this process: for notebooks, tests and single-node runs.
+
+    Runs in a thread until its `close()` or the end of its `with` block; its `address` is what `open` takes as
+    `server`. It begins with an empty memory: nothing that lived at this address before may still be in use.
+    """
+    settings = server_settings(lease_s=lease_s, report_s=report_s)
+    options = worker_options(token=token)
+    return ServerThread(host, port, settings=settings, token=options.token, fresh=True)
+
+
+def connect(server: str | None = None, *, token: str | None = None, timeout: float | None = None) -> "View":
+    """A read-only view of a reference server: which models, versions and replicas there are, and who reads from whom.
+
+    `timeout` is for each question, in seconds. Asks nothing yet.
+    """
+    return View(aio.connect(server, token=token, timeout=timeout))
+
+
+class View:
+    """What a reference server shows of itself. Each question blocks and is asked anew; nothing is kept.
+
+    Raises `ServerUnreachable`, `Refused`.
+    """
+
+    def __init__(self, view: aio.View) -> None:
+        self._aio = view
+
+    def status(self, *, model: str = "") -> Status:
+        """The whole picture, or that of one model."""
+        return self._aio._block_on(self._aio.status(model=model), "status()")
+
+    def models(self) -> list[str]:
+        """Names of all models, sorted."""
+        return self._aio._block_on(self._aio.models(), "models()")
+
+    def versions(self, model: str) -> tuple[VersionView, ...]:
+        """The versions known of a model, newest first; none of a model that is unknown."""
+        return self._aio._block_on(self._aio.versions(model), "versions()")
+
+    def replicas(self, model: str) -> tuple[ReplicaView, ...]:
+        """The replicas of a model that live, by name."""
+        return self._aio._block_on(self._aio.replicas(model), "replicas()")
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Who reads what from whom now, and why from there."""
+        return self._aio._block_on(self._aio.transfers(), "transfers()")

@@ -1,0 +1,190 @@
+"""What a caller can ask of its worker: the methods of `Weights`, as coroutines of the worker loop.
+
+Checks what can be checked here, hashes in threads, and leaves every decision to the machine that `driver` drives. A
+call's deadline counts from its beginning, hashing included. It must never: block the loop, or outlive a deadline.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+from uuid import uuid4
+
+from ..core.calls import why_not_begin
+from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, UsageError
+from ..core.events import Called, Registered
+from ..core.manifest import Manifest
+from ..core.messages import Hello, Holding, LayoutInfo, Spec
+from ..core.names import Digest, Version
+from ..memory.digests import build_manifest, changed_chunks, tensors_of
+from ..memory.registration import Registration
+from ..transport.base import Transport
+from .config import Options
+from .driver import Driver, failed
+from .loops import in_thread
+from .questions import wait_for_version
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NAMES_SHOWN = 5  # tensors in an error
+SLOW_START_S = 0.5  # of a thread that hashes; the rest of a deadline that is already over
+
+
+class Client:
+    """One worker, for its caller. Made, and used, in the worker loop."""
+
+    def __init__(self, hello: Hello, options: Options, transports: Mapping[str, Transport]) -> None:
+        self.me = hello.worker
+        self.options = options
+        self.driver = Driver(hello, options, transports)
+        self._calling = ""
+        self._closing: asyncio.Task[None] | None = None
+
+    async def start(self, deadline: float) -> None:
+        """Connect. Raises `ServerUnreachable`, `ShardTaken`, `Refused`, `UsageError`."""
+        await self.driver.start(deadline)
+
+    async def register(self, registration: Registration) -> None:
+        """Take other tensors; nobody may read or write the present ones."""
+        self._check_usable()
+        worker = self.driver.worker
+        if self._calling or not worker.may_register:
+            why = f"{self._calling} has not ended" if self._calling else f"version {worker.held} is held"
+            raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
+        layout = registration.layout
+        self.driver.data.registration = registration
+        self.driver.feed(Registered(LayoutInfo(layout), layout.digest(), registration.size_bytes))
+
+    async def operate(self, verb: str, spec: Spec, deadline: float) -> Version | None:
+        """One group operation that is no publish. Returns the version then held."""
+        with self._one_call(verb):
+            if verb != "unpublish":
+                self._check_in_place()
+            return await self.driver.call(Called(verb, spec, deadline))
+
+    async def publish(self, version: Spec, deadline: float) -> Version | None:
+        """Hash what the tensors are now, and promise not to change it."""
+        with self._one_call("publish"):
+            buffer = self.driver.worker.buffer
+            root = buffer.root if isinstance(buffer, Holding) else Digest("")
+            wrong = why_not_begin(self.driver.worker, Called("publish", version, deadline, root))
+            if wrong is not None:
+                raise failed(wrong)
+            self._check_in_place()
+            manifest = await self._hashed(version, deadline)
+            self.driver.data.prepare(manifest)
+            return await self.driver.call(Called("publish", version, deadline, manifest.root()))
+
+    async def wait_for(self, spec: Spec, deadline: float) -> Version:
+        """Until the version, or a newer one, exists. Returns what the spec means then."""
+        self._check_usable()
+        return await wait_for_version(self.options, self.me.model, spec, deadline)
+
+    async def check(self, deadline: float) -> None:
+        """Hash the held version again. Raises `NotDrained` naming the tensors that were changed."""
+        self._check_usable()
+        content, registration = self.driver.data.content, self.driver.data.registration
+        held = self.driver.worker.held
+        if held is None or content is None or content.manifest is None or registration is None:
+            raise UsageError(f"{self.me} holds no version, so there is nothing to check", hint="publish or replicate")
+        manifest = content.manifest
+        what = f"check() of version {held} of {self.me}"
+        chunks = await self._by(deadline, what, functools.partial(changed_chunks, registration, manifest))
+        changed = {
+            **dict.fromkeys(registration.moved()),
+            **dict.fromkeys(tensors_of(registration.layout, manifest, chunks)),
+        }
+        if changed:
+            raise NotDrained(
+                f"{self.me} holds version {held}, but these tensors were changed since: {_some(list(changed))}",
+                hint="unpublish() before changing tensors, or use mutating(version=...)",
+            )
+
+    async def close(self, deadline: float) -> None:
+        """Withdraw, wait for readers, leave. Idempotent; ends by its deadline."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close(deadline))
+        await asyncio.shield(self._closing)
+
+    @property
+    def version(self) -> Version | None:
+        """The version held, whole and verified; None if there is none, or once this worker has gone."""
+        return None if self.driver.is_gone else self.driver.worker.held
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return (0, 0) if self.driver.is_gone else self.driver.worker.progress
+
+    def statistics(self) -> dict[str, object]:
+        """Counters of this worker's life."""
+        driver = self.driver
+        data = driver.data.statistics()
+        return {
+            **driver.worker.statistics(),
+            "bytes_by_source": dict(driver.data.received_bytes),
+            "sent_bytes": data.get("sent_bytes", 0),
+            "connects": driver.line.connects,
+            "is_connected": driver.line.is_connected,
+            "transport": data,
+        }
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def _close(self, deadline: float) -> None:
+        if not await self.driver.leave(deadline) and self.driver.broken is None:
+            _log.warning("%s left before its readers had finished", self.me)
+
+    @contextlib.contextmanager
+    def _one_call(self, verb: str) -> Iterator[None]:
+        """One call at a time: hashing belongs to the call, but the machine hears of it only afterwards."""
+        self._check_usable()
+        if self._calling:
+            text = f"{verb} on {self.me} while its {self._calling} has not ended"
+            raise UsageError(text, hint="one call at a time on one Weights: wait for the first")
+        self._calling = verb
+        try:
+            yield
+        finally:
+            self._calling = ""
+
+    def _check_usable(self) -> None:
+        broken = self.driver.broken
+        if broken is not None:
+            raise InvariantViolation(f"{self.me} has stopped: {broken}") from broken
+        if self._closing is not None or self.driver.is_gone:
+            raise Closed(f"{self.me} was closed", hint="open it again")
+
+    def _check_in_place(self) -> None:
+        registration = self.driver.data.registration
+        moved = registration.moved() if registration is not None else []
+        if moved:
+            text = f"tensors of {self.me} no longer are the registered memory: {_some(moved)}"
+            raise UsageError(text, hint="change tensors in place (copy_), or register() again after replacing them")
+
+    async def _hashed(self, version: Spec, deadline: float) -> Manifest:
+        registration, options = self.driver.data.registration, self.options
+        assert registration is not None, "why_not_begin had seen a layout"
+        build = functools.partial(
+            build_manifest, registration, options.chunk_bytes, verify=options.verify, salt=uuid4().hex
+        )
+        return await self._by(deadline, f"publish({version}) of {self.me}: hashing its tensors", build)
+
+    async def _by(self, deadline: float, what: str, work: Callable[[], T]) -> T:
+        """Blocking work in a thread, awaited until the deadline."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await in_thread(work, name="hash")
+        except TimeoutError as error:
+            text = f"{what} did not end within {time.monotonic() - began:.3g} s"
+            raise DeadlineExceeded(text, hint="retry with a longer timeout") from error
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:NAMES_SHOWN])) + more

@@ -1,0 +1,196 @@
+"""Settings of a process: from arguments, then `TENSORHUB_*` variables, then defaults.
+
+`Options` are those of a worker, `core.settings.Settings` those of a reference server; both are read here, and `table()`
+lists them all for the documentation. A bad value is a `UsageError` that names the argument or the variable.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from math import isfinite
+from typing import Literal, TypeVar
+from urllib.parse import urlsplit
+
+from ..core.errors import UsageError
+from ..core.settings import Settings
+
+DEFAULT_PORT = 7450
+MIB = 1 << 20
+MOST_CHUNK_BYTES = 1 << 30
+MOST_SECONDS = 30 * 24 * 3600.0  # longer than any job's patience; keeps clocks and timers in range
+
+Verify = Literal["full", "none"]
+T = TypeVar("T")
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=:-]{0,199}\Z")
+_SIZE = re.compile(r"(\d{1,15})\s*(|B|KiB|MiB|GiB)\Z")
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def check_name(value: object, what: str) -> str:
+    """A model's or replica's name. Raises `UsageError` that names the argument."""
+    if isinstance(value, str) and _NAME.match(value):
+        return value
+    raise UsageError(
+        f"{what}={value!r} is no name", hint="use 1 to 200 letters, digits and . _ + = : -, not beginning with a sign"
+    )
+
+
+def check_integer(value: object, what: str, *, least: int, most: int) -> int:
+    """An integer from `least` to `most`. Raises `UsageError` that names the argument."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return value
+    raise UsageError(f"{what}={value!r} is not an integer from {least} to {most}")
+
+
+def parse_text(value: object, what: str) -> str:
+    """Short text without control characters."""
+    if isinstance(value, str) and len(value) <= 1000 and value.isprintable():
+        return value
+    raise UsageError(f"{what} is no printable text of at most 1000 characters")
+
+
+def parse_address(value: object, what: str) -> str:
+    """`host:port` of a reference server; the port may be left out, `http://` may stand before it."""
+    text = parse_text(value, what)
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        host, port = parts.hostname, parts.port or DEFAULT_PORT
+    except ValueError as error:
+        raise UsageError(f"{what}={text!r} is no address: {error}", hint="use host:port") from error
+    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
+        raise UsageError(f"{what}={text!r} is no address", hint="use host:port, for example 127.0.0.1:7450")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_seconds(value: object, what: str) -> float:
+    """A positive number of seconds."""
+    try:
+        seconds = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else float("nan")
+    except ValueError:
+        seconds = float("nan")
+    if not isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
+        raise UsageError(f"{what}={value!r} is not a number of seconds above 0 and up to {MOST_SECONDS:.0f}")
+    return seconds
+
+
+def parse_chunk_bytes(value: object, what: str) -> int:
+    """Bytes, as a number or with a unit: 4194304, "4MiB"."""
+    found = _SIZE.match(str(value).strip()) if isinstance(value, int | str) else None
+    size_bytes = int(found.group(1)) * _UNITS[found.group(2)] if found is not None else 0
+    if not 1 <= size_bytes <= MOST_CHUNK_BYTES or isinstance(value, bool):
+        raise UsageError(f"{what}={value!r} is no size from 1 B to 1 GiB", hint='use a number of bytes, or "4MiB"')
+    return size_bytes
+
+
+def parse_verify(value: object, what: str) -> Verify:
+    """ "full" or "none"."""
+    if value == "full":
+        return "full"
+    if value == "none":
+        return "none"
+    raise UsageError(f'{what}={value!r} is neither "full" nor "none"')
+
+
+def _option(default: T, parse: Callable[[object, str], T], text: str) -> T:
+    return field(default=default, metadata={"parse": parse, "text": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one worker. The variable of a setting is TENSORHUB_ and its name in capitals."""
+
+    server: str = _option("127.0.0.1:7450", parse_address, "the reference server: host:port")
+    token: str = _option("", parse_text, "shared secret, of server and peers alike; empty: none")
+    site: str = _option("", parse_text, "this worker's datacenter")
+    host: str = _option("", parse_text, "address that peers read from; empty: the one that reaches the server")
+    # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB
+    chunk_bytes: int = _option(4 * MIB, parse_chunk_bytes, "the unit of progress, verification and resumption")
+    verify: Verify = _option("full", parse_verify, 'check every chunk on arrival: "full" or "none"')
+    # a lease is 10 s: by then the place of a predecessor that died is free
+    connect_s: float = _option(15.0, parse_seconds, "how long open() waits for the reference server")
+    timeout_s: float = _option(300.0, parse_seconds, "how long every other call may take")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting, for the documentation."""
+
+    name: str
+    variable: str
+    default: str
+    text: str
+    of: str  # "worker" or "server"
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"TENSORHUB_{name.upper()}"
+
+
+def worker_options(environ: Mapping[str, str] | None = None, **arguments: object) -> Options:
+    """What applies to a worker. An argument that is None was not given. Raises `UsageError`."""
+    environ = os.environ if environ is None else environ
+    found: dict[str, object] = {}
+    for each in fields(Options):
+        given = _given(each, environ, arguments)
+        if given is not None:
+            found[each.name] = each.metadata["parse"](*given)
+    return replace(Options(), **found)  # type: ignore[arg-type]
+
+
+def server_settings(environ: Mapping[str, str] | None = None, **arguments: object) -> Settings:
+    """What applies to a reference server's decisions. Raises `UsageError`."""
+    environ = os.environ if environ is None else environ
+    found: dict[str, object] = {}
+    for each in fields(Settings):
+        given = _given(each, environ, arguments)
+        if given is not None:
+            found[each.name] = _parse_count(*given) if isinstance(each.default, int) else _parse_number(*given)
+    settings = replace(Settings(), **found)  # type: ignore[arg-type]
+    if settings.drift >= 1 or settings.report_s >= settings.trust_s:
+        raise UsageError(
+            f"lease_s={settings.lease_s} with report_s={settings.report_s} and drift={settings.drift}: no report could "
+            "renew a lease in time",
+            hint="let lease_s be several times report_s",
+        )
+    return settings
+
+
+def table() -> list[Row]:
+    """Every setting, its variable, default and meaning, in the order of its declaration."""
+    worker = [
+        Row(each.name, variable_of(each.name), _shown(each), str(each.metadata["text"]), "worker")
+        for each in fields(Options)
+    ]
+    server = [Row(each.name, variable_of(each.name), _shown(each), "", "server") for each in fields(Settings)]
+    return worker + server
+
+
+def _given(
+    each: "Field[object]", environ: Mapping[str, str], arguments: Mapping[str, object]
+) -> tuple[object, str] | None:
+    """The value that was given, and under which name; None where none was."""
+    argument = arguments.get(each.name)
+    if argument is not None:
+        return argument, each.name
+    variable = variable_of(each.name)
+    text = environ.get(variable, "")
+    return (text, variable) if text else None
+
+
+def _shown(each: "Field[object]") -> str:
+    return "" if each.default in ("", MISSING) else str(each.default)
+
+
+def _parse_count(value: object, what: str) -> int:
+    try:
+        count = int(value) if isinstance(value, int | str) else 0
+    except ValueError:
+        count = 0
+    return check_integer(count or value, what, least=1, most=2**31)
+
+
+def _parse_number(value: object, what: str) -> float:
+    return parse_seconds(value, what)

@@ -1,0 +1,140 @@
+"""A worker's line to its reference server: connects, says hello, carries messages, and connects again for ever.
+
+Both directions carry the state of things, so only the newest report waits to be sent, and whatever a broken line
+swallowed is told again on the next one. A server that says nothing for `SILENCE_S`, though every report is answered, is
+left. It must never: give up by itself (a definitive `Refusal` ends it), or look into a message.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import aiohttp
+
+from ..core.events import Connected, Disconnected, Received
+from ..core.messages import Hello, LayoutInfo, Refusal, Report
+from .codec import Malformed, decode_to_worker, encode
+
+_log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
+SILENCE_S = 5.0  # five reports unanswered, at one a second
+FIRST_RETRY_S = 0.05  # a restarted server is found quickly
+LAST_RETRY_S = 2.0  # 10,000 workers then knock 7,500 times a second at most, spread by the jitter
+MOST_MESSAGE_BYTES = 1 << 20  # orders take a few hundred bytes; an error's text is bounded
+
+LineEvent = Connected | Disconnected | Received
+
+
+def retry_delay_s(attempt: int, random_0_1: float) -> float:
+    """How long to wait before the next try: doubles from 0.05 s to 2 s, less up to half of it."""
+    return float(min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)) * (1.0 - random_0_1 / 2))
+
+
+class Connection:
+    """One worker's line. `run` is its whole life; `send` may be called at any time, in the loop."""
+
+    def __init__(self, address: str, hello: Hello, on_event: Callable[[LineEvent], None]) -> None:
+        self.address = address
+        self.why = "not tried yet"  # what is wrong, for the caller's error
+        self.is_connected = False
+        self.connects = 0
+        self._hello = hello
+        self._on_event = on_event
+        self._layout: LayoutInfo | None = None
+        self._report: Report | None = None
+        self._has_mail = asyncio.Event()
+
+    def send(self, message: Report | LayoutInfo) -> None:
+        """Send it if there is a line; the newest replaces what still waits."""
+        if not self.is_connected:
+            return
+        if isinstance(message, LayoutInfo):
+            self._layout = message
+        else:
+            self._report = message
+        self._has_mail.set()
+
+    async def run(self) -> None:
+        """Connect and connect again, until refused for good or cancelled."""
+        attempt = 0
+        async with aiohttp.ClientSession() as http:
+            while True:
+                refusal, has_heard = None, False
+                try:
+                    async with asyncio.timeout(CONNECT_S):
+                        socket = await self._connect(http)
+                except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+                    self._note_failure(error, is_first=attempt == 0)
+                else:
+                    refusal, has_heard = await self._converse(socket)
+                if refusal is not None and refusal.retry_s <= 0:
+                    return
+                attempt = 0 if has_heard else attempt + 1
+                delay_s = retry_delay_s(attempt, random.random())
+                await asyncio.sleep(max(delay_s, refusal.retry_s if refusal is not None else 0.0))
+
+    async def _connect(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
+        socket = await http.ws_connect(
+            f"http://{self.address}/v1/session",
+            max_msg_size=MOST_MESSAGE_BYTES,
+            timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+        )
+        await socket.send_bytes(encode(self._hello))
+        return socket
+
+    def _note_failure(self, error: Exception, *, is_first: bool) -> None:
+        if isinstance(error, TimeoutError):
+            self.why = f"it did not answer within {CONNECT_S:.0f} s"
+        elif isinstance(error, aiohttp.WSServerHandshakeError):
+            self.why = f"what answers there is no reference server (HTTP {error.status})"
+        else:
+            self.why = str(error) or type(error).__name__
+        if is_first:
+            _log.warning("%s: no reference server at %s: %s", self._hello.worker, self.address, self.why)
+
+    async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> tuple[Refusal | None, bool]:
+        """Carry messages until the line ends: (the refusal that ended it, whether anything was heard)."""
+        refusal, has_heard = None, False
+        self.is_connected, self._layout, self._report = True, None, None
+        self._has_mail.clear()
+        self.connects += 1
+        self._on_event(Connected())
+        async with asyncio.TaskGroup() as group:
+            writer = group.create_task(self._write(socket))
+            try:
+                while refusal is None:
+                    frame = await socket.receive(timeout=SILENCE_S)
+                    if frame.type is not aiohttp.WSMsgType.BINARY:
+                        self.why = "it closed the connection"
+                        break
+                    message = decode_to_worker(frame.data)
+                    has_heard = True
+                    refusal = message if isinstance(message, Refusal) else None
+                    self._on_event(Received(message))
+            except TimeoutError:
+                self.why = f"it was silent for {SILENCE_S:.0f} s"
+            except Malformed as error:
+                self.why = f"it sent what is no message: {error}"
+            finally:
+                writer.cancel()
+                self.is_connected = False
+                self._on_event(Disconnected())
+        _log.info("%s: the line to %s ended: %s", self._hello.worker, self.address, refusal or self.why)
+        await socket.close()
+        return refusal, has_heard
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        try:
+            while True:
+                await self._has_mail.wait()
+                self._has_mail.clear()
+                layout, self._layout = self._layout, None
+                if layout is not None:
+                    await socket.send_bytes(encode(layout))
+                report, self._report = self._report, None
+                if report is not None:
+                    await socket.send_bytes(encode(report))
+        except (aiohttp.ClientError, OSError):
+            pass  # the reader of this line sees that it ended

@@ -1,0 +1,276 @@
+"""What a worker's machine wants of memory and transport, done; and what happened there, told to it as events.
+
+Runs in the worker's loop. Transports call back from threads of their own: those calls only note what happened and wake
+the loop, for progress at most every 50 ms. Hashing and withdrawing happen in threads and never delay the loop.
+
+It must never: choose a source, start a read that was not granted, or keep a version readable once told to stop.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
+from ..core.events import Event, ReadAdvanced, ReadEnded, ServingStopped
+from ..core.manifest import Manifest
+from ..core.messages import MOST_TEXT, Failure, Grant
+from ..core.names import Digest, Ticket, Version, WorkerId
+from ..memory.fill import FillSink
+from ..memory.registration import Registration
+from ..transport.base import Export, Read, Transport
+from ..transport.progress import Progress
+from .config import Verify
+from .loops import in_thread
+from .trust import Lease, TrustedSink
+
+_log = logging.getLogger(__name__)
+
+TELL_EVERY_S = 0.05  # progress: 20 times a second is as fast as anybody looks
+WITHDRAW_S = 1.0  # one try; they go on until nobody reads any more
+SLOW_WITHDRAW_S = 10.0  # longer than this is worth a line in the log
+
+
+class Content:
+    """One version in the registered memory, whole or being filled, and its export."""
+
+    def __init__(self, version: Version, root: Digest, key: str) -> None:
+        self.version = version
+        self.root = root
+        self.key = key
+        self.manifest: Manifest | None = None
+        self.progress: Progress | None = None
+        self.fill: FillSink | None = None
+        self._lock = threading.Lock()
+        self._is_stopped = False
+
+    def export(self, transport: Transport, registration: Registration, manifest: Manifest, progress: Progress) -> None:
+        """Let peers read it, unless it was stopped meanwhile: a fill learns its manifest in a transport's thread."""
+        with self._lock:
+            self.manifest, self.progress = manifest, progress
+            if not self._is_stopped:
+                stream = registration.stream
+                transport.export(Export(self.key, manifest.encode(), manifest.chunk_bytes, stream, progress))
+
+    def stop(self, why: TensorHubError) -> None:
+        """No export of it begins any more, and no further chunk comes."""
+        with self._lock:
+            self._is_stopped = True
+        if self.fill is not None:
+            self.fill.revoke(why)
+        if self.progress is not None:
+            self.progress.fail(str(why))
+
+
+class OpenRead:
+    """The read under way, and what the machine was told of it."""
+
+    def __init__(self, grant: Grant, content: Content, sink: TrustedSink) -> None:
+        self.grant = grant
+        self.content = content
+        self.sink = sink
+        self.read: Read | None = None
+        self.counted_bytes = 0
+        self.told = -1
+        self.is_waking = False
+
+
+class DataPlane:
+    """The bytes of one worker."""
+
+    def __init__(
+        self, me: WorkerId, transports: Mapping[str, Transport], *, verify: Verify, tell: Callable[[Event], None]
+    ) -> None:
+        """`transports` by the scheme of their endpoints. `tell` hands an event to the machine, in the loop."""
+        self.me = me
+        self.registration: Registration | None = None
+        self.content: Content | None = None
+        self.received_bytes: dict[str, int] = {}
+        self.is_closed = False
+        self._transports = transports
+        self._verify = verify
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._lease = Lease()
+        self._reading: OpenRead | None = None
+        self._prepared: Manifest | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- what the machine wants ---------------------------------------------------------------------------------------
+
+    def trust(self, until: float) -> None:
+        self._lease.until = until
+
+    def prepare(self, manifest: Manifest) -> None:
+        """What the tensors are, if the publish that is about to be called succeeds."""
+        self._prepared = manifest
+
+    def start_serving(self, version: Version, root: Digest) -> None:
+        registration, manifest = self.registration, self._prepared
+        assert registration is not None, "serving without registered memory"
+        assert manifest is not None, "serving what was not prepared"
+        assert manifest.root() == root, "serving what was not prepared"
+        content = self.content = Content(version, root, self._key(version))
+        progress = Progress(manifest.chunk_count, complete=True)
+        for transport in self._transports.values():
+            content.export(transport, registration, manifest, progress)
+
+    def stop_serving(self, version: Version) -> None:
+        content = self.content
+        if content is not None and content.version == version:
+            self.content = None
+            content.stop(TensorHubError(f"{self.me} withdrew version {version}"))
+        task = self._loop.create_task(self._withdraw(version))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def start_read(self, grant: Grant) -> None:
+        content = self._content_for(grant)
+        assert content.fill is not None
+        reading = self._reading = OpenRead(grant, content, TrustedSink(content.fill, self._lease))
+        try:
+            scheme, endpoint = self._reachable(grant)
+            transport = self._transports[scheme]
+            reading.read = transport.read(
+                endpoint, content.key, reading.sink, lambda error: self._wake(self._ended, reading, error)
+            )
+        except TensorHubError as error:
+            self._loop.call_soon(self._ended, reading, error)
+
+    def stop_read(self, ticket: Ticket) -> None:
+        reading = self._reading
+        if reading is not None and reading.grant.ticket == ticket:
+            reading.sink.is_stopped = True
+            if reading.read is not None:
+                reading.read.stop()
+
+    # --- what others ask ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_reading(self) -> bool:
+        return self._reading is not None
+
+    def statistics(self) -> dict[str, int]:
+        """The transports' counters, added up."""
+        found: dict[str, int] = {}
+        for transport in self._transports.values():
+            for name, value in transport.statistics().items():
+                found[name] = found.get(name, 0) + value
+        return found
+
+    def close(self) -> None:
+        """Cut everything; blocks until no thread touches the registered memory any more. Any thread may call it."""
+        self.is_closed = True
+        for transport in self._transports.values():
+            transport.close()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _content_for(self, grant: Grant) -> Content:
+        """What is already there of the granted version, or a new fill."""
+        assert self.registration is not None, "reading without registered memory"
+        content = self.content
+        if content is not None and content.version == grant.version and content.root == grant.root and content.fill:
+            return content
+        if content is not None:
+            content.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
+        content = self.content = Content(grant.version, grant.root, self._key(grant.version))
+        content.fill = FillSink(
+            self.registration,
+            grant.root,
+            verify=self._verify,
+            on_begin=lambda fill: self._begun(content, fill),
+            on_stored=lambda prefix: self._stored(content),
+        )
+        return content
+
+    def _reachable(self, grant: Grant) -> tuple[str, str]:
+        for endpoint in grant.endpoints:
+            scheme = endpoint.partition("://")[0]
+            if scheme in self._transports:
+                return scheme, endpoint
+        theirs = ", ".join(endpoint.partition("://")[0] for endpoint in grant.endpoints) or "none"
+        raise TransportMissing(
+            f"{self.me} and {grant.source} share no transport: here {', '.join(self._transports)}, there {theirs}"
+        )
+
+    def _begun(self, content: Content, fill: FillSink) -> None:
+        """In a transport's thread: the manifest is known, so peers may read behind us."""
+        assert self.registration is not None
+        for transport in self._transports.values():
+            content.export(transport, self.registration, fill.manifest, fill.progress)
+        self._stored(content)
+
+    def _stored(self, content: Content) -> None:
+        """In a transport's thread: wake the loop, unless it is about to look anyway."""
+        reading = self._reading
+        if reading is not None and reading.content is content and not reading.is_waking:
+            reading.is_waking = True
+            self._wake(self._advanced, reading)
+
+    def _advanced(self, reading: OpenRead) -> None:
+        """In the loop: tell how far it is, and look again in a while."""
+        if self._reading is reading:
+            self._tell_progress(reading)
+            self._loop.call_later(TELL_EVERY_S, self._look_again, reading)
+
+    def _look_again(self, reading: OpenRead) -> None:
+        reading.is_waking = False  # before looking: a chunk stored from now on wakes us
+        progress = reading.content.progress
+        if self._reading is reading and progress is not None and progress.prefix != reading.told:
+            reading.is_waking = True
+            self._advanced(reading)
+
+    def _tell_progress(self, reading: OpenRead) -> None:
+        self._count(reading)
+        progress = reading.content.progress
+        if progress is not None and progress.prefix != reading.told:
+            reading.told = progress.prefix
+            self._tell(ReadAdvanced(reading.grant.ticket, reading.told, progress.chunk_count))
+
+    def _count(self, reading: OpenRead) -> None:
+        if reading.read is not None:
+            replica, received = reading.grant.source.replica, reading.read.received_bytes
+            self.received_bytes[replica] = self.received_bytes.get(replica, 0) + received - reading.counted_bytes
+            reading.counted_bytes = received
+
+    def _ended(self, reading: OpenRead, error: TensorHubError | None) -> None:
+        """In the loop, after the last byte of this read."""
+        if self._reading is not reading:
+            return
+        self._tell_progress(reading)
+        self._reading = None
+        progress = reading.content.progress
+        is_complete = progress is not None and progress.is_complete
+        failure = None
+        if error is None and not is_complete and not reading.sink.is_stopped:
+            error = SourceLost(f"{reading.grant.source} ended the read before its last chunk")
+        if error is not None and not is_complete and not isinstance(error, SessionLost):
+            failure = Failure(error.code, f"{error}"[:MOST_TEXT], error.hint or "")
+            _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
+        self._tell(ReadEnded(reading.grant.ticket, is_complete, failure))
+
+    # --- serving ------------------------------------------------------------------------------------------------------
+
+    async def _withdraw(self, version: Version) -> None:
+        await in_thread(lambda: self._withdraw_all(self._key(version)), name="withdraw")
+        self._tell(ServingStopped(version))
+
+    def _withdraw_all(self, key: str) -> None:
+        """In a thread: wait until nobody reads it any more."""
+        began, is_told = time.monotonic(), False
+        for transport in self._transports.values():
+            while not self.is_closed and not transport.withdraw(key, timeout_s=WITHDRAW_S):
+                if not is_told and time.monotonic() - began > SLOW_WITHDRAW_S:
+                    is_told = True
+                    _log.warning("%s: %s is still being read after %.0f s", self.me, key, SLOW_WITHDRAW_S)
+
+    def _key(self, version: Version) -> str:
+        return f"{self.me.model}/{version}/{self.me.shard}"
+
+    def _wake(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            _log.debug("%s: the worker's loop has ended", self.me)

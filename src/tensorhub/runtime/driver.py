@@ -1,0 +1,224 @@
+"""Drives one worker's machine: events in from caller, server, data plane and clock; effects out, in their order.
+
+Lives in the process's worker loop. If the machine contradicts itself, that is our bug: its story is logged, every call
+fails, and this worker stops. It must never: decide anything, or look at what an event means.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from math import inf
+from typing import assert_never
+
+from ..core.errors import InvariantViolation, ServerUnreachable, TensorHubError, error_from_code
+from ..core.events import (
+    Called,
+    Cancelled,
+    Closing,
+    Connected,
+    Effect,
+    Event,
+    Finished,
+    Left,
+    Received,
+    Send,
+    StartRead,
+    StartServing,
+    StopRead,
+    StopServing,
+    Tick,
+    Trust,
+)
+from ..core.messages import Failure, Hello, Orders, Refusal
+from ..core.names import Version
+from ..core.worker import Worker
+from ..transport.base import Transport
+from .config import Options
+from .connection import Connection, LineEvent
+from .dataplane import DataPlane
+from .loops import in_thread
+
+_log = logging.getLogger(__name__)
+
+TRANSPORT_CLOSE_S = 5.0  # its threads return at once when cut; a copy from a device may take longer
+AFTER_DEADLINE_S = 0.5  # a machine that has not ended a call by then has a bug
+
+
+def failed(failure: Failure | Refusal) -> TensorHubError:
+    """The error that a failure on the wire stands for."""
+    return error_from_code(failure.code, failure.message, hint=failure.hint or None)
+
+
+class Driver:
+    """One life of one worker."""
+
+    def __init__(self, hello: Hello, options: Options, transports: Mapping[str, Transport]) -> None:
+        self.me = hello.worker
+        self.data = DataPlane(self.me, transports, verify=options.verify, tell=self.feed)
+        self.worker = Worker(self.me, received_bytes=self.data.received_bytes)
+        self.line = Connection(options.server, hello, self._on_line)
+        self.broken: InvariantViolation | None = None
+        self.is_gone = False
+        self._loop = asyncio.get_running_loop()
+        self._life: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None
+        self._answered: asyncio.Future[Refusal | None] = self._loop.create_future()
+        self._finished: asyncio.Future[Finished] | None = None
+        self._left: asyncio.Future[bool] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- what callers want --------------------------------------------------------------------------------------------
+
+    async def start(self, deadline: float) -> None:
+        """Connect, and wait until the server has named a session or refused. Leaves nothing behind on an error."""
+        self._life = self._loop.create_task(self.line.run())
+        self._life.add_done_callback(self._line_ended)
+        try:
+            refusal = await self._first_answer(deadline)
+            if refusal is not None:
+                raise failed(refusal)
+        except BaseException:
+            await self.end(time.monotonic())
+            raise
+
+    async def _first_answer(self, deadline: float) -> Refusal | None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._answered
+        except TimeoutError as error:
+            if self.worker.refusal is not None:
+                raise failed(self.worker.refusal) from error
+            text = f"{self.me}: no reference server at {self.line.address} within {time.monotonic() - began:.3g} s"
+            hint = "start one with `tensorhub serve`, or name another with server= or TENSORHUB_SERVER"
+            raise ServerUnreachable(f"{text}: {self.line.why}", hint=hint) from error
+
+    async def call(self, called: Called) -> Version | None:
+        """One operation, from here to its end. Cancelling it tells the machine so."""
+        self._finished = self._loop.create_future()
+        try:
+            self.feed(called)
+            async with asyncio.timeout_at(called.deadline + AFTER_DEADLINE_S):
+                finished = await self._finished
+        except TimeoutError as error:
+            bug = InvariantViolation(f"{self.me}: {called.verb} did not end by its deadline")
+            self._break(bug)
+            raise bug from error
+        except asyncio.CancelledError:
+            self.feed(Cancelled())
+            raise
+        finally:
+            self._finished = None
+        if finished.error is not None:
+            raise failed(finished.error)
+        return finished.version
+
+    async def leave(self, deadline: float) -> bool:
+        """Withdraw, wait for readers, go. Returns whether all had left by themselves; ends by the deadline."""
+        self.feed(Closing(deadline))
+        is_drained = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline + AFTER_DEADLINE_S / 2):
+                is_drained = self.broken is None and await self._left
+        await self.end(deadline)
+        return is_drained
+
+    async def end(self, deadline: float) -> None:
+        """Cut everything: the line, the clock, the transports. Afterwards no thread touches the registered memory."""
+        self.is_gone = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.wait([self._life], timeout=AFTER_DEADLINE_S)
+        patience_s = min(TRANSPORT_CLOSE_S, max(0.0, deadline - time.monotonic()) + AFTER_DEADLINE_S)
+        try:
+            async with asyncio.timeout(patience_s):
+                await in_thread(self.data.close, name="close")
+        except TimeoutError:
+            _log.warning("%s: its transports have not ended after %.1f s", self.me, patience_s)
+
+    # --- the machine --------------------------------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        """Hand the machine one event and carry out what it wants."""
+        if self.is_gone:
+            return
+        try:
+            for effect in self.worker.handle(event, now=time.monotonic()):
+                self._carry_out(effect)
+            self.worker.check_invariants()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is our bug and ends this worker
+            self._break(error)
+            return
+        self._set_timer()
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Send(message=message):
+                self.line.send(message)
+            case StartRead(grant=grant):
+                _log.info("%s reads version %d from %s: %s", self.me, grant.version, grant.source, grant.reason)
+                self.data.start_read(grant)
+            case Trust(until=until):
+                self.data.trust(until)
+            case StopRead(ticket=ticket):
+                self.data.stop_read(ticket)
+            case StartServing(version=version, root=root):
+                self.data.start_serving(version, root)
+            case StopServing(version=version):
+                self.data.stop_serving(version)
+            case Finished():
+                if self._finished is not None and not self._finished.done():
+                    self._finished.set_result(effect)
+            case Left(drained=is_drained):
+                if not self._left.done():
+                    self._left.set_result(is_drained)
+            case _:
+                assert_never(effect)
+
+    def _set_timer(self) -> None:
+        deadline = self.worker.next_deadline()
+        if self._timer is not None:
+            if self._timer.when() == deadline and not self._timer.cancelled():
+                return
+            self._timer.cancel()
+        self._timer = None if deadline == inf else self._loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.feed(Tick())
+
+    def _on_line(self, event: LineEvent) -> None:
+        self.feed(event)
+        if self._answered.done():
+            return
+        match event:
+            case Received(message=Orders()):
+                self._answered.set_result(None)
+            case Received(message=Refusal() as refusal) if refusal.retry_s <= 0:
+                self._answered.set_result(refusal)
+            case Connected():
+                _log.debug("%s: connected to %s", self.me, self.line.address)
+
+    def _break(self, error: Exception) -> None:
+        """Our bug: tell the story, fail every call, stop."""
+        if self.broken is not None:
+            return
+        story = "\n".join(f"  {at:.3f} {what}" for at, what in self.worker.story())
+        _log.critical("%s stops: %r; what happened to it:\n%s", self.me, error, story, exc_info=error)
+        self.broken = error if isinstance(error, InvariantViolation) else InvariantViolation(f"{self.me}: {error!r}")
+        self.broken.__cause__ = error if error is not self.broken else None
+        for future in (self._finished, self._left, self._answered):
+            if future is not None and not future.done():
+                future.set_exception(self.broken)
+                future.exception()  # looked at: nobody needs to await it
+        if not self.is_gone:
+            self._end = self._loop.create_task(self.end(time.monotonic()))
+
+    def _line_ended(self, life: asyncio.Task[None]) -> None:
+        error = None if life.cancelled() else life.exception()
+        if isinstance(error, Exception):
+            self._break(error)

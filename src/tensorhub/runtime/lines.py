@@ -1,0 +1,76 @@
+"""One worker's WebSocket as the reference server sees it.
+
+Orders are the whole truth at their number, so only the newest wait to be sent: a worker that does not read costs one
+message of memory, and its line is cut after a while. It must never: block whoever posts, or let one line delay another.
+"""
+
+import asyncio
+import contextlib
+import time
+from math import inf
+
+from aiohttp import WSCloseCode, web
+
+from ..core.messages import Orders, Refusal, ToWorker
+from ..core.names import Ticket
+from .codec import encode
+
+CLOSE_S = 1.0  # for the other side's goodbye
+
+
+class Line:
+    """A connection. `sender` is its name towards the machine."""
+
+    def __init__(self, sender: str, socket: web.WebSocketResponse, request: web.Request) -> None:
+        self.sender = sender
+        self.name = "a stranger"
+        self.socket = socket
+        self.has_said_hello = False
+        self.opened_at = self.heard_at = time.monotonic()
+        self.sending_since = inf
+        self.logged_ticket = Ticket(0)
+        self._transport = request.transport
+        self._orders: Orders | None = None
+        self._refusal: Refusal | None = None
+        self._has_mail = asyncio.Event()
+
+    @property
+    def is_refused(self) -> bool:
+        return self._refusal is not None
+
+    def post(self, message: ToWorker) -> None:
+        """Send it soon. After a refusal nothing more is sent, and the line is closed."""
+        if self._refusal is not None:
+            return
+        if isinstance(message, Refusal):
+            self._refusal = message
+        else:
+            self._orders = message
+        self._has_mail.set()
+
+    async def write(self) -> None:
+        """Send what is posted, until the line ends or was refused."""
+        with contextlib.suppress(OSError, RuntimeError):  # it is closing: whoever reads it sees that
+            while True:
+                await self._has_mail.wait()
+                self._has_mail.clear()
+                orders, self._orders = self._orders, None
+                self.sending_since = time.monotonic()
+                if self._refusal is not None:
+                    await self.socket.send_bytes(encode(self._refusal))
+                    await self.socket.close(code=WSCloseCode.POLICY_VIOLATION)
+                    return
+                if orders is not None:
+                    await self.socket.send_bytes(encode(orders))
+                self.sending_since = inf
+
+    async def say_goodbye(self) -> None:
+        """The server stops: tell the worker, so that it looks for the next one at once."""
+        with contextlib.suppress(OSError, RuntimeError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.socket.close(code=WSCloseCode.GOING_AWAY)
+
+    def cut(self) -> None:
+        """End it without a word."""
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,125 @@
+"""The one thread with an event loop that all workers of this process share; callers' threads only wait for it.
+
+The thread is a daemon and starts with the first use. A forked child has no threads: it gets a new one for what it opens
+itself, and never touches what it inherited (see `forget_after_fork`).
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+from ..core.errors import Closed, DeadlineExceeded
+
+T = TypeVar("T")
+
+GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="tensorhub-worker", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    @property
+    def is_here(self) -> bool:
+        """The caller runs in this thread."""
+        return threading.current_thread() is self.thread
+
+    def wait(self, work: Coroutine[object, object, T], *, deadline: float, what: str) -> T:
+        """Run it in the loop and block until it ends; an interrupt of the caller cancels it.
+
+        `work` keeps its own deadline. If the loop itself is stuck, `DeadlineExceeded` ends the wait soon after.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            done, _ = concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()) + GRACE_S)
+            if not done:
+                text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
+                raise DeadlineExceeded(text, hint="does a native call hold the GIL?")
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def here(self, work: Coroutine[object, object, T]) -> T:
+        """Run it in the loop and await it from any loop; a cancelled caller cancels it."""
+        if asyncio.get_running_loop() is self.loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+
+_lock = threading.Lock()
+_current: LoopThread | None = None
+_inherited: list[object] = []  # keeps a parent's loop alive in the child, so that no finaliser touches its sockets
+
+
+def loop_thread() -> LoopThread:
+    """This process's worker thread; started if need be."""
+    global _current
+    with _lock:
+        if _current is None or _current.pid != os.getpid():
+            _current = LoopThread()
+        return _current
+
+
+def forget_after_fork() -> None:
+    """In a forked child: whatever the parent had is the parent's."""
+    global _current, _lock
+    _lock = threading.Lock()
+    if _current is not None:
+        _inherited.append(_current)
+        _current = None
+
+
+os.register_at_fork(after_in_child=forget_after_fork)
+
+
+def check_process(pid: int, what: str) -> None:
+    """Raises `Closed` in a process that was forked from the one that opened `what`."""
+    if os.getpid() != pid:
+        hint = "open a new one in the child; with a DataLoader or multiprocessing use the spawn start method"
+        raise Closed(f"{what} belongs to process {pid}, from which process {os.getpid()} was forked", hint=hint)
+
+
+async def in_thread(work: Callable[[], T], *, name: str) -> T:
+    """Run blocking work in a daemon thread of its own, so that it delays neither the loop nor the interpreter's exit.
+
+    A caller that is cancelled goes on at once; the thread ends when its work does.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as caught:  # noqa: BLE001 - the top of a thread: it is raised where it is awaited
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody awaits it any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    try:
+        threading.Thread(target=run, name=f"tensorhub-{name}", daemon=True).start()
+    except RuntimeError:  # the interpreter ends, or may start no more threads: then the loop itself must wait
+        return work()
+    return await future

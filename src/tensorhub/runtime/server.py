@@ -1,0 +1,270 @@
+"""The reference server: sockets and a clock around `core.server.Server`, which decides everything.
+
+One event loop owns the machine. Workers talk to it over `/v1/session` (WebSocket), everybody else over HTTP:
+`/v1/status`, `/v1/wait` (a long poll that ends when a version exists), `/healthz`. Whatever a stranger sends, nothing
+but its own connection suffers. It must never: touch a weight byte, or remember what the machine does not.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from ..core.errors import UsageError
+from ..core.messages import MOST_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal, Spec, ToWorker
+from ..core.names import ModelName, Version
+from ..core.server import Server
+from ..core.settings import Settings
+from ..core.specs import parse_spec
+from ..core.view import Status
+from .codec import Malformed, decode_to_server
+from .lines import Line
+from .questions import VersionExists
+
+_log = logging.getLogger(__name__)
+
+HELLO_S = 5.0  # from the connection to its first message
+STUCK_S = 5.0  # a worker that takes nothing for that long is cut
+SWEEP_S = 1.0  # how often that is looked at
+SPARE_CONNECTIONS = 256  # beyond most_workers: those that reconnect before the old line was seen to end
+NEWS_S = 0.02  # a burst of reports wakes the long polls once
+LONGEST_POLL_S = 60.0
+EARLY_S = 0.001  # timers of some loops have a resolution of 1 ms and may come before their time
+
+
+class ServerShell:
+    """The aiohttp application, and what connects it to the machine."""
+
+    def __init__(self, *, settings: Settings, token: str = "", fresh: bool = False) -> None:
+        now = time.monotonic()
+        self.machine = Server(settings=settings, now=now, first_number=time.time_ns() // 1000, fresh=fresh)
+        self.settings = settings
+        self.failure: Exception | None = None
+        self.on_failure = asyncio.Event()
+        self._token = token.encode()
+        self._lines: dict[str, Line] = {}
+        self._opened = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
+        self._is_stopping = False
+        self._has_changed = asyncio.Event()
+        self._waiters = 0
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=64 * 1024)
+        app.router.add_get("/v1/session", self._session)
+        app.router.add_get("/v1/status", self._status)
+        app.router.add_get("/v1/wait", self._wait)
+        app.router.add_get("/healthz", self._healthz)
+        app.cleanup_ctx.append(self._running)
+        app.on_shutdown.append(self._shutdown)
+        return app
+
+    # --- the machine --------------------------------------------------------------------------------------------------
+
+    def _deliver(self, outbox: list[tuple[str, ToWorker]]) -> None:
+        """Send what the machine wants sent, and be back when it wants to be asked again."""
+        for sender, message in outbox:
+            line = self._lines.get(sender)
+            if line is not None:
+                line.post(message)
+                if isinstance(message, Orders) and message.grant is not None:
+                    self._log_grant(line, message)
+        self._set_timer()
+        if self._waiters:
+            self._has_changed.set()
+
+    def _set_timer(self) -> None:
+        deadline = self.machine.next_deadline()
+        timer, loop = self._timer, asyncio.get_running_loop()
+        delay_s = deadline - time.monotonic() + EARLY_S
+        if timer is not None:
+            if timer.when() <= loop.time() + delay_s:
+                return  # it comes early enough; then it is set anew
+            timer.cancel()
+        self._timer = loop.call_later(max(0.0, delay_s), self._tick) if delay_s < 1e9 else None
+
+    def _tick(self) -> None:
+        self._timer = None
+        try:
+            self._deliver(self.machine.tick(now=time.monotonic()))
+        except Exception as error:  # noqa: BLE001 - our bug: this server stops, the next one starts from reports
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        _log.critical("the reference server contradicts itself and stops: %r", error, exc_info=error)
+        self.failure = error
+        self.on_failure.set()
+
+    def _log_grant(self, line: Line, orders: Orders) -> None:
+        grant = orders.grant
+        if grant is not None and grant.ticket != line.logged_ticket:
+            line.logged_ticket = grant.ticket
+            _log.info("%s: version %d from %s: %s", line.name, grant.version, grant.source, grant.reason)
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    async def _session(self, request: web.Request) -> web.StreamResponse:
+        if self._is_stopping or len(self._lines) >= self.settings.most_workers + SPARE_CONNECTIONS:
+            return web.Response(status=503, text="no room for another connection\n")
+        socket = web.WebSocketResponse(max_msg_size=MOST_LAYOUT_BYTES, compress=False, timeout=1.0)
+        await socket.prepare(request)
+        self._opened += 1
+        line = Line(f"line-{self._opened}", socket, request)
+        self._lines[line.sender] = line
+        try:
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(line.write())
+                await self._listen(line)
+                if not line.is_refused:
+                    writer.cancel()
+        finally:
+            del self._lines[line.sender]
+            if line.has_said_hello and not self._is_stopping:
+                self._deliver(self.machine.disconnected(line.sender, now=time.monotonic()))
+        return socket
+
+    async def _listen(self, line: Line) -> None:
+        """Hand on messages until the line ends."""
+        async for frame in line.socket:
+            line.heard_at = time.monotonic()
+            if line.is_refused:
+                continue  # the writer is about to close it
+            if frame.type is not WSMsgType.BINARY:
+                line.post(_malformed("a text frame"))
+                continue
+            try:
+                message = decode_to_server(frame.data, is_known=line.has_said_hello)
+            except Malformed as error:
+                line.post(_malformed(str(error)))
+                continue
+            refusal = self._why_refuse(line, message) if isinstance(message, Hello) else None
+            if refusal is None and not isinstance(message, Hello) and not line.has_said_hello:
+                refusal = _malformed(f"a {type(message).__name__} before any Hello")
+            if refusal is not None:
+                line.post(refusal)
+                continue
+            line.has_said_hello = True
+            try:
+                self._deliver(self.machine.handle(message, sender=line.sender, now=time.monotonic()))
+            except AssertionError as error:  # an invariant: this server stops, the next one starts from reports
+                self._fail(error)
+            except Exception as error:  # noqa: BLE001 - what this worker said is more than we understand: not to be repeated
+                _log.exception("%s said %r", line.name, message)
+                line.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
+
+    def _why_refuse(self, line: Line, hello: Hello) -> Refusal | None:
+        if line.has_said_hello:
+            return _malformed("a second Hello")
+        if hello.protocol != PROTOCOL:
+            text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
+            return Refusal("refused", text, "install the same TensorHub on both sides")
+        if not hmac.compare_digest(hello.token.encode(), self._token):
+            return Refusal("refused", "this token is not the server's", "set token= or TENSORHUB_TOKEN")
+        line.name = str(hello.worker)
+        return None
+
+    async def _sweep(self) -> None:
+        """Cut lines that have said no hello, say nothing any more, or take nothing."""
+        silent_s = max(3 * self.settings.lease_s, HELLO_S)
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for line in list(self._lines.values()):
+                is_stranger = not line.has_said_hello and now - line.opened_at > HELLO_S
+                if is_stranger or now - line.heard_at > silent_s or now - line.sending_since > STUCK_S:
+                    line.cut()
+
+    # --- everybody else -----------------------------------------------------------------------------------------------
+
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        self._authorise(request)
+        status = self.status()
+        model = request.query.get("model")
+        if model is not None:
+            models = tuple(each for each in status.models if each.name == model)
+            transfers = tuple(each for each in status.transfers if each.model == model)
+            status = msgspec.structs.replace(status, models=models, transfers=transfers)
+        return web.Response(body=msgspec.json.encode(status), content_type="application/json")
+
+    async def _healthz(self, request: web.Request) -> web.StreamResponse:
+        state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL}
+        return web.json_response(state, status=503 if self._is_stopping else 200)
+
+    async def _wait(self, request: web.Request) -> web.StreamResponse:
+        """Answer as soon as the version exists, or with null when the asker's patience ends."""
+        self._authorise(request)
+        try:
+            model = ModelName(request.query["model"])
+            spec = _spec(request.query.get("spec", "latest"))
+            patience_s = min(LONGEST_POLL_S, max(0.0, float(request.query.get("timeout", "20"))))
+        except (KeyError, ValueError, UsageError) as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        self._waiters += 1
+        try:
+            found = self._existing(model, spec)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    while found is None and not self._is_stopping:
+                        await self._news.wait()
+                        found = self._existing(model, spec)
+        finally:
+            self._waiters -= 1
+        if found is None and self._is_stopping:
+            raise web.HTTPServiceUnavailable(text="the server stops\n")
+        return web.Response(body=msgspec.json.encode(VersionExists(found)), content_type="application/json")
+
+    def _existing(self, name: ModelName, spec: Spec) -> Version | None:
+        model = self.machine.models.get(name)
+        return model.awaited(spec) if model is not None else None
+
+    def _authorise(self, request: web.Request) -> None:
+        shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        if not hmac.compare_digest(shown, self._token) and self._token:
+            raise web.HTTPUnauthorized(text="this server wants a token\n", headers={"WWW-Authenticate": "Bearer"})
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        return self.machine.status(now=time.monotonic())
+
+    async def _running(self, _: web.Application) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._spread_news())]
+        self._set_timer()
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _spread_news(self) -> None:
+        """Wake the long polls, once for each burst of reports."""
+        while True:
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            self._news.set()
+            self._news.clear()
+            await asyncio.sleep(NEWS_S)
+
+    async def _shutdown(self, _: web.Application) -> None:
+        self._is_stopping = True
+        self._news.set()
+        async with asyncio.TaskGroup() as group:
+            for line in list(self._lines.values()):
+                group.create_task(line.say_goodbye())
+
+
+def _spec(text: str) -> Spec:
+    spec: Spec = int(text) if text.isdecimal() else text
+    parse_spec(spec)
+    return spec
+
+
+def _malformed(why: str) -> Refusal:
+    return Refusal("refused", f"this is no message of {PROTOCOL}: {why[:200]}", "is this a TensorHub worker?")

@@ -1,0 +1,184 @@
+"""A reference server's life: in the foreground for `tensorhub serve`, or in a thread of this process.
+
+It must never: leave a port, a thread or a signal handler behind.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from aiohttp import web
+
+from ..core.errors import TensorHubError, UsageError
+from ..core.settings import Settings
+from ..core.view import Status
+from .server import ServerShell
+
+_log = logging.getLogger(__name__)
+
+STOP_S = 3.0  # for open requests; workers are told goodbye within one second
+START_S = 30.0
+
+
+class RunningServer:
+    """A reference server in the running loop."""
+
+    def __init__(self, shell: ServerShell, runner: web.AppRunner, address: str) -> None:
+        self.shell = shell
+        self.address = address
+        self._runner = runner
+
+    async def stop(self) -> None:
+        """Say goodbye to everybody and free the port."""
+        await self._runner.cleanup()
+
+
+async def start_server(host: str, port: int, *, settings: Settings, token: str, fresh: bool) -> RunningServer:
+    """Listen. Raises `UsageError` if the address cannot be had. Port 0 takes any free one."""
+    shell = ServerShell(settings=settings, token=token, fresh=fresh)
+    runner = web.AppRunner(shell.application(), access_log=None, shutdown_timeout=STOP_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host or None, port, backlog=1024).start()
+    except OSError as error:
+        await runner.cleanup()
+        hint = f"is another server running there? `tensorhub status --server {host}:{port}` tells; or use another port"
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}", hint=hint) from error
+    bound = runner.addresses[0][1]
+    shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
+    return RunningServer(shell, runner, f"{shown}:{bound}")
+
+
+def run_server(
+    host: str,
+    port: int,
+    *,
+    settings: Settings,
+    token: str = "",
+    fresh: bool = False,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Run a reference server until SIGTERM or SIGINT; blocks. `on_ready` gets its address once it listens.
+
+    Raises `UsageError` if the address cannot be had, and what the machine raised if it contradicted itself.
+    """
+
+    async def serve() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        server = await start_server(host, port, settings=settings, token=token, fresh=fresh)
+        _log.info("reference server at %s", server.address)
+        if on_ready is not None:
+            on_ready(server.address)
+        await _either(stop, server.shell.on_failure)
+        _log.info("reference server at %s stops", server.address)
+        await server.stop()
+        if server.shell.failure is not None:
+            raise server.shell.failure
+
+    with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
+        runner.run(serve())
+
+
+class ServerThread:
+    """A reference server inside this process, in a thread of its own: for notebooks, tests and single-node runs.
+
+    Runs from the start until `close` or the end of its `with` block. A child that is forked meanwhile does not have it.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        settings: Settings | None = None,
+        token: str = "",
+        fresh: bool = True,
+    ) -> None:
+        self.address = ""
+        self._pid = os.getpid()
+        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._server: RunningServer | None = None
+        self._arguments = (host, port, settings or Settings(), token, fresh)
+        self._thread = threading.Thread(target=self._run, name="tensorhub-server", daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_S):
+            raise TensorHubError(f"the reference server did not start within {START_S:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> "ServerThread":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def status(self) -> Status:
+        """How things are, seen from inside."""
+        loop, server = self._loop, self._server
+        assert loop is not None
+        assert server is not None
+        asking = asyncio.run_coroutine_threadsafe(_ask(server.shell), loop)
+        return asking.result(START_S)
+
+    def close(self) -> None:
+        """Stop it and free its port. Idempotent."""
+        loop, stop = self._loop, self._stop
+        if os.getpid() != self._pid or loop is None or stop is None or not self._thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):  # it has just ended by itself
+            loop.call_soon_threadsafe(stop.set)
+        self._thread.join(STOP_S + START_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:  # noqa: BLE001 - the top of a thread: raised where the server was started
+            self._error = error
+            if self._started.is_set():
+                _log.critical("the reference server at %s has ended: %r", self.address, error)
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        host, port, settings, token, fresh = self._arguments
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._server = await start_server(host, port, settings=settings, token=token, fresh=fresh)
+        self.address = self._server.address
+        self._started.set()
+        await _either(self._stop, self._server.shell.on_failure)
+        await self._server.stop()
+        if self._server.shell.failure is not None:
+            raise self._server.shell.failure
+
+
+async def _ask(shell: ServerShell) -> Status:
+    return shell.status()
+
+
+async def _either(*events: asyncio.Event) -> None:
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,62 @@
+"""A read counts only while its reader may trust it: inside its own lease, and until it was told to stop.
+
+`TrustedSink` stands between a transport and a fill and asks the gate before and after a chunk is judged, and again
+before it is counted. It must never: prolong anything by itself.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from math import inf
+
+from ..core.errors import SessionLost
+from ..memory.fill import FillSink
+from ..transport.base import ByteStream
+
+
+class Lease:
+    """Until when this worker trusts what it reads (`time.monotonic()`); written by the loop, read by any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.until = -inf
+        self.clock = clock
+
+    @property
+    def is_over(self) -> bool:
+        return self.clock() >= self.until
+
+
+class TrustedSink:
+    """A `Sink` for one read: the fill behind it, as long as the read is trusted."""
+
+    def __init__(self, fill: FillSink, lease: Lease) -> None:
+        self._fill = fill
+        self._lease = lease
+        self.is_stopped = False
+
+    @property
+    def stream(self) -> ByteStream:
+        return self._fill.stream
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._fill.chunk_bytes
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        self._check()
+        return self._fill.begin(manifest)
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        self._check()
+        self._fill.accept(chunk, views)
+        self._check()
+
+    def stored(self, chunk: int) -> None:
+        self._check()
+        self._fill.stored(chunk)
+
+    def _check(self) -> None:
+        """`SessionLost` is raised by nothing else on the way of a read: it says that no source is to blame."""
+        if self.is_stopped:
+            raise SessionLost("this read was told to stop")
+        if self._lease.is_over:
+            raise SessionLost("the lease under which this read was granted has ended")
