@@ -98,7 +98,7 @@ class Model:
         return None, Failure("version-unavailable", text, "wait for the first publish")
 
     def awaited(self, spec: Spec) -> Version | None:
-        """What somebody who waits for `spec` has waited for: that version or a newer one; None if it is not there yet."""
+        """What somebody who waits for `spec` gets: that version or a newer one; None while there is none."""
         version = parse_spec(spec)
         if version is None:
             return self.resolve(spec)[0]
