@@ -103,39 +103,39 @@ class Weights:
         """Take tensors that `memory.registration.register` has looked at already."""
         await self._here(self._client.register(registration))
 
-    async def publish(self, version: int, *, timeout: float | None = None) -> int:  # noqa: ASYNC109
+    async def publish(self, version: int, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Let everybody read what the tensors are now, as `version`, and promise not to change them."""
         return _certain(await self._here(self._client.publish(version, self._deadline(timeout))))
 
-    async def unpublish(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
+    async def unpublish(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Take the promise back: returns when nobody reads these tensors any more."""
         await self._here(self._client.operate("unpublish", "", self._deadline(timeout)))
 
     @asynccontextmanager
-    async def mutating(self, *, version: int, timeout: float | None = None) -> AsyncIterator[None]:  # noqa: ASYNC109
+    async def mutating(self, *, version: int, timeout: float | None = None) -> AsyncIterator[None]:  # noqa: ASYNC109 - our own deadline
         """Unpublish, let the block change the tensors, publish them as `version` unless it raised."""
         self._check_version(version)
         await self.unpublish(timeout=timeout)
         yield
         await self.publish(version, timeout=timeout)
 
-    async def replicate(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109
+    async def replicate(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Fill the tensors with a version from whoever holds it. Returns the version."""
         return _certain(await self._here(self._client.operate("replicate", spec, self._deadline(timeout))))
 
-    async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109
+    async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held."""
         return _certain(await self._here(self._client.operate("update", spec, self._deadline(timeout))))
 
-    async def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109
+    async def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Wait until the version, or a newer one, was published. Returns what there is then."""
         return await self._here(self._client.wait_for(spec, self._deadline(timeout)))
 
-    async def check(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
+    async def check(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Hash the tensors again: raises `NotDrained` naming those that were changed since they were published."""
         await self._here(self._client.check(self._deadline(timeout)))
 
-    async def close(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
+    async def close(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Withdraw, wait for readers, leave. Idempotent."""
         await self._here(self._client.close(self._deadline(timeout)))
 
@@ -206,7 +206,7 @@ class View:
         self._thread = thread
         self._pid = os.getpid()
 
-    async def status(self, *, model: str = "", timeout: float | None = None) -> Status:  # noqa: ASYNC109
+    async def status(self, *, model: str = "", timeout: float | None = None) -> Status:  # noqa: ASYNC109 - our own deadline
         """The whole picture, or that of one model. Raises `ServerUnreachable`, `Refused`."""
         check_process(self._pid, f"the view of {self._options.server}")
         seconds = _seconds(timeout, "timeout")

@@ -23,7 +23,7 @@ from ..memory.digests import build_manifest, changed_chunks, tensors_of
 from ..memory.registration import Registration
 from ..transport.base import Transport
 from .config import Options
-from .driver import Driver, failed
+from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
 from .questions import wait_for_version
 
@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAMES_SHOWN = 5  # tensors in an error
-SLOW_START_S = 0.5  # of a thread that hashes; the rest of a deadline that is already over
 
 
 class Client:
@@ -109,7 +108,11 @@ class Client:
         """Withdraw, wait for readers, leave. Idempotent; ends by its deadline."""
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close(deadline))
-        await asyncio.shield(self._closing)
+        try:
+            async with asyncio.timeout_at(deadline + AFTER_DEADLINE_S):
+                await asyncio.shield(self._closing)
+        except TimeoutError:  # an earlier close() has more patience than this one
+            await self.driver.end(deadline)
 
     @property
     def version(self) -> Version | None:
@@ -167,11 +170,13 @@ class Client:
             raise UsageError(text, hint="change tensors in place (copy_), or register() again after replacing them")
 
     async def _hashed(self, version: Spec, deadline: float) -> Manifest:
-        registration, options = self.driver.data.registration, self.options
+        registration, content, options = self.driver.data.registration, self.driver.data.content, self.options
         assert registration is not None, "why_not_begin had seen a layout"
-        build = functools.partial(
-            build_manifest, registration, options.chunk_bytes, verify=options.verify, salt=uuid4().hex
-        )
+        held = content.manifest if content is not None and self.driver.worker.held == content.version else None
+        if held is not None and not held.digests:
+            return held  # what was never hashed cannot be hashed again: it is taken for what it was
+        chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then
+        build = functools.partial(build_manifest, registration, chunk_bytes, verify=options.verify, salt=uuid4().hex)
         return await self._by(deadline, f"publish({version}) of {self.me}: hashing its tensors", build)
 
     async def _by(self, deadline: float, what: str, work: Callable[[], T]) -> T:

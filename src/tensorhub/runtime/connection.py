@@ -6,7 +6,9 @@ left. It must never: give up by itself (a definitive `Refusal` ends it), or look
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import random
 from collections.abc import Callable
 
@@ -19,8 +21,9 @@ from .codec import Malformed, decode_to_worker, encode
 _log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
-SILENCE_S = 5.0  # five reports unanswered, at one a second
+SILENCE_S = 5.0  # five reports unanswered, at one a second; longer where reports are rarer
 FIRST_RETRY_S = 0.05  # a restarted server is found quickly
+GOODBYE_S = 0.25  # nobody waits longer for a server that does not answer
 LAST_RETRY_S = 2.0  # 10,000 workers then knock 7,500 times a second at most, spread by the jitter
 MOST_MESSAGE_BYTES = 1 << 20  # orders take a few hundred bytes; an error's text is bounded
 
@@ -87,6 +90,9 @@ class Connection:
     def _note_failure(self, error: Exception, *, is_first: bool) -> None:
         if isinstance(error, TimeoutError):
             self.why = f"it did not answer within {CONNECT_S:.0f} s"
+        elif isinstance(error, aiohttp.ClientConnectorError):
+            code = error.os_error.errno
+            self.why = os.strerror(code) if code and code > 0 else str(error.os_error)
         elif isinstance(error, aiohttp.WSServerHandshakeError):
             self.why = f"what answers there is no reference server (HTTP {error.status})"
         else:
@@ -96,7 +102,7 @@ class Connection:
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> tuple[Refusal | None, bool]:
         """Carry messages until the line ends: (the refusal that ended it, whether anything was heard)."""
-        refusal, has_heard = None, False
+        refusal, has_heard, silence_s = None, False, SILENCE_S
         self.is_connected, self._layout, self._report = True, None, None
         self._has_mail.clear()
         self.connects += 1
@@ -105,24 +111,30 @@ class Connection:
             writer = group.create_task(self._write(socket))
             try:
                 while refusal is None:
-                    frame = await socket.receive(timeout=SILENCE_S)
+                    frame = await socket.receive(timeout=silence_s)
                     if frame.type is not aiohttp.WSMsgType.BINARY:
                         self.why = "it closed the connection"
                         break
                     message = decode_to_worker(frame.data)
                     has_heard = True
-                    refusal = message if isinstance(message, Refusal) else None
+                    if isinstance(message, Refusal):
+                        refusal = message
+                    else:
+                        silence_s = SILENCE_S * max(1.0, message.report_s)
                     self._on_event(Received(message))
             except TimeoutError:
-                self.why = f"it was silent for {SILENCE_S:.0f} s"
+                self.why = f"it was silent for {silence_s:.0f} s"
             except Malformed as error:
                 self.why = f"it sent what is no message: {error}"
             finally:
                 writer.cancel()
                 self.is_connected = False
                 self._on_event(Disconnected())
-        _log.info("%s: the line to %s ended: %s", self._hello.worker, self.address, refusal or self.why)
-        await socket.close()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GOODBYE_S):
+                        await socket.close()
+        why = refusal.message if refusal is not None else self.why
+        _log.info("%s: the line to %s ended: %s", self._hello.worker, self.address, why)
         return refusal, has_heard
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:

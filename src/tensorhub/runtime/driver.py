@@ -139,6 +139,8 @@ class Driver:
                 await in_thread(self.data.close, name="close")
         except TimeoutError:
             _log.warning("%s: its transports have not ended after %.1f s", self.me, patience_s)
+        else:
+            self.data.registration = self.data.content = None  # the tensors are the caller's alone
 
     # --- the machine --------------------------------------------------------------------------------------------------
 

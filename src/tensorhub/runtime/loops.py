@@ -25,7 +25,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
+        self.loop = asyncio.SelectorEventLoop()  # its clock is time.monotonic, whatever policy the process has
         self.thread = threading.Thread(target=self._run, name="tensorhub-worker", daemon=True)
         self.thread.start()
 

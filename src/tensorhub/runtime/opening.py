@@ -8,8 +8,9 @@ import socket
 import time
 from functools import partial
 from uuid import uuid4
+from weakref import WeakSet
 
-from ..core.errors import TensorHubError, UsageError
+from ..core.errors import ServerUnreachable, TensorHubError, UsageError
 from ..core.messages import PROTOCOL, Hello
 from ..core.names import ModelName, ReplicaName, Shard
 from ..transport.base import Transport
@@ -21,14 +22,20 @@ from .loops import in_thread, loop_thread
 
 EXIT_S = 0.5  # for everybody together: the interpreter must not hang
 
-_open_clients: dict[Client, int] = {}  # and the process that opened each
+_clients: "WeakSet[Client]" = WeakSet()  # those that live are kept alive by the loop
 
 
 async def open_client(
     model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options, deadline: float
 ) -> Client:
     """A connected worker. In the worker loop."""
-    transports = await in_thread(partial(_transports, options), name="listen")
+    try:
+        async with asyncio.timeout_at(deadline):
+            host = options.host or await in_thread(partial(_address_towards, options.server), name="resolve")
+            transports = await in_thread(partial(_listen, host, options.token), name="listen")
+    except TimeoutError as error:
+        text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
+        raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
     hello = Hello(
         protocol=PROTOCOL,
         model=ModelName(model),
@@ -44,15 +51,14 @@ async def open_client(
     )
     client = Client(hello, options, transports)
     await client.start(deadline)
-    _open_clients[client] = os.getpid()
+    _clients.add(client)
     return client
 
 
-def _transports(options: Options) -> dict[str, Transport]:
-    """Listen for peers. Blocks for as long as it takes to resolve names."""
-    host = options.host or _address_towards(options.server)
+def _listen(host: str, token: str) -> dict[str, Transport]:
+    """Listen for peers."""
     try:
-        tcp = TcpTransport(TcpSettings(host=host, token=options.token or None))
+        tcp = TcpTransport(TcpSettings(host=host, token=token or None))
     except OSError as error:
         text = f"cannot listen for peers on host={host!r}: {error.strerror or error}"
         raise UsageError(text, hint="set host= or TENSORHUB_HOST to an address of this machine") from error
@@ -72,7 +78,7 @@ def _address_towards(server: str) -> str:
 
 def _close_forgotten() -> None:
     """At the end of the interpreter: tell the server of those who leave, as far as half a second goes."""
-    clients = [client for client, pid in _open_clients.items() if pid == os.getpid() and not client.driver.is_gone]
+    clients = [client for client in list(_clients) if not client.driver.is_gone]
     if not clients:
         return
     thread = loop_thread()
@@ -85,4 +91,9 @@ def _close_forgotten() -> None:
         thread.wait(close_all(), deadline=deadline, what="closing at exit")
 
 
+def _forget_after_fork() -> None:
+    _clients.clear()
+
+
 atexit.register(_close_forgotten)
+os.register_at_fork(after_in_child=_forget_after_fork)

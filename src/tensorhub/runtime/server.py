@@ -135,6 +135,8 @@ class ServerShell:
             line.heard_at = time.monotonic()
             if line.is_refused:
                 continue  # the writer is about to close it
+            if frame.type is WSMsgType.ERROR:
+                return  # too long, or no frame at all: aiohttp has said so and closes
             if frame.type is not WSMsgType.BINARY:
                 line.post(_malformed("a text frame"))
                 continue
@@ -164,7 +166,7 @@ class ServerShell:
         if hello.protocol != PROTOCOL:
             text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
             return Refusal("refused", text, "install the same TensorHub on both sides")
-        if not hmac.compare_digest(hello.token.encode(), self._token):
+        if self._token and not hmac.compare_digest(hello.token.encode(), self._token):
             return Refusal("refused", "this token is not the server's", "set token= or TENSORHUB_TOKEN")
         line.name = str(hello.worker)
         return None
@@ -225,7 +227,7 @@ class ServerShell:
 
     def _authorise(self, request: web.Request) -> None:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(shown, self._token) and self._token:
+        if self._token and not hmac.compare_digest(shown, self._token):
             raise web.HTTPUnauthorized(text="this server wants a token\n", headers={"WWW-Authenticate": "Bearer"})
 
     # --- its life -----------------------------------------------------------------------------------------------------

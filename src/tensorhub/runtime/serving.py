@@ -41,7 +41,7 @@ class RunningServer:
 async def start_server(host: str, port: int, *, settings: Settings, token: str, fresh: bool) -> RunningServer:
     """Listen. Raises `UsageError` if the address cannot be had. Port 0 takes any free one."""
     shell = ServerShell(settings=settings, token=token, fresh=fresh)
-    runner = web.AppRunner(shell.application(), access_log=None, shutdown_timeout=STOP_S)
+    runner = web.AppRunner(shell.application(), access_log=None, shutdown_timeout=STOP_S, handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, host or None, port, backlog=1024).start()
@@ -116,6 +116,9 @@ class ServerThread:
         if self._error is not None:
             raise self._error
 
+    def __repr__(self) -> str:
+        return f"<reference server at {self.address}>"
+
     def __enter__(self) -> "ServerThread":
         return self
 
@@ -143,7 +146,8 @@ class ServerThread:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                runner.run(self._serve())
         except Exception as error:  # noqa: BLE001 - the top of a thread: raised where the server was started
             self._error = error
             if self._started.is_set():
