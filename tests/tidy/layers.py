@@ -31,7 +31,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "aiohttp": ("runtime",),
     "uvloop": ("runtime",),
     "typer": ("cli",),
-    "click": ("cli",),
     "rich": ("cli", "demo"),
     "matplotlib": ("demo",),
     "safetensors": ("cli", "integrations", "demo"),

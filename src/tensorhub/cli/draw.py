@@ -1,0 +1,202 @@
+"""The reference server's picture of itself as a table for a terminal. Values in, something that rich can print out.
+
+For each model: which versions there are and who has them, then a line for each replica and its shards: what it has,
+what it is doing, whom it reads from and why from there. Wider terminals also see leases, where
+workers are, and where their bytes came from.
+"""
+
+import json
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..core.view import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView
+from .rows import Row, bytes_done, rows_of, transfers_of
+from .words import count_text, shards_text, size_text, some_text, time_text
+
+WIDE = 120  # columns; from there on there is room for leases, hosts and bytes by source
+MOST_NAMES = 6
+MOST_VERSIONS = 5
+BAR_COLUMNS = 14
+
+STYLES = {"holding": "green", "filling": "cyan", "withdrawing": "yellow", "poisoned": "bold red", "empty": "dim"}
+
+
+def draw_status(
+    status: Status, *, server: str = "", width: int = 80, bars: bool = False, rates: dict[int, float] | None = None
+) -> RenderableType:
+    """The whole picture. `bars` draws progress as bars; `rates` (bytes/s by ticket) are shown where known."""
+    parts: list[RenderableType] = [_heading(status, server)]
+    if not status.models:
+        parts.append(Text("\nNo model yet: a worker that opens one against this server appears here.", style="dim"))
+    for model in status.models:
+        parts += [Text(""), *_model(status, model, width, bars, rates or {})]
+    return Group(*parts)
+
+
+def status_json(status: Status) -> str:
+    """The same as JSON, for programs."""
+    return json.dumps(msgspec.to_builtins(status), indent=2)
+
+
+def _heading(status: Status, server: str) -> Text:
+    workers = sum(len(replica.workers) for model in status.models for replica in model.replicas)
+    text = Text.assemble(("reference server", "bold"), f" {server}" if server else "")
+    text.append(f", up {time_text(status.uptime_s)}, {count_text(workers, 'worker')}")
+    text.append(f", {count_text(len(status.transfers), 'read')} open")
+    if status.recovering_s > 0:
+        text.append(f"\nrecovering: for {time_text(status.recovering_s)} it hears who is there, and ", style="yellow")
+        text.append("drains and resolves nothing", style="yellow")
+    return text
+
+
+# --- one model --------------------------------------------------------------------------------------------------------
+
+
+def _model(status: Status, model: ModelView, width: int, bars: bool, rates: dict[int, float]) -> list[RenderableType]:
+    latest = f"latest is {model.latest}" if model.latest is not None else "nothing published yet"
+    facts = f"  {latest}, {count_text(model.shards, 'shard')}, {size_text(model.size_bytes)}"
+    title = Text.assemble((model.name, "bold"), facts)
+    parts: list[RenderableType] = [title, *_versions(model.versions)]
+    if not model.replicas:
+        return [*parts, Text("  no replica is here now", style="dim")]
+    is_wide = width >= WIDE
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
+    table.add_column("replica", overflow="fold", max_width=30)
+    table.add_column("shard", overflow="fold", max_width=12)
+    table.add_column("has", overflow="fold", max_width=19)
+    table.add_column("does, and why", ratio=1, overflow="fold")
+    table.add_column("readers", justify="right")
+    if is_wide:
+        table.add_column("lease", justify="right")
+        table.add_column("received", max_width=26, overflow="fold")
+        table.add_column("where", max_width=26, overflow="fold")
+    transfers = transfers_of(status, model)
+    for replica in model.replicas:
+        _add_replica(table, replica, transfers, is_wide, bars, rates)
+    return [*parts, table]
+
+
+def _versions(versions: tuple[VersionView, ...]) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for version in versions[:MOST_VERSIONS]:
+        text = Text(f"version {version.version}", style="bold" if version.is_latest else "")
+        if version.holders:
+            text.append(f" held by {some_text(version.holders, MOST_NAMES)}", style="not bold")
+        elif version.last_holder:
+            text.append(f" held by nobody; {version.last_holder} was the last", style="red")
+        else:
+            text.append(" held whole by nobody", style="yellow")
+        if version.filling:
+            text.append(f"; filling {some_text(version.filling, MOST_NAMES)}", style="not bold cyan")
+        if not version.is_complete:
+            text.append("; being published", style="not bold yellow")
+        lines.append(Padding(text, (0, 0, 0, 2)))
+    if len(versions) > MOST_VERSIONS:
+        lines.append(Padding(Text(f"and {len(versions) - MOST_VERSIONS:,} older ones", style="dim"), (0, 0, 0, 2)))
+    return lines
+
+
+# --- one replica ------------------------------------------------------------------------------------------------------
+
+
+def _add_replica(
+    table: Table,
+    replica: ReplicaView,
+    transfers: dict[tuple[str, int], list[Transfer]],
+    is_wide: bool,
+    bars: bool,
+    rates: dict[int, float],
+) -> None:
+    for number, row in enumerate(rows_of(replica, transfers)):
+        does: list[RenderableType] = []
+        if number == 0 and (doing := _operation(replica.operation)) is not None:
+            does.append(doing)
+        does += [_reading(transfer, rates) for transfer in row.transfers]
+        worker = row.worker
+        cells: list[RenderableType] = [
+            _name(replica) if number == 0 else Text(""),
+            Text(shards_text(row.shards)),
+            _has(row, bars),
+            Group(*does) if does else Text(""),
+            Text(str(worker.readers) if worker is not None and worker.readers else ""),
+        ]
+        if is_wide:
+            cells += [_lease(row), _received(row), _where(row)]
+        table.add_row(*cells)
+
+
+def _name(replica: ReplicaView) -> Text:
+    text = Text(replica.name)
+    if replica.workers and not any(worker.reliable for worker in replica.workers):
+        text.append(" (spot)", style="dim")
+    return text
+
+
+def _has(row: Row, bars: bool) -> RenderableType:
+    worker = row.worker
+    if worker is None:
+        return Text("missing", style="red")
+    text = Text(worker.state if worker.version is None else f"{worker.version} {worker.state}")
+    text.stylize(STYLES.get(worker.state, ""))
+    if worker.state == "filling":
+        share = worker.done / worker.chunks if worker.chunks else 0.0
+        text.append(f" {share:4.0%}")
+    if not worker.connected:
+        text.append(f"\ncut off, {time_text(worker.lease_left_s)} left", style="yellow")
+    if not bars or worker.state != "filling":
+        return text
+    return Group(text, ProgressBar(total=max(worker.chunks, 1), completed=worker.done, width=BAR_COLUMNS))
+
+
+def _operation(operation: OperationView | None) -> Text | None:
+    """What the replica does as a group; nothing where that has ended well."""
+    if operation is None or operation.state == "finished":
+        return None
+    spec = "" if operation.spec == "" else json.dumps(operation.spec)
+    text = Text(f"{operation.verb}({spec})")
+    if operation.version is not None and str(operation.version) != spec:
+        text.append(f" is {operation.version}")
+    style = {"failed": "red", "waiting": "yellow"}.get(operation.state, "")
+    if operation.state != "running":
+        text.append(f", {operation.state}", style=style)
+    if operation.waiting_for:
+        text.append(f": {operation.waiting_for}", style=style)
+    return text
+
+
+def _reading(transfer: Transfer, rates: dict[int, float]) -> Text:
+    if transfer.is_void:
+        return Text(f"stops reading from {transfer.source}", style="dim")
+    text = Text.assemble("reads from ", (transfer.source, "bold"))
+    if transfer.chunks:
+        text.append(f", {size_text(bytes_done(transfer))} of {size_text(transfer.size_bytes)}")
+    if transfer.ticket in rates:
+        text.append(f" at {size_text(rates[transfer.ticket])}/s", style="cyan")
+    if transfer.reason:
+        text.append(f": {transfer.reason}", style="dim")
+    return text
+
+
+def _lease(row: Row) -> Text:
+    return Text(time_text(row.worker.lease_left_s) if row.worker is not None else "")
+
+
+def _received(row: Row) -> Text:
+    received = row.worker.received_bytes if row.worker is not None else {}
+    most_first = sorted(received.items(), key=lambda item: (-item[1], item[0]))
+    return Text(some_text([f"{size_text(size)} from {source}" for source, size in most_first], 3))
+
+
+def _where(row: Row) -> Text:
+    if row.worker is None:
+        return Text("")
+    places = [place for place in (row.worker.site, row.worker.host) if place]
+    if row.worker.endpoints:
+        places.append(some_text(row.worker.endpoints, 1))
+    return Text("\n".join(places), style="dim")

@@ -1,0 +1,72 @@
+"""`tensorhub watch`: the status again and again, in place on a terminal, one below the other elsewhere."""
+
+import time
+from collections.abc import Callable
+from itertools import count
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ..core.errors import ServerUnreachable
+from ..core.view import Status
+from .draw import draw_status
+from .rows import Progress, progress_of, rates_between
+
+
+class Watcher:
+    """Turns one answer after another into pictures. While the server is away, the last picture stays."""
+
+    def __init__(self, server: str, ask: Callable[[], Status], clock: Callable[[], float] = time.monotonic) -> None:
+        self._server = server
+        self._ask = ask
+        self._clock = clock
+        self._last: Status | None = None
+        self._progress: dict[int, Progress] = {}
+        self._rates: dict[int, float] = {}
+        self._away_since: float | None = None
+
+    def look(self, width: int) -> RenderableType:
+        """The picture as it is now. Raises `ServerUnreachable` only if there never was one."""
+        now = self._clock()
+        try:
+            status = self._ask()
+        except ServerUnreachable:
+            if self._last is None:
+                raise
+            self._away_since = now if self._away_since is None else self._away_since
+            away = Text(f"no answer for {now - self._away_since:.0f} s; below is what was last heard", style="bold red")
+            return Group(away, self._draw(self._last, width))
+        self._away_since = None
+        progress = progress_of(status, now)
+        fresh = rates_between(self._progress, progress)
+        # a report a second: between two of them nothing seems to move, and the former rate still holds
+        self._rates = {ticket: rate or self._rates.get(ticket, 0.0) for ticket, rate in fresh.items()}
+        moved = {t: p for t, p in progress.items() if p.done_bytes != _done(self._progress.get(t))}
+        self._progress = {t: moved.get(t, self._progress.get(t, p)) for t, p in progress.items()}
+        self._last = status
+        return self._draw(status, width)
+
+    def _draw(self, status: Status, width: int) -> RenderableType:
+        return draw_status(status, server=self._server, width=width, bars=True, rates=self._rates)
+
+
+def _done(progress: Progress | None) -> float | None:
+    return progress.done_bytes if progress is not None else None
+
+
+def watch(watcher: Watcher, console: Console, *, every_s: float, times: int | None) -> None:
+    """Show it every `every_s` seconds, `times` times or until Ctrl-C."""
+    rounds = range(times) if times is not None else count()
+    if not console.is_terminal:
+        for number in rounds:
+            time.sleep(every_s if number else 0.0)
+            console.print(watcher.look(console.width))
+        return
+    first = watcher.look(console.width)  # an error before the screen is taken stays readable
+    with Live(first, console=console, screen=times is None, auto_refresh=False) as live:
+        for number in rounds:
+            if number:
+                time.sleep(every_s)
+                live.update(watcher.look(console.width))
+            live.refresh()

@@ -1,0 +1,176 @@
+"""`tensorhub`: run a reference server, look at one, simulate a cluster, see the main job.
+
+Each command imports what it needs when it is called, so `tensorhub --help` is quick and the server never loads torch.
+"""
+
+import os
+from typing import Annotated
+
+import typer
+
+from .errors import ErrorsAreLines
+
+app = ErrorsAreLines(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Reference-Oriented Storage: versioned weights, read straight from the peers that hold them.",
+)
+
+DEFAULT_SERVER = "127.0.0.1:7450"
+PATIENCE_S = 5.0  # people wait; the status of 20,000 workers takes about one second
+
+ServerOption = Annotated[
+    str, typer.Option("--server", envvar="TENSORHUB_SERVER", help="The reference server, host:port.")
+]
+TokenOption = Annotated[
+    str, typer.Option("--token", envvar="TENSORHUB_TOKEN", help="Shared secret; empty: none.", show_default=False)
+]
+ModelOption = Annotated[str, typer.Option("--model", help="Only this model.", show_default=False)]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    """What stands before every command."""
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"tensorhub {version_of('tensorhub')}")
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 7450,
+    token: TokenOption = "",
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="No server lived at this address before: skip the recovery wait.")
+    ] = False,
+    lease: Annotated[
+        float | None, typer.Option(help="Seconds for which a silent worker is believed.", show_default="10")
+    ] = None,
+    log: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run a reference server until Ctrl-C or SIGTERM."""
+    import logging
+
+    from ..runtime.config import server_settings
+    from ..runtime.serving import run_server
+
+    levels = logging.getLevelNamesMapping()
+    if log.upper() not in levels:
+        raise typer.BadParameter(f"{log!r} is none of debug, info, warning, error", param_hint="--log")
+    settings = server_settings(lease_s=lease)
+    logging.basicConfig(level=levels[log.upper()], format="%(asctime)s %(levelname)-7s %(message)s")
+
+    def tell(address: str) -> None:
+        typer.echo(f"reference server at {address}; Ctrl-C ends it")
+        if not fresh:
+            typer.echo(f"for {settings.lease_s:g} s it hears who is there before it decides (--fresh skips that)")
+
+    run_server(host, port, settings=settings, token=token, fresh=fresh, on_ready=tell)
+
+
+@app.command()
+def status(
+    server: ServerOption = DEFAULT_SERVER,
+    token: TokenOption = "",
+    model: ModelOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Show models, versions, replicas and shards, and who reads from whom and why."""
+    from rich.console import Console
+
+    from .. import connect
+    from .draw import draw_status, status_json
+
+    found = connect(server, token=token, timeout=PATIENCE_S).status(model=model)
+    if as_json:
+        typer.echo(status_json(found))
+        return
+    console = Console()
+    console.print(draw_status(found, server=server, width=console.width))
+
+
+@app.command()
+def watch(
+    server: ServerOption = DEFAULT_SERVER,
+    token: TokenOption = "",
+    model: ModelOption = "",
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 0.5,
+    times: Annotated[int | None, typer.Option(help="How many looks.", min=1, show_default="until Ctrl-C")] = None,
+) -> None:
+    """Show the status live, with progress bars and rates."""
+    from contextlib import suppress
+
+    from rich.console import Console
+
+    from .. import connect
+    from .live import Watcher
+    from .live import watch as watch_with
+
+    with suppress(KeyboardInterrupt):
+        view = connect(server, token=token, timeout=PATIENCE_S)
+        watcher = Watcher(server, lambda: view.status(model=model))
+        watch_with(watcher, Console(), every_s=every, times=times)
+
+
+@app.command()
+def simulate(
+    seed: Annotated[int | None, typer.Option(help="Print one history as readable lines.", min=0)] = None,
+    seeds: Annotated[str, typer.Option(help="Run many: A..B, both included.", show_default=False)] = "",
+    storm: Annotated[bool, typer.Option("--storm", help="Run new seeds until Ctrl-C or --minutes.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="How long a storm lasts.", min=0.0, show_default=False)] = None,
+    jobs: Annotated[int, typer.Option(help="Processes at a time.", min=1, show_default="cores")] = os.cpu_count() or 1,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Of one history, only the closing line.")] = False,
+) -> None:
+    """Run whole clusters on virtual time, under faults drawn from a seed. Exit status 1 if a promise was broken."""
+    if (seed is not None) + bool(seeds) + storm != 1:
+        raise typer.BadParameter("give exactly one of --seed, --seeds and --storm")
+    if seed is not None:
+        _simulate_one(seed, quiet=quiet)
+    else:
+        _simulate_many(seeds, seconds=minutes * 60 if minutes is not None else None, jobs=jobs)
+
+
+def _simulate_one(seed: int, *, quiet: bool) -> None:
+    from ..sim.runner import run_seed
+
+    result = run_seed(seed, trace=not quiet)
+    if result.lines and not quiet:
+        typer.echo("\n".join(result.lines))
+    facts = f"{result.events} events in {result.virtual_s:.1f} s of virtual time, history {result.digest}"
+    if not result.ok:
+        typer.echo(f"seed {seed} failed after {facts}\n{result.error}", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"seed {seed}: every promise kept; {facts}")
+
+
+def _simulate_many(text: str, *, seconds: float | None, jobs: int) -> None:
+    import itertools
+    from random import SystemRandom
+
+    from rich.console import Console
+
+    from .seeds import parse_seeds, show_seeds
+
+    console = Console(stderr=True)
+    if text:
+        try:
+            seeds = parse_seeds(text)
+        except ValueError as error:
+            raise typer.BadParameter("use A..B, for example 0..2000", param_hint="--seeds") from error
+        tally = show_seeds(seeds, console, total=len(seeds), jobs=jobs)
+    else:
+        first = SystemRandom().randrange(10**6, 10**9)
+        console.print(f"storm: new seeds from {first} on", highlight=False)
+        tally = show_seeds(itertools.count(first), console, total=None, jobs=jobs, seconds=seconds)
+    typer.echo(
+        f"{tally.done} seeds, {tally.events:,} events, {tally.virtual_s / 3600:.1f} h of virtual time: "
+        + (f"{len(tally.failed)} failed" if tally.failed else "every promise kept")
+    )
+    if tally.failed:
+        numbers = sorted(result.seed for result in tally.failed)
+        typer.echo(f"failed: {' '.join(map(str, numbers))}\nreplay: tensorhub simulate --seed {numbers[0]}", err=True)
+        raise typer.Exit(1)

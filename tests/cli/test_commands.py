@@ -1,0 +1,128 @@
+"""The commands as programs: what they print, where, and with which exit status."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tensorhub.cli.errors import error_text
+from tensorhub.core.errors import ServerUnreachable, VersionConflict
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """The program, started. Wide enough that nothing folds."""
+    command = [sys.executable, "-m", "tensorhub.cli", *arguments]
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "COLUMNS": "120", "PYTHONUNBUFFERED": "1", "TERM": "dumb"}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def run(*arguments: str, timeout_s: float = 60.0) -> tuple[int, str, str]:
+    """Exit status, stdout, stderr."""
+    with start(*arguments) as program:
+        out, err = program.communicate(timeout=timeout_s)
+    return program.returncode, out, err
+
+
+def test_help_names_every_command() -> None:
+    status, out, err = run("--help")
+    assert (status, err) == (0, "")
+    for command in ("serve", "status", "watch", "simulate"):
+        assert re.search(rf"\b{command}\b", out), command
+
+
+def test_version() -> None:
+    status, out, _ = run("--version")
+    assert status == 0
+    assert re.fullmatch(r"tensorhub \d+\.\d+\.\d+\S*\n", out)
+
+
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_a_server_that_is_not_there_is_two_clear_lines(command: str) -> None:
+    status, out, err = run(command, "--server", "127.0.0.1:1")
+    assert (status, out) == (1, "")
+    assert "Traceback" not in err
+    what, hint = err.strip().splitlines()
+    assert what.startswith("error (server-unreachable): no reference server at 127.0.0.1:1")
+    assert hint.startswith("hint: ")
+
+
+def test_a_bad_address_is_an_error_not_a_traceback() -> None:
+    status, _, err = run("status", "--server", "http://[nonsense")
+    assert status == 1
+    assert err.startswith("error (usage)")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["simulate"], ["simulate", "--seed", "1", "--storm"], ["simulate", "--seeds", "9..3"], ["nonsense"]]
+)
+def test_misuse_has_status_2(arguments: list[str]) -> None:
+    status, _, err = run(*arguments)
+    assert status == 2
+    assert "Traceback" not in err
+
+
+def test_error_text_is_one_line_and_a_hint() -> None:
+    assert error_text(ServerUnreachable("a\nb", hint="c\n d")) == "error (server-unreachable): a b\nhint: c d"
+    assert error_text(VersionConflict("a")) == "error (version-conflict): a"
+
+
+# --- a server ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """A server started by the command, on a port of its own; ended by SIGTERM, cleanly."""
+    with start("serve", "--port", "0", "--fresh") as program:
+        assert program.stdout is not None
+        found = re.search(r"reference server at (\S+);", program.stdout.readline())
+        assert found is not None
+        yield found[1]
+        program.send_signal(signal.SIGTERM)
+        program.communicate(timeout=20)
+        assert program.returncode == 0
+
+
+@pytest.mark.processes
+def test_serve_and_look(address: str) -> None:
+    status, out, err = run("status", "--server", address)
+    assert (status, err) == (0, "")
+    assert "No model yet" in out
+    status, out, _ = run("status", "--server", address, "--json")
+    assert status == 0
+    assert json.loads(out)["models"] == []
+    status, out, _ = run("watch", "--server", address, "--every", "0.1", "--times", "2")
+    assert status == 0
+    assert out.count("reference server") == 2
+
+
+@pytest.mark.processes
+def test_a_port_that_is_taken(address: str) -> None:
+    status, _, err = run("serve", "--port", address.rpartition(":")[2])
+    assert status == 1
+    assert "error (usage): cannot listen" in err
+
+
+# --- the simulator ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.simulation
+def test_one_seed_is_readable_lines() -> None:
+    status, out, _ = run("simulate", "--seed", "3")
+    *lines, closing = out.strip().splitlines()
+    assert status == 0
+    assert len(lines) > 10
+    assert re.match(r"seed 3: every promise kept; \d+ events in [\d.]+ s of virtual time, history \w+", closing)
+
+
+@pytest.mark.simulation
+def test_many_seeds() -> None:
+    status, out, _ = run("simulate", "--seeds", "3..5", "--jobs", "2")
+    assert status == 0
+    assert out.startswith("3 seeds, ")
+    assert out.strip().endswith("every promise kept")

@@ -1,0 +1,90 @@
+"""The status table says everything once, in words that fit the terminal."""
+
+import io
+import json
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tensorhub.cli.draw import draw_status, status_json
+from tensorhub.core.view import ModelView, ReplicaView, Status, VersionView
+
+from .pictures import busy, quiet, transfer, worker
+
+UNFOLDED = 400  # columns in which no cell is folded
+
+
+def drawn(status: Status, width: int, **options: object) -> str:
+    """What a terminal of that width shows, without colours."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=False)
+    console.print(draw_status(status, server="127.0.0.1:7450", width=width, **options))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def words(text: str) -> str:
+    """The text as one line, without what only moves it into columns."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("bars", [False, True])
+def test_it_fits(width: int, bars: bool) -> None:
+    lines = drawn(busy(), width, bars=bars).splitlines()
+    assert max(len(line) for line in lines) <= width
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_it_says_who_holds_what(width: int) -> None:
+    text = drawn(busy(), width)
+    assert "reference server 127.0.0.1:7450, up 3 min 12 s, 7 workers, 2 reads open" in text
+    assert "policy  latest is 7, 2 shards, 512.0 MiB" in text
+    assert "version 7 held by rollout-1, trainer; filling rollout-2" in text
+    assert "version 6 held by nobody; policy/rollout-3[0] was the last" in text
+    for fact in ("7 holding", "7 filling 50%", "7 filling 2%", "poisoned", "missing", "(spot)", "cut off, 3.2 s left"):
+        assert fact in words(text), fact
+
+
+def test_it_says_who_reads_from_whom_and_why() -> None:
+    text = words(drawn(busy(), UNFOLDED, rates={100: 2.0**28}))
+    assert 'update("latest") is 7, waiting: shard 1 has not arrived' in text
+    assert "reads from rollout-1, 128.0 MiB of 256.0 MiB at 256.0 MiB/s: relay, full, idle, same host" in text
+    assert "stops reading from trainer" in text
+    assert "replicate(7), failed: shard 1 of rollout-3 died" in text
+    assert text.count("update(") == 1, "an operation that ended well is not news"
+
+
+def test_wide_terminals_see_places_and_bytes_by_source() -> None:
+    assert "257.0 MiB from trainer" in drawn(busy(), UNFOLDED), "both shards of rollout-1 together"
+    assert "node-a" in drawn(busy(), 160)
+    assert "node-a" not in drawn(busy(), 80)
+
+
+def test_shards_that_say_the_same_are_one_line() -> None:
+    lagging = [worker(shard) for shard in range(64)]
+    lagging[9] = worker(9, "filling", done=3, chunks=4)
+    replica = ReplicaView("rollout-1", 64, tuple(lagging), None)
+    latest = VersionView(7, True, True, (), ("rollout-1",))
+    text = drawn(Status("p", 1.0, 0.0, (ModelView("policy", 64, 7, 64, (latest,), (replica,)),), (), {}), 80)
+    assert "0-8, 10-63" in text
+    assert "7 filling  75%" in text
+    assert len(text.splitlines()) < 12
+
+
+def test_nobody_is_there() -> None:
+    assert "No model yet" in drawn(quiet(), 80)
+    assert "recovering: for 4.0 s" in drawn(quiet(4.0), 80)
+
+
+def test_names_are_not_markup() -> None:
+    """A model may be called what rich would take for a colour."""
+    replica = ReplicaView("[red]x[/red]", 1, (worker(0),), None)
+    model = ModelView("[bold]m", 1, None, 1, (), (replica,))
+    text = drawn(Status("p", 1.0, 0.0, (model,), (transfer(0, 1, model="[bold]m"),), {}), 160)
+    assert "[bold]m" in text
+    assert "[red]x[/red]" in text
+
+
+def test_json_is_the_whole_picture() -> None:
+    assert msgspec.convert(json.loads(status_json(busy())), Status) == busy()

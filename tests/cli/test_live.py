@@ -1,0 +1,76 @@
+"""`watch`: rates from one picture to the next, and patience with a server that is away."""
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from tensorhub.cli.live import Watcher, watch
+from tensorhub.core.errors import ServerUnreachable
+from tensorhub.core.view import Status
+
+from .pictures import busy
+
+
+def watcher_of(answers: list[Status | None]) -> Watcher:
+    """Sees these answers, one a second; None is a server that does not answer."""
+    told: Iterator[Status | None] = iter(answers)
+    ticks = iter(range(1000))
+
+    def ask() -> Status:
+        answer = next(told)
+        if answer is None:
+            raise ServerUnreachable("no reference server at 127.0.0.1:7450")
+        return answer
+
+    return Watcher("127.0.0.1:7450", ask, clock=lambda: float(next(ticks)))
+
+
+def look(watcher: Watcher) -> str:
+    """One picture as words."""
+    out = io.StringIO()
+    Console(file=out, width=400, force_terminal=False).print(watcher.look(400))
+    return " ".join(out.getvalue().split())
+
+
+def test_rates_come_from_two_pictures() -> None:
+    watcher = watcher_of([busy(done=16), busy(done=32)])
+    assert "/s:" not in look(watcher)
+    assert "128.0 MiB of 256.0 MiB at 64.0 MiB/s" in look(watcher)
+
+
+def test_between_two_reports_the_rate_stays() -> None:
+    """A worker tells its progress once a second; a quicker watcher sees nothing move in between."""
+    watcher = watcher_of([busy(done=16), busy(done=32), busy(done=32), busy(done=64)])
+    assert "64.0 MiB/s" in [look(watcher), look(watcher)][1]
+    assert "64.0 MiB/s" in look(watcher)
+    assert "64.0 MiB/s" in look(watcher), "128 MiB in the 2 s since it last moved"
+
+
+def test_a_server_that_goes_away_leaves_its_last_picture() -> None:
+    watcher = watcher_of([busy(), None, None, busy()])
+    look(watcher)
+    assert "no answer for 0 s" in look(watcher)
+    assert "no answer for 1 s" in (away := look(watcher))
+    assert "version 7 held by" in away
+    assert "no answer" not in look(watcher)
+
+
+def test_a_server_that_never_was_is_an_error() -> None:
+    with pytest.raises(ServerUnreachable):
+        watcher_of([None]).look(80)
+
+
+def test_without_a_terminal_it_prints_one_below_the_other() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=False)
+    watch(watcher_of([busy(), busy()]), console, every_s=0.01, times=2)
+    assert out.getvalue().count("reference server") == 2
+
+
+def test_on_a_terminal_it_draws_in_place() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, height=60, force_terminal=True, _environ={"TERM": "xterm-256color"})
+    watch(watcher_of([busy(), busy()]), console, every_s=0.01, times=2)
+    assert "\x1b[" in out.getvalue()

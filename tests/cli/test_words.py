@@ -1,0 +1,61 @@
+"""Numbers as people read them."""
+
+import pytest
+
+from tensorhub.cli.seeds import parse_seeds
+from tensorhub.cli.words import count_text, shards_text, size_text, some_text, time_text
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (50 * 2**30, "50.0 GiB"),
+    ],
+)
+def test_sizes(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.3, "9.3 s"),
+        (9.96, "10 s"),
+        (59.7, "1 min 00 s"),
+        (192.4, "3 min 12 s"),
+        (3600, "1 h 00 min"),
+        (90061, "1 d 01 h"),
+    ],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+
+
+def test_shards() -> None:
+    assert shards_text([3]) == "3"
+    assert shards_text([4, 1, 0, 2]) == "0-2, 4"
+    assert shards_text([]) == ""
+
+
+def test_counts_and_names() -> None:
+    assert count_text(1, "shard") == "1 shard"
+    assert count_text(1000, "shard") == "1,000 shards"
+    assert some_text(["a", "b"], 2) == "a, b"
+    assert some_text(["a", "b", "c"], 2) == "a, b and 1 more"
+
+
+def test_seeds_are_named_by_both_ends() -> None:
+    assert list(parse_seeds("3..5")) == [3, 4, 5]
+    assert list(parse_seeds("7")) == [7]
+
+
+@pytest.mark.parametrize("text", ["", "..", "5..3", "a..b", "-3..5", "1..2..3"])
+def test_no_seeds(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        parse_seeds(text)
