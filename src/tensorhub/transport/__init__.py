@@ -3,8 +3,8 @@
 `base` says what every transport offers and which rules it keeps; `progress` which chunks are there already. One
 contract suite (`tests/transport`) checks all of them.
 
-    transport   between                        needs              cost at the source
-    tcp         any two hosts; across sites    nothing            one thread for each stream that is read
+    transport   endpoint             between                        needs      cost at the source
+    tcp         tcp://host:port      any two hosts; across sites    nothing    one thread for each stream that is read
 
 Nothing here knows what a version, a group or a replica is.
 """

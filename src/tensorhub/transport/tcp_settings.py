@@ -1,7 +1,7 @@
 """Everything that can be set about the tcp transport, and what a socket is told before it carries a byte.
 
-Each default shows its working. The figures were measured on 2 cores (AMD EPYC, no other network than loopback); they
-order the choices, they are not a promise about another machine.
+Each default shows its working. The figures were measured over loopback on 2 cores (AMD EPYC): they order the choices,
+they are not a promise about another machine.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class TcpSettings:
     token: str | None = None  # shared secret that a reader must show; None: everybody who can connect may read
     silence_s: float = 5.0  # the keepalive comes every 1.25 s: three may be lost to a GC or a stopped machine
     connect_s: float = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
-    streams: int = 2  # loopback: 1 stream 6.8 GiB/s, 2 streams 10.3, 4 no more; across sites set 8
+    streams: int = 2  # two idle cores: 1 stream 6.8 GiB/s, 2 streams 10.3, 4 no more; across sites set 8
     stream_bytes: int = (
         8 * MIB
     )  # what makes a further stream worth its connection (0.3 ms, which is 2 MiB): four times that
