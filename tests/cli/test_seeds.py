@@ -1,0 +1,87 @@
+"""Many seeds: failures are named as they come, and running ends early when it has become plain, or time is up."""
+
+import io
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+from rich.console import Console
+
+from tensorhub.cli import seeds
+from tensorhub.core.errors import TensorHubError
+from tensorhub.sim.runner import SeedResult
+
+Results = Callable[..., Iterator[SeedResult]]
+
+
+def result(seed: int, error: str | None = None) -> SeedResult:
+    """One history of ten events and two seconds."""
+    return SeedResult(seed, error is None, error, (), 10, 2.0, "digest")
+
+
+def run_at_once(failing: Callable[[int], bool]) -> Results:
+    """Instead of processes: every seed at once, in order."""
+
+    def run_all(numbers: Iterable[int], *, jobs: int, until: Callable[[], bool]) -> Iterator[SeedResult]:
+        for seed in numbers:
+            if until():
+                return
+            yield result(seed, "OracleViolation: a [bold] promise\nTraceback …" if failing(seed) else None)
+
+    return run_all
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=40, force_terminal=False)
+
+
+def printed(console: Console) -> str:
+    """What was printed so far."""
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_failures_are_named(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "run_all", run_at_once(lambda seed: seed == 3))
+    tally = seeds.show_seeds(range(5), console, total=5, jobs=1)
+    assert (tally.done, tally.events, tally.virtual_s) == (5, 50, 10.0)
+    assert [failed.seed for failed in tally.failed] == [3]
+    assert printed(console) == "seed 3 failed: OracleViolation: a [bold] promise\n"
+
+
+def test_it_ends_when_it_is_plain_that_something_is_wrong(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "run_all", run_at_once(lambda seed: True))
+    tally = seeds.show_seeds(itertools.count(), console, total=None, jobs=1)
+    assert len(tally.failed) == seeds.MOST_FAILED
+
+
+def test_a_storm_ends_when_its_time_is_up(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "run_all", run_at_once(lambda seed: False))
+    assert seeds.show_seeds(itertools.count(), console, total=None, jobs=1, seconds=0.05).done > 0
+
+
+def test_an_interrupt_keeps_what_was_found(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(numbers: Iterable[int], **_: object) -> Iterator[SeedResult]:
+        yield result(0, "broken")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(seeds, "run_all", interrupted)
+    tally = seeds.show_seeds(range(9), console, total=9, jobs=1)
+    assert [failed.seed for failed in tally.failed] == [0]
+    assert printed(console).endswith("interrupted\n")
+
+
+def die(seed: int) -> SeedResult:
+    """A simulation that takes its process with it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return result(seed)
+
+
+@pytest.mark.simulation
+def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds, "run_seed", die)
+    with pytest.raises(TensorHubError, match=r"process died; seed \d was in hand"):
+        list(seeds.run_all(range(3), jobs=1))
