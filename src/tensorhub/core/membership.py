@@ -36,6 +36,7 @@ class Member:
     last_failed: Ticket = Ticket(0)
     sent: Orders | None = None
     wakes_at: float = inf  # when to look at it again although nothing was heard
+    queued_at: float = inf  # its one valid place in the queue of times
 
     @property
     def worker(self) -> WorkerId:
@@ -72,7 +73,7 @@ class Members:
 
     def add(self, member: Member) -> None:
         self._members[member.worker] = member
-        heapq.heappush(self._times, (member.lease_end, member.worker))
+        self._queue(member)
 
     def remove(self, worker: WorkerId) -> None:
         del self._members[worker]
@@ -81,6 +82,12 @@ class Members:
         """Look at this member again at that time."""
         if at < member.wakes_at:
             member.wakes_at = at
+            self._queue(member)
+
+    def _queue(self, member: Member) -> None:
+        at = min(member.lease_end, member.wakes_at)
+        if at < member.queued_at:
+            member.queued_at = at
             heapq.heappush(self._times, (at, member.worker))
 
     def next_time(self) -> float:
@@ -91,14 +98,16 @@ class Members:
         ended: list[Member] = []
         woken: list[Member] = []
         while self._times and self._times[0][0] <= now:
-            member = self._members.get(heapq.heappop(self._times)[1])
-            if member is None or member in ended:
-                continue
+            at, worker = heapq.heappop(self._times)
+            member = self._members.get(worker)
+            if member is None or member.queued_at != at:
+                continue  # of a former session, or it was queued for an earlier time since
+            member.queued_at = inf
             if member.lease_end <= now:
                 ended.append(member)
                 continue
             if member.wakes_at <= now:
                 member.wakes_at = inf
                 woken.append(member)
-            heapq.heappush(self._times, (min(member.lease_end, member.wakes_at), member.worker))
+            self._queue(member)
         return ended, woken

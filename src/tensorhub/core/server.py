@@ -25,6 +25,7 @@ from .groups import Replica
 from .manifest import Layout
 from .membership import Avoided, Member, Members
 from .messages import (
+    Answer,
     Empty,
     Filling,
     Grant,
