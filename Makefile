@@ -15,7 +15,7 @@ BIN := .venv/bin
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test e2e sim storm mutants demo bless docs clean
+.PHONY: help setup check format test e2e sim storm mutants demo gpu bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -62,6 +62,10 @@ storm: setup ## simulate new seeds for MINUTES (10); a seed that fails is printe
 mutants: setup ## remove each protective line in turn: some seed must notice
 	@echo "mutants: each protective line removed in turn"
 	@$(BIN)/python tests/mutants.py $(ARGS)
+
+gpu: setup ## only the tests that need a CUDA device; elsewhere each says why it is skipped
+	@echo "gpu: CUDA tensors"
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 bless: setup ## rewrite the text scenarios to what happens now; then read the difference
 	@echo "bless: tests/scenarios"
