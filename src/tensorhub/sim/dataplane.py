@@ -1,0 +1,117 @@
+"""The data plane: reads that take time, fail, corrupt, and take what is in the source's memory at that very moment.
+
+Two kinds, as the seed decides. A two-sided source (sockets) refuses what it no longer serves. A one-sided source (RDMA)
+does not notice that it is read, so only the protocol keeps a reader off a buffer that has changed. In both, a chunk that
+is under way when its read is stopped still lands; only then has the read ended.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..core.messages import Failure, Grant
+from ..core.names import Digest
+from .weather import Weather
+from .world import World
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .process import Process
+
+
+class SimRead:
+    """One read, chunk after chunk."""
+
+    def __init__(self, plane: "DataPlane", reader: "Process", grant: Grant) -> None:
+        self.plane = plane
+        self.reader = reader
+        self.grant = grant
+        self.source = plane.cluster.living(grant.source)
+        self.is_stopped = False
+        self.is_ended = False
+        self.limit = 0  # chunks that the source has told of
+        plane.world.after(plane.pace(), self._begin)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def _begin(self) -> None:
+        if not self._goes_on():
+            return
+        source = self.source
+        if source is None or not source.serves(self.grant.version):
+            self._end(Failure("source-lost", f"{self.grant.source} does not serve version {self.grant.version}"))
+            return
+        self._fetch()
+
+    def _goes_on(self) -> bool:
+        """The read may go on; otherwise it has just been ended."""
+        if not self.reader.is_alive:
+            return False
+        if self.is_stopped:
+            self._end(None)
+            return False
+        source = self.source
+        if source is None or not source.is_alive or source.is_data_cut or self.reader.is_data_cut:
+            delay = self.plane.world.chance.uniform(0.1, 1.0)
+            self.plane.world.after(delay, lambda: self._end(Failure("source-lost", f"{self.grant.source} is gone")))
+            return False
+        if self.plane.is_stormy and self.plane.world.happens(self.plane.weather.read_error):
+            self._end(Failure("source-lost", "connection reset"))
+            return False
+        return True
+
+    def _fetch(self) -> None:
+        if not self._goes_on():
+            return
+        source, chunk = self.source, self.reader.done
+        assert source is not None
+        if chunk >= len(self.reader.memory):
+            self._end(None)
+            return
+        if source.serves(self.grant.version):
+            self.limit = source.available(self.grant.version)
+        elif not self.plane.weather.is_one_sided or self.limit <= chunk:
+            self._end(Failure("source-lost", f"{self.grant.source} withdrew version {self.grant.version}"))
+            return
+        if self.limit <= chunk:
+            self.plane.world.after(self.plane.weather.chunk_s, self._fetch)  # it is filling itself
+            return
+        value = source.memory[chunk]
+        if self.plane.is_stormy and self.plane.world.happens(self.plane.weather.corruption):
+            value = -abs(value) - 7
+        source.sent += 1
+        self.plane.world.after(self.plane.pace(), lambda: self._land(chunk, value))
+
+    def _land(self, chunk: int, value: int) -> None:
+        reader = self.reader
+        if not reader.is_alive or self.is_ended:
+            return
+        reader.write(chunk, value)
+        if self.is_stopped:
+            self._end(None)
+        elif reader.now >= reader.trust_until:
+            self._end(Failure("session-lost", "the lease ended during the read"))
+        elif self.plane.weather.verifies and value != self.plane.contents[self.grant.root][chunk]:
+            self._end(Failure("corrupt-transfer", f"chunk {chunk} is not as published"))
+        else:
+            reader.accept(chunk, self)
+            self._fetch()
+
+    def _end(self, failure: Failure | None) -> None:
+        if self.is_ended or not self.reader.is_alive:
+            return
+        self.is_ended = True
+        self.reader.read_ended(self, failure)
+
+
+class DataPlane:
+    """All reads of the cluster, and the true content of everything that was ever published."""
+
+    def __init__(self, world: World, weather: Weather, cluster: "Cluster") -> None:
+        self.world = world
+        self.weather = weather
+        self.cluster = cluster
+        self.is_stormy = True
+        self.contents: dict[Digest, tuple[int, ...]] = {}
+
+    def pace(self) -> float:
+        return self.world.chance.uniform(0.5, 1.5) * self.weather.chunk_s

@@ -1,0 +1,199 @@
+"""The promises, asked after every event. Each check names the promise that it watches.
+
+The oracles look at everybody's true memory and true clock, which no worker can do.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..core.errors import InvariantViolation
+from ..core.messages import Filling, Holding, Withdrawing
+from ..core.names import ModelName, Shard, Version
+from .apps import App, Outcomes, RolloutApp, TrainerApp
+from .dataplane import SimRead
+from .world import OracleViolation
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .process import Process
+
+LATE_S = 0.05  # a call may end this much after its deadline: one tick of a clock that drifts
+HONEST_SPLITS = (
+    "deadline-exceeded",
+    "died",
+    "closed",
+    "version-unavailable",
+    "server-unreachable",
+    "group-incomplete",
+    "unavailable",
+)
+
+
+class Oracles:
+    """Watches one cluster."""
+
+    def __init__(self, cluster: "Cluster") -> None:
+        self.cluster = cluster
+        self.existed: dict[tuple[ModelName, Version, Shard], str] = {}
+        self.newest_of_server: tuple[int, dict[ModelName, Version]] = (0, {})
+        self.calls: dict[str, tuple[str, int | str, int, Version | None]] = {}
+
+    def _broken(self, promise: str, what: str) -> None:
+        self.cluster.world.note("oracle", f"{promise} broken: {what}")
+        raise OracleViolation(f"{promise} broken at {self.cluster.world.now:.4f}: {what}")
+
+    # --- after every event --------------------------------------------------------------------------------------------
+
+    def after_event(self) -> None:
+        for process in self.cluster.workers.values():
+            try:
+                process.worker.check_invariants()
+            except InvariantViolation as error:
+                self._broken("invariant", str(error))
+            if process.called_until is not None and process.now > process.called_until + LATE_S:
+                self._broken(
+                    "G7 nothing waits forever",
+                    f"{process.name} still waits {process.now - process.called_until} s late",
+                )
+        self._latest_rises()
+
+    def _latest_rises(self) -> None:
+        control = self.cluster.control
+        if control.server is None:
+            return
+        life, seen = self.newest_of_server
+        if life != control.lives:
+            seen = {}
+        for model in control.server.models.values():
+            if model.newest is not None:
+                if model.newest < seen.get(model.name, model.newest):
+                    self._broken(
+                        "G3 monotonic", f"latest of {model.name} fell from {seen[model.name]} to {model.newest}"
+                    )
+                seen[model.name] = model.newest
+        self.newest_of_server = (control.lives, seen)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def memory_written(self, process: "Process", chunk: int) -> None:
+        buffer = process.worker.buffer
+        if isinstance(buffer, Holding | Withdrawing):
+            expected = self.cluster.data.contents[buffer.root][chunk]
+            if process.memory[chunk] != expected:
+                self._broken(
+                    "G1 immutable", f"{process.name} holds {buffer.version}, and its chunk {chunk} was overwritten"
+                )
+
+    def accepted(self, process: "Process", read: SimRead, chunk: int) -> None:
+        expected = self.cluster.data.contents[read.grant.root][chunk]
+        if process.memory[chunk] != expected:
+            self._broken(
+                "G4 no torn read",
+                f"{process.name} accepted chunk {chunk} of {read.grant.version}, which is not as published",
+            )
+
+    def serving_stops(self, source: "Process", version: Version) -> None:
+        """From now on the source may change its memory, so nobody may still be able to accept a byte of it."""
+        if source.worker.is_closing:
+            return  # it goes without the server's word when its time is up; its memory goes with it
+        for reader in self.cluster.workers.values():
+            read = reader.read
+            if read is None or read.source is not source or read.grant.version != version:
+                continue
+            if not read.is_stopped and not read.is_ended and reader.now < reader.trust_until:
+                self._broken(
+                    "G1/G5 drained", f"{source.name} was told drained({version}) while {reader.name} reads from it"
+                )
+
+    def _check_holder(self, process: "Process") -> None:
+        buffer = process.worker.buffer
+        if not isinstance(buffer, Holding):
+            return
+        expected = self.cluster.data.contents[buffer.root]
+        if tuple(process.memory) != expected:
+            self._broken(
+                "G8 never run early", f"{process.name} holds {buffer.version}, but its memory is another content"
+            )
+        key = (process.me.model, buffer.version, process.me.shard)
+        if self.existed.get(key, buffer.root) != buffer.root:
+            self._broken(
+                "G1 immutable",
+                f"{process.name} holds version {buffer.version} as {buffer.root}, published as {self.existed[key]}",
+            )
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def called(self, app: App, verb: str, spec: int | str) -> None:
+        newest = [p.worker.newest for p in app.shards.values() if p.worker.newest is not None]
+        known = max(newest) if newest and len(app.shards) == self.cluster.weather.shards else None
+        self.calls[f"{app.model}/{app.replica}"] = (verb, spec, len(app.shards), known)
+
+    def group_ended(self, app: App, outcomes: Outcomes) -> None:
+        verb, spec, members, known = self.calls[f"{app.model}/{app.replica}"]
+        good = {shard: o.version for shard, o in outcomes.items() if o.error is None}
+        codes = {o.error.code: None for o in outcomes.values() if o.error is not None}
+        name = f"{verb}({spec!r}) of {app.model}/{app.replica}"
+        if good and codes:
+            dishonest = [code for code in codes if code not in HONEST_SPLITS]
+            if dishonest:
+                self._broken(
+                    "G2 all or none", f"{name} succeeded on {list(good)} and failed elsewhere with {dishonest}"
+                )
+        if good and len(dict.fromkeys(good.values())) > 1:
+            self._broken("G2 one version", f"{name} gave {good}")
+        if not good or verb == "unpublish":
+            return
+        for shard in good:
+            process = app.shards.get(shard)
+            if process is not None and process.worker.held == good[shard]:
+                self._check_holder(process)
+        version = next(iter(good.values()))
+        if isinstance(spec, str) and spec == "latest" and known is not None and version is not None and version < known:
+            self._broken("G3 monotonic", f"{name} gave {version} after {known} had been seen")
+        if isinstance(spec, int) and verb in ("publish", "replicate") and version != spec:
+            self._broken("G2 one version", f"{name} gave {version}")
+        if verb == "publish":
+            self._published(app, Version(int(spec)), len(good) == self.cluster.weather.shards)
+
+    def _published(self, app: App, version: Version, whole: bool) -> None:
+        for process in app.shards.values():
+            buffer = process.worker.buffer
+            key = (process.me.model, version, process.me.shard)
+            if whole and isinstance(buffer, Holding) and buffer.version == version:
+                former = self.existed.setdefault(key, buffer.root)
+                if former != buffer.root:
+                    self._broken("G3 version conflict", f"{key} was published as {former} and as {buffer.root}")
+
+    def first_success(self, process: "Process", version: Version) -> None:
+        """G8: when the first shard's call returns, every shard that lives holds the version."""
+        for other in self.cluster.workers.values():
+            same = other.me.model == process.me.model and other.me.replica == process.me.replica
+            if same and other.worker.call is not None and other.worker.held != version:
+                self._broken(
+                    "G8 never run early", f"{process.name} returned {version}, {other.name} holds {other.worker.held}"
+                )
+
+    # --- at the end ---------------------------------------------------------------------------------------------------
+
+    def at_the_end(self) -> None:
+        """The storm is long over: everybody has what he wanted, and nothing is left over."""
+        server = self.cluster.control.server
+        assert server is not None
+        for app in self.cluster.apps:
+            if isinstance(app, TrainerApp) and app.published is None:
+                self._broken("progress", f"{app.model}/{app.replica} never published anything")
+        for app in self.cluster.apps:
+            newest = next(a.published for a in self.cluster.apps if isinstance(a, TrainerApp) and a.model == app.model)
+            if isinstance(app, RolloutApp) and app.has != newest:
+                self._broken("progress", f"{app.model}/{app.replica} has version {app.has}, the latest is {newest}")
+            for process in app.shards.values():
+                self._check_holder(process)
+        for read in server.reads.all():
+            reader = self.cluster.living(read.reader)
+            if reader is None or not isinstance(reader.worker.buffer, Filling):
+                self._broken("leak", f"ticket {read.ticket} of {read.reader} is open for ever")
+        for model in server.models.values():
+            for record in model.versions.values():
+                for holders in record.holders.values():
+                    for worker in holders:
+                        if self.cluster.living(worker) is None:
+                            self._broken("leak", f"{worker} is dead and still counts as a holder of {record.version}")

@@ -1,0 +1,214 @@
+"""One life of one simulated worker process: its memory, its clock, and the shell around the real worker machine."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..core.events import (
+    Called,
+    Closing,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Finished,
+    Left,
+    ReadAdvanced,
+    ReadEnded,
+    Received,
+    Registered,
+    Send,
+    ServingStopped,
+    StartRead,
+    StartServing,
+    StopRead,
+    StopServing,
+    Tick,
+    Trust,
+)
+from ..core.manifest import Layout, TensorSpec
+from ..core.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report
+from ..core.names import Digest, Version, WorkerId
+from ..core.worker import Worker
+from .dataplane import SimRead
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+OnFinished = Callable[[Finished], None]
+
+
+class Process:
+    """A worker that lives until it is killed; then everything of it is gone at once."""
+
+    def __init__(self, cluster: "Cluster", me: WorkerId, life: int, shards: int) -> None:
+        world = cluster.world
+        self.cluster = cluster
+        self.me = me
+        self.life = life
+        self.sender = f"{me}#{life}"
+        self.is_alive = True
+        self.is_cut = False
+        self.is_data_cut = False
+        self.memory = [0] * cluster.weather.chunks
+        self.done = 0  # chunks accepted of the fill in hand
+        self.sent = 0  # chunks that others took from here
+        self.serving: Version | None = None
+        self.filled_version: Version | None = None
+        self.trust_until = float("-inf")
+        self.read: SimRead | None = None
+        self.on_finished: OnFinished | None = None
+        self.called_until: float | None = None
+        self.has_left = False
+        self._rate = 1.0 + world.chance.uniform(-cluster.weather.drift, cluster.weather.drift)
+        self._skew = world.chance.uniform(0, 1000)
+        self._tick_at = float("inf")
+        self.hello = Hello(
+            PROTOCOL,
+            me.model,
+            me.replica,
+            me.shard,
+            shards,
+            self.sender,
+            endpoints=(f"sim://{self.sender}",),
+            host=self.sender,
+        )
+        layout = Layout(
+            (TensorSpec(f"w{me.shard}", "uint8", (len(self.memory),), (1,), 0, len(self.memory)),), len(self.memory)
+        )
+        self.layout = LayoutInfo(layout)
+        self.worker = Worker(me)
+        self.tell(Registered(self.layout, layout.digest(), layout.size_bytes))
+        cluster.control.processes[self.sender] = self
+        self.server_started()
+
+    @property
+    def name(self) -> str:
+        return self.sender
+
+    @property
+    def now(self) -> float:
+        """This process's own clock."""
+        return self._skew + self.cluster.world.now * self._rate
+
+    # --- events into the machine, effects out of it -------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        if not self.is_alive:
+            return
+        for effect in self.worker.handle(event, now=self.now):
+            self._carry_out(effect)
+        self._schedule_tick()
+        self.cluster.after_event()
+
+    def _schedule_tick(self) -> None:
+        at = (self.worker.next_deadline() - self._skew) / self._rate
+        if at < self._tick_at:
+            self._tick_at = at
+            self.cluster.world.after(at - self.cluster.world.now + 1e-9, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_at = float("inf")
+        self.tell(Tick())
+
+    def _carry_out(self, effect: Effect) -> None:
+        world = self.cluster.world
+        match effect:
+            case Send(message=message):
+                if isinstance(message, Report) and not self.is_cut:
+                    self.cluster.control.to_server(self, self.hello, self.layout, message)
+            case StartRead(grant=grant):
+                world.note(
+                    self.name,
+                    f"reads version {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}",
+                )
+                if self.filled_version != grant.version:
+                    self.filled_version, self.done = grant.version, 0
+                self.serving = grant.version
+                self.read = SimRead(self.cluster.data, self, grant)
+            case Trust(until=until):
+                self.trust_until = until
+            case StopRead():
+                assert self.read is not None
+                self.read.stop()
+            case StartServing(version=version):
+                self.serving, self.filled_version = version, None
+            case StopServing(version=version):
+                self.serving, self.filled_version, self.done = None, None, 0
+                self.cluster.oracles.serving_stops(self, version)
+                delay = world.chance.uniform(0, 2) * self.cluster.weather.chunk_s
+                world.after(delay, lambda: self.tell(ServingStopped(version)))
+            case Finished():
+                self._finished(effect)
+            case Left():
+                self.has_left = True
+                world.note(self.name, f"left, drained: {effect.drained}")
+                world.after(0.0, lambda: self.cluster.kill(self))
+
+    def _finished(self, effect: Finished) -> None:
+        outcome = (
+            f"version {effect.version}" if effect.error is None else f"{effect.error.code}: {effect.error.message}"
+        )
+        self.cluster.world.note(self.name, f"call {effect.number} ended: {outcome}")
+        self.called_until = None
+        on_finished, self.on_finished = self.on_finished, None
+        if on_finished is not None:
+            self.cluster.world.after(0.0, lambda: on_finished(effect))
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    def server_started(self) -> None:
+        """The server lives again; this process finds out a little later."""
+        self.cluster.world.after(self.cluster.world.chance.uniform(0, 1), self._reconnect)
+
+    def _reconnect(self) -> None:
+        self.tell(Disconnected())
+        self.tell(Connected())
+
+    def receive(self, message: Orders | Refusal) -> None:
+        self.tell(Received(message))
+        if isinstance(message, Refusal):
+            self.cluster.world.note(self.name, f"is refused: {message.message}")
+            self.tell(Disconnected())
+            if message.retry_s > 0:
+                self.cluster.world.after(message.retry_s, self._reconnect)
+            else:
+                self.cluster.world.after(0.0, lambda: self.cluster.kill(self))  # open() has raised
+
+    # --- the data plane -----------------------------------------------------------------------------------------------
+
+    def serves(self, version: Version) -> bool:
+        return self.is_alive and self.serving == version
+
+    def available(self, version: Version) -> int:
+        """Chunks of the version that others may read here now."""
+        if self.serving != version:
+            return 0
+        return self.done if self.filled_version == version else len(self.memory)
+
+    def write(self, chunk: int, value: int) -> None:
+        self.memory[chunk] = value
+        self.cluster.oracles.memory_written(self, chunk)
+
+    def accept(self, chunk: int, read: SimRead) -> None:
+        self.done = chunk + 1
+        self.cluster.oracles.accepted(self, read, chunk)
+        self.tell(ReadAdvanced(read.grant.ticket, self.done, len(self.memory)))
+
+    def read_ended(self, read: SimRead, failure: Failure | None) -> None:
+        complete = self.done == len(self.memory) and self.filled_version == read.grant.version
+        self.read = None
+        self.tell(ReadEnded(read.grant.ticket, complete, None if complete else failure))
+
+    # --- the caller ---------------------------------------------------------------------------------------------------
+
+    def call(
+        self, verb: str, spec: int | str, timeout_s: float, on_finished: OnFinished, root: Digest = Digest("")
+    ) -> None:
+        """As the user's code would: it waits until `on_finished`."""
+        self.cluster.world.note(self.name, f"calls {verb}({spec!r}), timeout {timeout_s:.2f} s")
+        self.on_finished = on_finished
+        self.called_until = self.now + timeout_s
+        self.tell(Called(verb, spec, self.now + timeout_s, root))
+
+    def close(self, timeout_s: float) -> None:
+        self.tell(Closing(self.now + timeout_s))

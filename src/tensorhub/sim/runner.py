@@ -1,0 +1,35 @@
+"""Runs one seed and says what came of it."""
+
+import traceback
+from dataclasses import dataclass
+
+from ..core.errors import InvariantViolation
+from .cluster import Cluster
+from .world import OracleViolation
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """One history: whether every promise was kept, and enough to tell two histories apart."""
+
+    seed: int
+    ok: bool
+    error: str | None
+    lines: tuple[str, ...]
+    events: int
+    virtual_s: float
+    digest: str
+
+
+def run_seed(seed: int, *, trace: bool = False) -> SeedResult:
+    """Run the history of one seed; with `trace`, keep it as readable lines."""
+    cluster = Cluster(seed, trace=trace)
+    error = None
+    try:
+        cluster.run()
+    except (OracleViolation, InvariantViolation, AssertionError, LookupError, TypeError, ValueError) as failure:
+        kind = type(failure).__name__
+        where = "" if isinstance(failure, OracleViolation) else "\n" + traceback.format_exc()
+        error = f"{kind}: {failure}{where}"
+    world = cluster.world
+    return SeedResult(seed, error is None, error, tuple(world.lines), world.events, world.now, world.digest())

@@ -1,0 +1,68 @@
+"""What a seed decides: the shape of the cluster, and how hostile the world is to it until the storm is over."""
+
+from dataclasses import dataclass
+from random import Random
+
+from ..core.settings import Settings
+
+
+@dataclass(frozen=True)
+class Weather:
+    """One cluster and its storm. Probabilities are for one message, one chunk, or one second, as named."""
+
+    settings: Settings
+    models: tuple[str, ...]
+    shards: int
+    rollouts: int
+    chunks: int
+    storm_s: float
+    calm_s: float
+    chunk_s: float  # time of one chunk on an idle source
+    delay_s: float  # typical, of a control message
+    loss: float  # per message
+    duplication: float  # per message
+    long_delay: float  # per message: it takes up to two leases
+    partition: float  # per second: some worker is cut off from the server
+    data_partition: float  # per second: some worker's data plane is cut off too
+    crash: float  # per second: some worker is killed
+    restart: float  # per second: the server is killed
+    read_error: float  # per chunk
+    corruption: float  # per chunk, on the wire
+    is_one_sided: bool  # reads like RDMA: the source does not notice them, and cannot refuse
+    verifies: bool  # readers compare digests; without, only tickets and leases protect
+    drift: float  # clocks run faster or slower by up to this share
+    codec: bool  # messages go through the wire's encoding
+
+
+def draw_weather(chance: Random) -> Weather:
+    """The weather of one seed."""
+
+    def sometimes(probability: float, most: float) -> float:
+        return chance.uniform(0.1, 1.0) * most if chance.random() < probability else 0.0
+
+    lease_s = chance.choice((2.0, 3.0, 4.0))
+    verifies = chance.random() < 0.6
+    return Weather(
+        settings=Settings(lease_s=lease_s, report_s=lease_s / 5, avoid_s=chance.choice((0.3, 1.0))),
+        models=("policy", "draft") if chance.random() < 0.15 else ("policy",),
+        shards=chance.choice((1, 1, 2, 2, 3)),
+        rollouts=chance.choice((1, 2, 3, 3, 4)),
+        chunks=chance.choice((1, 3, 8, 20)),
+        storm_s=chance.uniform(8, 22),
+        calm_s=lease_s * 8 + 12,
+        chunk_s=chance.choice((0.005, 0.03, 0.15)),
+        delay_s=chance.choice((0.001, 0.01, 0.1)),
+        loss=sometimes(0.5, 0.2),
+        duplication=sometimes(0.5, 0.2),
+        long_delay=sometimes(0.4, 0.1),
+        partition=sometimes(0.5, 0.3),
+        data_partition=sometimes(0.3, 0.2),
+        crash=sometimes(0.6, 0.25),
+        restart=sometimes(0.5, 0.15),
+        read_error=sometimes(0.4, 0.02),
+        corruption=sometimes(0.5, 0.03) if verifies else 0.0,
+        is_one_sided=chance.random() < 0.5,
+        verifies=verifies,
+        drift=chance.choice((0.0, 0.02, 0.04)),
+        codec=chance.random() < 0.06,
+    )

@@ -1,0 +1,59 @@
+"""Virtual time: a queue of things to happen, one source of chance, and the history of what happened.
+
+Nothing here or above it may look at a real clock. The same seed gives the same history, whatever the hash seed.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from hashlib import blake2b
+
+
+class OracleViolation(AssertionError):
+    """A promise was broken in the simulated cluster. The text says which, by whom and when."""
+
+
+class World:
+    """Time, chance, and history."""
+
+    def __init__(self, seed: int, *, trace: bool = False) -> None:
+        self.now = 0.0
+        self.chance = random.Random(seed)
+        self.events = 0
+        self.lines: list[str] = []
+        self._is_traced = trace
+        self._history = blake2b(digest_size=16)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Let it happen so much later; what is due at one time happens in the order in which it was asked for."""
+        self._order += 1
+        heapq.heappush(self._queue, (self.now + max(0.0, delay_s), self._order, action))
+
+    def step(self) -> bool:
+        """The next thing happens. False: nothing is left."""
+        if not self._queue:
+            return False
+        self.now, _, action = heapq.heappop(self._queue)
+        self.events += 1
+        action()
+        return True
+
+    @property
+    def next_at(self) -> float:
+        return self._queue[0][0] if self._queue else float("inf")
+
+    def note(self, who: object, what: str) -> None:
+        """Write it into the history."""
+        line = f"{self.now:10.4f}  {who}: {what}"
+        self._history.update(line.encode())
+        if self._is_traced:
+            self.lines.append(line)
+
+    def digest(self) -> str:
+        """Equal for two histories that are equal to the letter."""
+        return self._history.hexdigest()
+
+    def happens(self, probability: float) -> bool:
+        return self.chance.random() < probability
