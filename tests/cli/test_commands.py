@@ -32,7 +32,7 @@ def run(*arguments: str, timeout_s: float = 60.0) -> tuple[int, str, str]:
 def test_help_names_every_command() -> None:
     status, out, err = run("--help")
     assert (status, err) == (0, "")
-    for command in ("serve", "status", "watch", "simulate"):
+    for command in ("serve", "status", "watch", "simulate", "demo"):
         assert re.search(rf"\b{command}\b", out), command
 
 
@@ -70,6 +70,12 @@ def test_misuse_has_status_2(arguments: list[str]) -> None:
 def test_error_text_is_one_line_and_a_hint() -> None:
     assert error_text(ServerUnreachable("a\nb", hint="c\n d")) == "error (server-unreachable): a b\nhint: c d"
     assert error_text(VersionConflict("a")) == "error (version-conflict): a"
+
+
+def test_demo_refuses_what_it_cannot_show() -> None:
+    status, _, err = run("demo", "--steps", "1")
+    assert status == 1
+    assert err.startswith("error (usage): the demo needs at least")
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------

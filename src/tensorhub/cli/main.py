@@ -4,6 +4,8 @@ Each command imports what it needs when it is called, so `tensorhub --help` is q
 """
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -114,6 +116,32 @@ def watch(
         view = connect(server, token=token, timeout=PATIENCE_S)
         watcher = Watcher(server, lambda: view.status(model=model))
         watch_with(watcher, Console(), every_s=every, times=times)
+
+
+@app.command()
+def demo(
+    updates: Annotated[
+        bool,
+        typer.Option("--updates/--no-updates", help="Without: rollouts keep their first version, and learn nothing."),
+    ] = True,
+    steps: Annotated[int | None, typer.Option(help="Training steps.", show_default="100")] = None,
+    rollouts: Annotated[int | None, typer.Option(help="Rollout replicas at the start.", show_default="3")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the policy and of what it is asked.", show_default="0")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="out/demo")] = None,
+) -> None:
+    """The main job: a real RL run on this machine, with faults; ends in a report as HTML and JSON."""
+    from importlib.util import find_spec
+
+    from ..core.errors import TensorHubError
+
+    missing = [name for name in ("torch", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise TensorHubError(f"the demo needs {' and '.join(missing)}", hint="pip install 'tensorhub[demo]'")
+    from ..demo.orchestrate import Options, run_demo
+
+    given = {"steps": steps, "rollouts": rollouts, "seed": seed, "out": out}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    raise typer.Exit(run_demo(replace(Options(updates=updates), **chosen)))  # type: ignore[arg-type]
 
 
 @app.command()
