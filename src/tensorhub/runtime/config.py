@@ -24,6 +24,7 @@ Verify = Literal["full", "none"]
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=:-]{0,199}\Z")
+_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}\Z")
 _SIZE = re.compile(r"(\d{1,15})\s*(|B|KiB|MiB|GiB)\Z")
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -56,10 +57,11 @@ def parse_address(value: object, what: str) -> str:
     text = parse_text(value, what)
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
-        host, port = parts.hostname, parts.port or DEFAULT_PORT
+        host, port = parts.hostname or "", DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
         raise UsageError(f"{what}={text!r} is no address: {error}", hint="use host:port") from error
-    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
+    is_bare = parts.path in ("", "/") and not parts.query and not parts.username
+    if parts.scheme != "http" or not _HOST.match(host) or not port or not is_bare:
         raise UsageError(f"{what}={text!r} is no address", hint="use host:port, for example 127.0.0.1:7450")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -113,6 +115,18 @@ class Options:
     timeout_s: float = _option(300.0, parse_seconds, "how long every other call may take")
 
 
+_SERVER_TEXTS = {
+    "lease_s": "how long a worker that says nothing is believed to be alive",
+    "report_s": "a worker says how things are at least this often",
+    "drift": "a worker trusts its lease for (1 - drift) of it: the difference of two clocks' speeds",
+    "avoid_s": "for how long a source that failed a reader is that reader's last choice",
+    "most_failures": "reads that may fail in one operation on one shard before it is given up",
+    "most_versions": "versions remembered of one model, held or not",
+    "most_workers": "workers at a time",
+    "most_models": "models at a time",
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One setting, for the documentation."""
@@ -164,7 +178,10 @@ def table() -> list[Row]:
         Row(each.name, variable_of(each.name), _shown(each), str(each.metadata["text"]), "worker")
         for each in fields(Options)
     ]
-    server = [Row(each.name, variable_of(each.name), _shown(each), "", "server") for each in fields(Settings)]
+    server = [
+        Row(each.name, variable_of(each.name), _shown(each), _SERVER_TEXTS[each.name], "server")
+        for each in fields(Settings)
+    ]
     return worker + server
 
 

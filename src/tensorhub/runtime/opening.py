@@ -85,7 +85,7 @@ def _close_forgotten() -> None:
     deadline = time.monotonic() + EXIT_S
 
     async def close_all() -> None:
-        await asyncio.gather(*(client.close(deadline) for client in clients), return_exceptions=True)
+        await asyncio.gather(*(client.driver.leave(deadline) for client in clients), return_exceptions=True)
 
     with contextlib.suppress(TensorHubError, RuntimeError, asyncio.CancelledError):
         thread.wait(close_all(), deadline=deadline, what="closing at exit")

@@ -1,0 +1,29 @@
+"""A reference server in this process, and workers that are closed again."""
+
+import numpy as np
+import pytest
+
+import tensorhub
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+        yield running
+
+
+@pytest.fixture
+def join(server):
+    """`join(replica, value)` opens a worker with one registered array; returns both."""
+    opened = []
+
+    def joined(replica="t", value=0.0, *, model="m", size=50_000, tensors=None, **options):
+        weights = tensorhub.open(model, replica=replica, server=server.address, **options)
+        opened.append(weights)
+        array = np.full(size, value, dtype=np.float32)
+        weights.register({"w": array} if tensors is None else tensors)
+        return weights, array
+
+    yield joined
+    for weights in reversed(opened):
+        weights.close(timeout=3)

@@ -1,0 +1,114 @@
+"""The same names as coroutines, in a loop of the caller's own."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+import tensorhub
+from runtime.kit import within
+from tensorhub import aio
+
+
+def run(story):
+    return asyncio.run(asyncio.wait_for(story, 20))
+
+
+def test_a_step_of_training_in_ones_own_loop(server):
+    async def story():
+        source, target = np.ones(1000), np.zeros(1000)
+        async with (
+            await aio.open("m", replica="t", server=server.address) as trainer,
+            await aio.open("m", replica="r", server=server.address) as rollout,
+        ):
+            await trainer.register({"w": source})
+            await rollout.register({"w": target})
+            waiting = asyncio.create_task(rollout.wait_for("latest"))
+            assert await trainer.publish(1) == 1
+            assert await waiting == 1
+            assert await rollout.replicate() == 1
+            async with trainer.mutating(version=2):
+                source += 1
+            assert await rollout.update() == 2
+            await trainer.check()
+            assert (target == source).all()
+            view = aio.connect(server.address)
+            assert await view.models() == ["m"]
+            assert [version.version for version in await view.versions("m")] == [2, 1]
+            assert [replica.name for replica in await view.replicas("m")] == ["r", "t"]
+            assert await view.transfers() == ()
+        with pytest.raises(tensorhub.Closed):
+            await trainer.publish(3)
+
+    run(story())
+
+
+def test_the_callers_loop_goes_on_while_a_call_waits(server):
+    async def story():
+        weights = await aio.open("m", replica="r", server=server.address)
+        await weights.register({"w": np.zeros(10)})
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.01)
+
+        ticking = asyncio.create_task(tick())
+        with pytest.raises(tensorhub.Unavailable):
+            await weights.replicate("latest", timeout=0.5)
+        ticking.cancel()
+        await weights.close()
+        return ticks
+
+    assert run(story()) > 5
+
+
+def test_a_cancelled_call_is_over_and_the_next_one_works(server):
+    async def story():
+        weights = await aio.open("m", replica="r", server=server.address)
+        await weights.register({"w": np.zeros(10)})
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(weights.replicate("latest", timeout=60), 0.2)
+        assert await weights.publish(1, timeout=5) == 1
+        await weights.close()
+
+    with within(10):
+        run(story())
+
+
+def test_errors_arrive_as_they_are(server):
+    async def story():
+        with pytest.raises(tensorhub.UsageError, match="shard"):
+            await aio.open("m", replica="r", shard=5, server=server.address)
+        async with await aio.open("m", replica="r", server=server.address) as weights:
+            with pytest.raises(tensorhub.UsageError, match="before register"):
+                await weights.publish(1)
+            with pytest.raises(tensorhub.ShardTaken):
+                await aio.open("m", replica="r", server=server.address)
+
+    run(story())
+
+
+def test_workers_of_several_loops_and_threads_share_one_thread(server):
+    async def story(name):
+        async with await aio.open("m", replica=name, server=server.address) as weights:
+            await weights.register({"w": np.zeros(10)})
+            return next(t.name for t in threading.enumerate() if t is weights._thread.thread), weights._thread
+
+    (_, first), (_, second) = run(story("a")), run(story("b"))
+    assert first is second
+
+
+def test_an_error_in_a_mutating_block_publishes_nothing(server):
+    async def story():
+        async with await aio.open("m", replica="t", server=server.address) as weights:
+            await weights.register({"w": np.zeros(10)})
+            with pytest.raises(ZeroDivisionError):
+                async with weights.mutating(version=1):
+                    raise ZeroDivisionError
+            assert weights.version is None
+
+    run(story())

@@ -1,0 +1,81 @@
+"""Replicas of several shards, each a thread here: one version for all of them, or an error for all of them."""
+
+import numpy as np
+
+import tensorhub
+from runtime.kit import in_threads
+
+
+def all_of(workers, call):
+    return in_threads(*(lambda weights=weights: call(weights) for weights, _ in workers))
+
+
+def test_two_shards_are_published_replicated_and_updated_as_one(join):
+    trainer = [join("t", float(shard + 1), shard=shard, shards=2) for shard in range(2)]
+    rollouts = [[join(f"r{i}", shard=shard, shards=2) for shard in range(2)] for i in range(3)]
+    assert all_of(trainer, lambda weights: weights.publish(1)) == [1, 1]
+    everybody = [worker for rollout in rollouts for worker in rollout]
+    assert all_of(everybody, lambda weights: weights.replicate("latest")) == [1] * 6
+
+    def step(weights):
+        with weights.mutating(version=2):
+            dict(trainer)[weights][:] += 10
+
+    all_of(trainer, step)
+    assert all_of(everybody, lambda weights: weights.update("latest")) == [2] * 6
+    for rollout in rollouts:
+        for shard, (_, array) in enumerate(rollout):
+            assert (array == shard + 11).all()
+
+
+def test_a_version_exists_only_when_all_shards_have_published_it(join, server):
+    first, second = (join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2))
+    reader, _ = join("x", shard=0, shards=2)
+    results = in_threads(
+        lambda: first.publish(1, timeout=20),
+        lambda: reader.wait_for("latest", timeout=20),
+        lambda: (tensorhub.connect(server.address).versions("m"), second.publish(1, timeout=20)),
+    )
+    versions, published = results[2]
+    assert not any(version.is_complete for version in versions)
+    assert (results[0], results[1], published) == (1, 1, 1)
+
+
+def test_latest_is_one_version_for_the_whole_group_while_the_trainer_goes_on(join):
+    """Shards ask at different times while versions come and go: they always get the same one."""
+    trainer = [join("t", 0.0, shard=shard, shards=2, size=1000) for shard in range(2)]
+    rollout = [join("r", shard=shard, shards=2, size=1000) for shard in range(2)]
+    all_of(trainer, lambda weights: weights.publish(0))
+
+    def train(shard):
+        weights, array = trainer[shard]
+        for step in range(1, 20):
+            with weights.mutating(version=step, timeout=20):
+                array += 1
+
+    def roll(shard):
+        weights, array = rollout[shard]
+        seen = []
+        while not seen or seen[-1] < 19:
+            try:
+                seen.append(weights.update("latest", timeout=20))
+                assert (array == seen[-1]).all()
+            except tensorhub.Unavailable:  # the trainer went on meanwhile: all shards are told so, and retry
+                seen.append(-1)
+        return seen
+
+    results = in_threads(lambda: train(0), lambda: train(1), lambda: roll(0), lambda: roll(1))
+    assert results[:2] == [None, None]
+    assert results[2] == results[3]
+    versions = [version for version in results[2] if version >= 0]
+    assert versions == sorted(versions)
+
+
+def test_two_models_in_one_process_do_not_meet(join):
+    actor, _ = join("t", 1.0, model="actor")
+    critic, _ = join("t", 2.0, model="critic")
+    actor.publish(1)
+    critic.publish(9)
+    reader, array = join("r", model="critic")
+    assert reader.replicate("latest") == 9
+    assert np.all(array == 2.0)

@@ -1,0 +1,41 @@
+"""`connect`: what there is, for people and scripts, without being a worker."""
+
+import tensorhub
+
+
+def test_an_empty_server_has_nothing(server):
+    view = tensorhub.connect(server.address)
+    assert view.models() == []
+    assert view.versions("m") == ()
+    assert view.replicas("m") == ()
+    assert view.transfers() == ()
+    assert view.status().recovering_s == 0
+
+
+def test_models_versions_and_replicas(server, join):
+    trainer, array = join("t", 1.0)
+    join("r", model="other")
+    trainer.publish(3)
+    view = tensorhub.connect(server.address)
+    assert view.models() == ["m", "other"]
+    (version,) = view.versions("m")
+    assert (version.version, version.is_latest, version.is_complete, version.holders) == (3, True, True, ("t",))
+    (replica,) = view.replicas("m")
+    assert (replica.name, replica.shards) == ("t", 1)
+    (worker,) = replica.workers
+    assert (worker.state, worker.version, worker.size_bytes) == ("holding", 3, array.nbytes)
+    assert worker.endpoints[0].startswith("tcp://127.0.0.1:")
+    assert [model.name for model in view.status(model="other").models] == ["other"]
+
+
+def test_the_server_knows_itself_too(server, join):
+    join("t", 1.0)
+    assert [model.name for model in server.status().models] == ["m"]
+    assert server.address in repr(server)
+
+
+def test_settings_come_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("TENSORHUB_SERVER", server.address)
+    assert tensorhub.connect().models() == []
+    with tensorhub.open("m", replica="r"):
+        assert tensorhub.connect().models() == ["m"]

@@ -1,0 +1,289 @@
+"""What a trainer and its rollouts do with `Weights`, end to end over real sockets."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import tensorhub
+from runtime.kit import eventually, in_threads, within
+
+torch = pytest.importorskip("torch")
+
+
+def test_a_step_of_training_reaches_the_rollouts(join):
+    trainer, source = join("t", 1.0)
+    rollouts = [join(f"r{i}") for i in range(3)]
+    assert trainer.publish(1) == 1
+    results = in_threads(*(lambda weights=weights: weights.replicate("latest") for weights, _ in rollouts))
+    assert results == [1, 1, 1]
+    with trainer.mutating(version=2):
+        source[:] = np.arange(source.size)
+    for weights, array in rollouts:
+        assert weights.update("latest") == 2
+        assert (array == source).all()
+        assert weights.version == 2
+        assert weights.progress == (0, 0)
+        assert weights.update("latest") == 2  # nothing newer: nothing is read
+    received = sum(weights.statistics()["received_bytes"] for weights, _ in rollouts)
+    assert received == 2 * 3 * source.nbytes
+
+
+def test_torch_state_dicts_are_filled_in_place(server):
+    torch.manual_seed(1)
+    ours, theirs = torch.nn.Linear(30, 20).bfloat16(), torch.nn.Linear(30, 20).bfloat16()
+    with (
+        tensorhub.open("lin", replica="t", server=server.address) as trainer,
+        tensorhub.open("lin", replica="r", server=server.address) as rollout,
+    ):
+        trainer.register(ours.state_dict())
+        rollout.register(theirs.state_dict())
+        trainer.publish(0)
+        rollout.replicate()
+        assert torch.equal(ours.weight, theirs.weight)
+        assert torch.equal(ours.bias, theirs.bias)
+
+
+def test_a_model_of_nothing_can_be_published(join):
+    trainer, _ = join("t", tensors={"empty": np.zeros((0, 3))})
+    reader, _ = join("r", tensors={"empty": np.zeros((0, 3))})
+    trainer.publish(1)
+    assert reader.replicate(1) == 1
+
+
+def test_older_versions_are_replicated_by_number_and_by_distance(join):
+    old, _ = join("old", 1.0)
+    new, _ = join("new", 2.0)
+    reader, array = join("r")
+    old.publish(1)
+    new.publish(2)
+    assert reader.replicate("latest-1") == 1
+    assert array[0] == 1.0
+    assert reader.replicate(2) == 2
+    assert array[0] == 2.0
+
+
+def test_what_was_replicated_outlives_its_publisher(join):
+    trainer, source = join("t", 3.0)
+    first, _ = join("r1")
+    second, array = join("r2")
+    trainer.publish(4)
+    first.replicate()
+    trainer.close()
+    assert second.replicate("latest", timeout=10) == 4
+    assert (array == source).all()
+    assert second.statistics()["bytes_by_source"] == {"r1": source.nbytes}
+
+
+def test_unpublish_moves_a_slow_readers_source_and_returns(join):
+    """The reader goes on from the other holder: nothing it has is read again."""
+    trainer, source = join("t", 1.0, size=5_000_000, chunk_bytes="64KiB")
+    trainer.publish(1)
+    relay, _ = join("r1", size=5_000_000)
+    relay.replicate()
+    reader, array = join("r2", size=5_000_000)
+    reading = threading.Thread(target=reader.replicate)
+    reading.start()
+    trainer.unpublish(timeout=10)
+    source[:] = -1  # ours again: the reader must not see this
+    reading.join(10)
+    assert not reading.is_alive()
+    assert (array == 1.0).all()
+    assert reader.statistics()["received_bytes"] <= array.nbytes + (64 << 10) * 8
+
+
+def test_an_error_in_a_mutating_block_publishes_nothing(join):
+    trainer, _ = join("t", 1.0)
+    trainer.publish(1)
+    with pytest.raises(ZeroDivisionError), trainer.mutating(version=2):
+        raise ZeroDivisionError
+    assert trainer.version is None
+    with trainer.mutating(version=2):
+        pass
+    assert trainer.version == 2
+
+
+def test_publishing_the_same_again_is_fine(join):
+    trainer, _ = join("t", 1.0)
+    assert trainer.publish(1) == 1
+    assert trainer.publish(1) == 1
+    trainer.unpublish()
+    trainer.unpublish()
+    assert trainer.publish(1) == 1
+
+
+def test_a_relay_may_publish_what_it_replicated_whatever_its_own_chunk_size(join):
+    trainer, _ = join("t", 1.0, chunk_bytes=1000)
+    relay, _ = join("r", chunk_bytes=3000)
+    trainer.publish(1)
+    relay.replicate()
+    assert relay.publish(1) == 1
+
+
+def test_content_without_digests_is_taken_by_name_only(join):
+    trainer, source = join("t", 1.0, verify="none")
+    careful, _ = join("r1")
+    trusting, array = join("r2", verify="none")
+    trainer.publish(1)
+    assert trainer.publish(1) == 1
+    with pytest.raises(tensorhub.UsageError, match="verify"):
+        careful.replicate(timeout=5)
+    assert trusting.replicate() == 1
+    assert (array == source).all()
+    with pytest.raises(tensorhub.UsageError, match="cannot be checked"):
+        trainer.check()
+
+
+def test_wait_for_ends_when_the_version_comes(join):
+    trainer, _ = join("t", 1.0)
+    reader, _ = join("r")
+    waits = [lambda: reader.wait_for("latest"), lambda: reader.wait_for(2), lambda: reader.wait_for("latest-1")]
+
+    def train():
+        trainer.publish(1)
+        with trainer.mutating(version=5):
+            pass
+
+    first, second, before_last, _ = in_threads(*waits, train)
+    assert first in (1, 5)
+    assert (second, before_last) == (5, 1)
+    assert reader.wait_for(3, timeout=1) == 5
+    assert reader.version is None
+
+
+def test_check_names_the_tensors_that_were_changed_while_published(join):
+    tensors = {f"layer.{i}": np.ones(1000, dtype=np.float32) for i in range(20)}
+    trainer, _ = join("t", tensors=tensors, chunk_bytes=1000)
+    trainer.publish(1)
+    trainer.check()
+    tensors["layer.7"][3] = 2
+    with pytest.raises(tensorhub.NotDrained, match=r"'layer\.7'") as caught:
+        trainer.check()
+    assert "layer.3'" not in str(caught.value)
+    tensors["layer.7"][3] = 1
+    trainer.check()
+
+
+def test_readers_find_out_too_and_say_so(join):
+    trainer, source = join("t", 1.0)
+    reader, _ = join("r")
+    trainer.publish(1)
+    source[5] = 9
+    with pytest.raises(tensorhub.CorruptTransfer):
+        reader.replicate(timeout=8)
+    assert reader.version is None
+    with pytest.raises(tensorhub.UsageError, match="poisoned"):
+        reader.publish(2)
+    trainer.unpublish()
+    trainer.publish(2)
+    assert reader.replicate(timeout=8) == 2  # a good version heals it
+
+
+def test_tensors_that_were_given_other_memory_are_found(server):
+    model = torch.nn.Linear(3, 3)
+    with tensorhub.open("lin", replica="t", server=server.address) as weights:
+        weights.register(dict(model.named_parameters()))
+        model.weight.data = torch.zeros(3, 3)
+        with pytest.raises(tensorhub.UsageError, match=r"no longer .*'weight'"):
+            weights.publish(1)
+        weights.register(dict(model.named_parameters()))
+        assert weights.publish(1) == 1
+        model.bias.data = torch.zeros(3)
+        with pytest.raises(tensorhub.NotDrained, match="'bias'"):
+            weights.check()
+
+
+def test_other_tensors_can_be_registered_when_nothing_is_held(join):
+    trainer, _ = join("t", 1.0)
+    trainer.publish(1)
+    with pytest.raises(tensorhub.NotDrained, match="version 1 is held"):
+        trainer.register({"v": np.zeros(3)})
+    trainer.unpublish()
+    trainer.register({"v": np.zeros(3)})
+    assert trainer.publish(2) == 2
+
+
+def test_close_ends_everything_and_may_be_called_twice(join):
+    before = threading.active_count()
+    trainer, _ = join("t", 1.0)
+    trainer.publish(1)
+    trainer.close()
+    trainer.close()
+    assert trainer.version is None
+    for call in (lambda: trainer.publish(2), trainer.unpublish, trainer.update, trainer.wait_for, trainer.check):
+        with pytest.raises(tensorhub.Closed, match=r"m/t\[0\]"):
+            call()
+    with pytest.raises(tensorhub.Closed):
+        trainer.register({"w": np.zeros(3)})
+    eventually(lambda: threading.active_count() <= before + 1, "its threads are gone")  # the worker loop stays
+    join("t")  # its place is free at once
+
+
+def test_close_during_a_call_ends_the_call(join):
+    reader, _ = join("r")
+
+    def close_soon():
+        eventually(lambda: reader._aio._client._calling == "replicate")
+        reader.close()
+
+    error, _ = in_threads(lambda: reader.replicate("latest", timeout=30), close_soon)
+    assert isinstance(error, tensorhub.Closed)
+
+
+def test_one_call_at_a_time(join):
+    reader, _ = join("r")
+    waiting = threading.Thread(target=lambda: in_threads(lambda: reader.replicate("latest", timeout=1)))
+    waiting.start()
+    eventually(lambda: reader._aio._client._calling)
+    with pytest.raises(tensorhub.UsageError, match="has not ended"):
+        reader.update()
+    waiting.join(5)
+
+
+def test_statistics_count_what_went_where(join):
+    trainer, source = join("t", 1.0)
+    reader, _ = join("r")
+    trainer.publish(1)
+    reader.replicate()
+    assert trainer.statistics()["sent_bytes"] == source.nbytes
+    mine = reader.statistics()
+    assert mine["bytes_by_source"] == {"t": source.nbytes}
+    assert mine["received_bytes"] == source.nbytes
+    assert mine["reports"] > 0
+    assert mine["is_connected"] is True
+
+
+def test_a_deadline_is_kept_and_says_what_was_waited_for(join):
+    reader, _ = join("r")
+    with within(1.5), pytest.raises(tensorhub.Unavailable, match=r"(?s)m/r\[0\].*0.3 s"):
+        reader.replicate("latest", timeout=0.3)
+
+
+@pytest.mark.processes
+def test_rollouts_in_processes_of_their_own(join, server):
+    child = """
+import sys, zlib, numpy as np, tensorhub
+array = np.zeros(50_000, dtype=np.float32)
+with tensorhub.open("m", replica=sys.argv[2], server=sys.argv[1], reliable=False) as weights:
+    weights.register({"w": array})
+    print(weights.replicate("latest"), zlib.crc32(array.tobytes()), flush=True)
+    weights.wait_for(2)
+    print(weights.update("latest"), zlib.crc32(array.tobytes()), flush=True)
+"""
+    import zlib
+
+    trainer, source = join("t", 1.0)
+    trainer.publish(1)
+    children = [
+        subprocess.Popen([sys.executable, "-c", child, server.address, f"r{i}"], stdout=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    first = f"1 {zlib.crc32(source.tobytes())}\n"
+    assert [process.stdout.readline() for process in children] == [first, first]
+    with trainer.mutating(version=2):
+        source += 1
+    second = f"2 {zlib.crc32(source.tobytes())}\n"
+    assert [process.stdout.readline() for process in children] == [second, second]
+    assert [process.wait(10) for process in children] == [0, 0]

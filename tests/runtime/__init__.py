@@ -1,0 +1,1 @@
+"""Tests of what runs: server and worker shells, over real sockets."""

@@ -1,0 +1,82 @@
+"""Settings: argument, then variable, then default; a bad one is refused by the name under which it was given."""
+
+import pytest
+
+from tensorhub.core.errors import UsageError
+from tensorhub.core.settings import Settings
+from tensorhub.runtime.config import Options, server_settings, table, variable_of, worker_options
+
+
+def test_defaults_hold_where_nothing_is_said():
+    assert worker_options({}) == Options()
+    assert server_settings({}) == Settings()
+
+
+def test_a_variable_beats_the_default_and_an_argument_beats_both():
+    environ = {"TENSORHUB_SERVER": "one:1", "TENSORHUB_CHUNK_BYTES": "2MiB", "TENSORHUB_TIMEOUT_S": "7"}
+    assert worker_options(environ).server == "one:1"
+    assert worker_options(environ).chunk_bytes == 2 << 20
+    assert worker_options(environ, server="two:2").server == "two:2"
+    assert worker_options(environ, timeout_s=8).timeout_s == 8.0
+    assert worker_options(environ, timeout_s=None).timeout_s == 7.0
+    assert server_settings({"TENSORHUB_LEASE_S": "20"}).lease_s == 20.0
+    assert server_settings({"TENSORHUB_LEASE_S": "20"}, lease_s=30).lease_s == 30.0
+
+
+def test_an_empty_variable_is_none():
+    assert worker_options({"TENSORHUB_SERVER": ""}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("10.0.0.1:99", "10.0.0.1:99"),
+        ("head-node", "head-node:7450"),
+        ("http://head:1/", "head:1"),
+        ("[::1]:8", "[::1]:8"),
+    ],
+)
+def test_ways_to_write_an_address(given, address):
+    assert worker_options({}, server=given).server == address
+
+
+BAD = {
+    "server": ["", "  ", "http://", "ftp://x:1", "a:b", "x:99999", "x:1/path", "http://[x", "a b:1"],
+    "chunk_bytes": ["0", "-1", "4 parsecs", "2GiB", "1e6", ""],
+    "verify": ["maybe", "FULL"],
+    "timeout_s": ["0", "-1", "nan", "inf", "soon", "1e99"],
+    "connect_s": ["0", "never"],
+    "token": ["a\nb", "x" * 2000],
+    "site": ["\x00"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_bad_value_is_refused_by_its_name(name, value):
+    with pytest.raises(UsageError, match=name):
+        worker_options({}, **{name: value})
+    if value:
+        with pytest.raises(UsageError, match=variable_of(name)):
+            worker_options({variable_of(name): value})
+
+
+@pytest.mark.parametrize("value", [True, [], 1.5, b"x"])
+def test_values_of_another_type_are_refused(value):
+    for name in ("chunk_bytes", "server", "verify"):
+        with pytest.raises(UsageError, match=name):
+            worker_options({}, **{name: value})
+
+
+def test_a_lease_that_no_report_could_renew_is_refused():
+    with pytest.raises(UsageError, match="lease_s"):
+        server_settings({}, lease_s=1, report_s=1)
+    for name, value in (("lease_s", 0), ("most_workers", 0), ("most_workers", "many"), ("drift", 2)):
+        with pytest.raises(UsageError):
+            server_settings({}, **{name: value})
+
+
+def test_the_table_has_every_setting_once_and_explains_it():
+    rows = table()
+    assert len({row.variable for row in rows}) == len(rows)
+    assert {"TENSORHUB_SERVER", "TENSORHUB_TOKEN", "TENSORHUB_SITE", "TENSORHUB_HOST"} <= {row.variable for row in rows}
+    assert all(row.text for row in rows)

@@ -1,0 +1,252 @@
+"""Servers and workers in processes of their own: restart, silence, signals, fork, and an exit without a goodbye."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import tensorhub
+
+from .kit import ServerProcess, eventually, in_threads, within
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def server():
+    with ServerProcess() as running:
+        yield running
+
+
+def worker(server, replica, value=0.0, size=100_000, **options):
+    weights = tensorhub.open("m", replica=replica, server=server.address, **options)
+    array = np.full(size, value, dtype=np.float32)
+    weights.register({"w": array})
+    return weights, array
+
+
+def test_sigterm_and_sigint_end_a_server_in_order():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with ServerProcess() as server:
+            weights, _ = worker(server, "t")
+            server.send(number)
+            assert server.process.wait(10) == 0
+            weights.close(timeout=1)
+
+
+def test_a_taken_port_ends_a_server_with_its_reason(server):
+    host, port = server.address.split(":")
+    code = f"from tensorhub.runtime.serving import *; run_server({host!r}, {port}, settings=Settings())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert ended.returncode != 0
+    assert f"cannot listen on {server.address}" in ended.stderr
+
+
+def test_a_killed_server_comes_back_and_learns_everything_from_the_workers(server):
+    trainer, source = worker(server, "t", 1.0)
+    reader, target = worker(server, "r")
+    trainer.publish(7)
+    reader.replicate("latest", timeout=5)
+    server.kill()
+    waiting = threading.Timer(0.3, server.restart)
+    waiting.start()
+    assert reader.update("latest", timeout=10) == 7  # asked while nobody answered
+    waiting.join()
+    with trainer.mutating(version=8, timeout=10):
+        source += 1
+    assert reader.update("latest", timeout=10) == 8
+    assert (target == source).all()
+    trainer.unpublish(timeout=10)
+    with pytest.raises(tensorhub.VersionConflict):  # `latest` does not go backwards over a restart
+        trainer.publish(6, timeout=5)
+    for weights in (reader, trainer):
+        weights.close(timeout=5)
+
+
+def test_wait_for_survives_a_restart_of_the_server(server):
+    trainer, _ = worker(server, "t", 1.0)
+    reader, _ = worker(server, "r")
+
+    def publish_after_a_restart():
+        server.kill()
+        server.restart()
+        trainer.publish(3, timeout=10)
+
+    assert in_threads(lambda: reader.wait_for(3, timeout=15), publish_after_a_restart)[0] == 3
+    for weights in (reader, trainer):
+        weights.close(timeout=5)
+
+
+def test_a_stopped_server_makes_nobody_wait_beyond_the_deadline(server):
+    trainer, _ = worker(server, "t", 1.0)
+    trainer.publish(1)
+    reader, _ = worker(server, "r")
+    server.send(signal.SIGSTOP)
+    calls = [
+        lambda: trainer.unpublish(timeout=0.5),
+        lambda: reader.replicate("latest", timeout=0.5),
+        lambda: reader.wait_for(2, timeout=0.5),
+        lambda: tensorhub.connect(server.address, timeout=0.5).models(),
+        lambda: tensorhub.open("m", replica="x", server=server.address, timeout=0.5),
+    ]
+    for call in calls:
+        with within(1.5), pytest.raises(tensorhub.Unavailable):
+            call()
+    with within(1.5):
+        reader.close(timeout=0.5)
+    server.send(signal.SIGCONT)
+    trainer.unpublish(timeout=10)
+    with within(5):
+        trainer.close(timeout=4)
+
+
+def test_a_silent_server_is_left_and_named_as_the_reason(server, monkeypatch):
+    monkeypatch.setattr("tensorhub.runtime.connection.SILENCE_S", 0.5)
+    monkeypatch.setattr("tensorhub.runtime.connection.CONNECT_S", 0.5)
+    trainer, _ = worker(server, "t", 1.0)
+    server.send(signal.SIGSTOP)
+    with within(4), pytest.raises(tensorhub.ServerUnreachable, match="does not answer"):
+        trainer.publish(1, timeout=3)
+    server.send(signal.SIGCONT)
+    eventually(lambda: trainer.statistics()["is_connected"], "the line is back")
+    assert trainer.publish(1, timeout=5) == 1
+    trainer.close(timeout=5)
+
+
+CHILD = """
+import sys, time
+import numpy as np
+import tensorhub
+address, what = sys.argv[1:]
+weights = tensorhub.open("m", replica="child", server=address)
+weights.register({"w": np.ones(1000)})
+weights.publish(1)
+"""
+
+
+def run_child(server, rest, *, what=""):
+    return subprocess.run(
+        [sys.executable, "-c", CHILD + rest, server.address, what], capture_output=True, text=True, timeout=20
+    )
+
+
+def replicas(server):
+    return [replica.name for replica in tensorhub.connect(server.address).replicas("m")]
+
+
+def test_an_exit_without_close_neither_hangs_nor_leaves_a_ghost(server):
+    with ServerProcess(lease_s=60, report_s=1) as patient:
+        with within(8):
+            ended = run_child(patient, "")
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert replicas(patient) == []
+
+
+def test_an_exit_without_close_while_the_server_is_stopped(server):
+    rest = f"import os, signal; os.kill({server.process.pid}, signal.SIGSTOP)"
+    with within(8):
+        ended = run_child(server, rest)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_an_uncaught_error_ends_the_process_with_its_own_message(server):
+    ended = run_child(server, "with weights.mutating(version=2): raise RuntimeError('mine')")
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("RuntimeError: mine")
+
+
+def test_an_interrupt_ends_a_waiting_call_at_once_and_the_next_one_works(server):
+    rest = """
+import os, signal, threading
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+began = time.monotonic()
+try:
+    weights.wait_for(99, timeout=60)
+except KeyboardInterrupt:
+    pass
+weights.unpublish(timeout=5)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    weights.replicate("latest", timeout=60)  # nobody holds it
+except KeyboardInterrupt:
+    print("interrupted twice", time.monotonic() - began < 5)
+print("published", weights.publish(2, timeout=5))
+weights.close()
+"""
+    ended = run_child(server, rest)
+    assert ended.stdout.split("\n")[:2] == ["interrupted twice True", "published 2"], ended.stderr
+
+
+def test_a_killed_worker_is_gone_when_its_lease_ends(server):
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD + "print('up', flush=True); time.sleep(60)", server.address, ""],
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.wait(5)
+    with within(2 * server.lease_s + 2):
+        successor = tensorhub.open("m", replica="child", server=server.address, timeout=6)  # waits for the lease
+    successor.close()
+
+
+@contextlib.contextmanager
+def forked():
+    """What the block does in a child; the parent waits for it to have ended well."""
+    child = os.fork()
+    if child == 0:
+        try:
+            yield True
+        except BaseException:  # noqa: BLE001 - the child must not run the rest of the tests
+            os._exit(1)
+        os._exit(0)
+    yield False
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_is_told_what_to_do_and_harms_nobody(server):
+    trainer, array = worker(server, "t", 1.0)
+    trainer.publish(1)
+    view = tensorhub.connect(server.address)
+    with forked() as is_child:
+        if is_child:
+            uses = [
+                lambda: trainer.publish(2),
+                lambda: trainer.register({"w": array}),
+                trainer.unpublish,
+                trainer.update,
+                trainer.wait_for,
+                trainer.check,
+                trainer.close,
+                trainer.statistics,
+                lambda: trainer.version,
+                lambda: trainer.progress,
+                view.models,
+            ]
+            for use in uses:
+                with pytest.raises(tensorhub.Closed, match="forked") as caught:
+                    use()
+                assert "spawn" in caught.value.__notes__[0]
+            own, _ = worker(server, "child", 2.0)  # a new one in the child is fine
+            own.replicate("latest", timeout=5)
+            own.close(timeout=5)
+    reader, target = worker(server, "r")
+    assert reader.replicate("latest", timeout=5) == 1
+    assert (target == array).all()
+    assert trainer.statistics()["connects"] == 1
+    for weights in (reader, trainer):
+        weights.close(timeout=5)
+
+
+def test_a_worker_process_ends_no_slower_for_a_server_that_is_gone(server):
+    rest = f"import os, signal; os.kill({server.process.pid}, signal.SIGKILL); time.sleep(0.2); weights.close()"
+    with within(8):
+        ended = run_child(server, rest)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,222 @@
+"""The reference server towards strangers: each gets an answer or is hung up on, and nobody else notices."""
+
+import asyncio
+import json
+import random
+import socket
+import struct
+
+import aiohttp
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub.core.errors import UsageError
+from tensorhub.core.messages import MOST_LAYOUT_BYTES, MOST_REPORT_BYTES, Orders, Refusal, Report
+from tensorhub.runtime import server as server_module
+from tensorhub.runtime.codec import decode_to_worker, encode
+from tensorhub.runtime.serving import ServerThread
+
+from .kit import eventually, hello, line_to, within
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+        yield running
+
+
+@pytest.fixture
+def witness(server):
+    """A worker that must not notice anything."""
+    with tensorhub.open("witness", replica="w", server=server.address) as weights:
+        array = np.zeros(10)
+        weights.register({"w": array})
+        yield weights
+        before = weights.statistics()["connects"]
+        with weights.mutating(version=1, timeout=5):
+            array += 1
+        assert (weights.version, before) == (1, 1)
+
+
+async def hear(line) -> object:
+    """The next message on a raw line, or how it was closed."""
+    frame = await line.receive(timeout=5)
+    return decode_to_worker(frame.data) if frame.type is aiohttp.WSMsgType.BINARY else frame.type
+
+
+def conversation(address, *frames):
+    """Send raw frames on one connection; everything that was heard until it ended."""
+
+    async def talk():
+        heard = []
+        async with line_to(address) as line:
+            for frame in frames:
+                await (line.send_str(frame) if isinstance(frame, str) else line.send_bytes(frame))
+            while True:
+                heard.append(await hear(line))
+                if not isinstance(heard[-1], Orders | Refusal):
+                    return heard
+
+    return asyncio.run(talk())
+
+
+def test_a_hello_and_a_report_are_answered_with_orders(server):
+    async def talk():
+        async with line_to(server.address, hello(), Report(1)) as line:
+            return await hear(line)
+
+    orders = asyncio.run(talk())
+    assert isinstance(orders, Orders)
+    assert (orders.acknowledged, orders.lease_s, orders.report_s) == (1, 2.0, 0.2)
+    assert orders.session > 0
+
+
+BAD_CONVERSATIONS = {
+    "garbage": [b"\xc1\x00\xff"],
+    "nothing": [b""],
+    "text": ["hello?"],
+    "report before hello": [encode(Report(1))],
+    "two hellos": [encode(hello()), encode(hello())],
+    "a long first message": [b"\xc4" * (MOST_REPORT_BYTES + 1)],
+    "a long report": [encode(hello()), encode(Report(1, received_bytes={f"r{i}": i for i in range(9000)}))],
+    "orders": [encode(Orders(1, 1, 1, 1.0, 1.0, 1.0))],
+    "wrong protocol": [encode(hello()).replace(b"tensorhub/1", b"tensorhub/9")],
+    "garbage after a hello": [encode(hello()), b"\xff\xff"],
+}
+
+
+@pytest.mark.parametrize("frames", BAD_CONVERSATIONS.values(), ids=BAD_CONVERSATIONS)
+def test_what_makes_no_sense_is_refused_for_good_and_hung_up_on(server, witness, frames):
+    *_, refusal, end = conversation(server.address, *frames)
+    assert isinstance(refusal, Refusal)
+    assert refusal.code in ("refused", "usage")
+    assert refusal.retry_s == 0
+    assert end in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+
+
+def test_a_frame_over_the_limit_ends_its_connection(server, witness):
+    with within(8):
+        try:
+            heard = conversation(server.address, bytes(MOST_LAYOUT_BYTES + 1))
+        except (ConnectionError, aiohttp.ClientError):  # cut before all of it was sent
+            heard = [aiohttp.WSMsgType.CLOSED]
+    assert heard[-1] in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
+
+
+def test_ten_thousand_random_frames(server, witness):
+    """On as many connections as it takes: the server refuses each and goes on."""
+    dice = random.Random(11)
+    frames = [dice.randbytes(dice.randrange(1, 120)) for _ in range(10_000)]
+
+    async def flood(share):
+        async with line_to(server.address) as line:
+            for frame in share:
+                try:
+                    await line.send_bytes(frame)
+                except (ConnectionError, aiohttp.ClientError):
+                    return
+
+    async def all_of_it():
+        for at in range(0, len(frames), 200):
+            await asyncio.gather(*(flood(frames[i : i + 20]) for i in range(at, at + 200, 20)))
+
+    asyncio.run(all_of_it())
+    eventually(lambda: server.status().counters["connections"] == 1, "strangers are gone")
+
+
+def test_bytes_that_are_no_http(server, witness):
+    host, port = server.address.split(":")
+    dice = random.Random(13)
+    for length in (0, 1, 10, 100, 10_000):
+        with socket.create_connection((host, int(port)), timeout=5) as raw:
+            raw.sendall(dice.randbytes(length) + b"\r\n\r\n")
+    with socket.create_connection((host, int(port)), timeout=5) as raw:  # reset in the middle of a request
+        raw.sendall(b"GET /v1/session HTTP/1.1\r\nUpgrade: webso")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_garbage_inside_an_upgraded_connection(server, witness):
+    host, port = server.address.split(":")
+    upgrade = (
+        "GET /v1/session HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=5) as raw:
+        raw.sendall(upgrade.encode() + random.Random(17).randbytes(5_000))
+        raw.settimeout(5)
+        try:
+            while raw.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+
+
+def test_who_says_no_hello_is_cut(server, monkeypatch):
+    monkeypatch.setattr(server_module, "HELLO_S", 0.1)
+    monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+
+    async def talk():
+        async with line_to(server.address) as line:
+            return await line.receive(timeout=5)
+
+    assert asyncio.run(talk()).type is not aiohttp.WSMsgType.BINARY
+
+
+def test_a_server_with_a_token_answers_nobody_without_it():
+    with tensorhub.serve(token="s3cret") as server:
+        *_, refusal, _ = conversation(server.address, encode(hello(token="guess")))
+        assert (refusal.code, refusal.retry_s) == ("refused", 0)
+        with pytest.raises(tensorhub.Refused):
+            tensorhub.open("m", replica="r", server=server.address)
+        with pytest.raises(tensorhub.Refused):
+            tensorhub.connect(server.address).models()
+        with tensorhub.open("m", replica="r", server=server.address, token="s3cret") as weights:
+            assert tensorhub.connect(server.address, token="s3cret").models() == ["m"]
+            with pytest.raises(tensorhub.DeadlineExceeded):
+                weights.wait_for("latest", timeout=0.1)
+        status, _ = get(server.address, "/healthz")
+        assert status == 200
+
+
+def get(address, path, **headers):
+    async def ask():
+        async with aiohttp.ClientSession() as http, http.get(f"http://{address}{path}", headers=headers) as answer:
+            return answer.status, await answer.read()
+
+    return asyncio.run(ask())
+
+
+def test_status_is_json_that_everybody_can_read(server, witness):
+    status, body = get(server.address, "/v1/status")
+    seen = json.loads(body)
+    assert status == 200
+    assert seen["protocol"] == "tensorhub/1"
+    assert [model["name"] for model in seen["models"]] == ["witness"]
+    assert json.loads(get(server.address, "/v1/status?model=other")[1])["models"] == []
+
+
+def test_questions_that_make_no_sense_are_bad_requests(server):
+    assert get(server.address, "/v1/wait")[0] == 400
+    assert get(server.address, "/v1/wait?model=m&spec=newest")[0] == 400
+    assert get(server.address, "/v1/wait?model=m&spec=1&timeout=long")[0] == 400
+    assert get(server.address, "/nowhere")[0] == 404
+    assert get(server.address, "/v1/session")[0] == 400
+    assert json.loads(get(server.address, "/v1/wait?model=m&spec=1&timeout=0.05")[1]) == {"version": None}
+
+
+def test_a_port_that_is_taken_is_a_clear_error(server):
+    host, port = server.address.split(":")
+    with pytest.raises(UsageError, match=f"cannot listen on {host}:{port}.*in use"):
+        ServerThread(host, int(port))
+    with pytest.raises(UsageError, match="cannot listen"):
+        ServerThread("203.0.113.1", 0)
+
+
+def test_a_closed_server_frees_its_port_and_closing_twice_is_fine():
+    first = tensorhub.serve()
+    host, port = first.address.split(":")
+    first.close()
+    first.close()
+    with tensorhub.serve(host, int(port)) as second:
+        assert second.address == first.address
