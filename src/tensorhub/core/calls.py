@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .events import Called
-from .messages import VERBS, Answer, Failure, Filling, Holding, Poisoned, Spec, Withdrawing
+from .messages import VERBS, Answer, Failure, Filling, Holding, Operation, Poisoned, Spec, Withdrawing
 from .names import Digest, Version
 from .specs import parse_spec
 
@@ -32,6 +32,21 @@ class Call:
     def impatient_at(self) -> float:
         """Half the time is for readers to finish or move; then those who still read are cut off."""
         return self.started + (self.deadline - self.started) / 2
+
+    def take(self, answer: Answer | None) -> bool:
+        """The server has answered. Returns whether it has just said which version it is."""
+        if answer is None or answer.number != self.number:
+            return False
+        self.answer = answer
+        is_news = self.resolved is None and answer.version is not None
+        self.resolved = answer.version if is_news else self.resolved
+        return is_news
+
+    def told(self) -> Operation | None:
+        """As a report tells it."""
+        if self.number is None:
+            return None
+        return Operation(self.number, self.verb, self.spec, self.root, self.resolved)
 
     def __str__(self) -> str:
         return f"{self.verb}({self.spec!r})" if self.spec != "" else f"{self.verb}()"

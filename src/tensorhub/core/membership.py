@@ -38,13 +38,9 @@ class Member:
     wakes_at: float = inf  # when to look at it again although nothing was heard
     queued_at: float = inf  # its one valid place in the queue of times
 
-    @property
-    def worker(self) -> WorkerId:
-        return self.hello.worker
-
-    @property
-    def shard(self) -> Shard:
-        return self.hello.shard
+    def __post_init__(self) -> None:
+        self.worker: WorkerId = self.hello.worker
+        self.shard: Shard = self.hello.shard
 
     @property
     def is_full(self) -> bool:

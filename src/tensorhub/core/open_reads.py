@@ -67,9 +67,9 @@ class OpenReads:
             _forget(self._from_source, read.source, read.ticket)
         return over
 
-    def readers_behind(self, worker: WorkerId) -> dict[WorkerId, None]:
+    def readers_behind(self, worker: WorkerId, *, without_itself: bool = False) -> dict[WorkerId, None]:
         """The worker itself, who reads from it, who reads from those, and so on."""
-        found: dict[WorkerId, None] = {worker: None}
+        found: dict[WorkerId, None] = {} if without_itself else {worker: None}
         queue = [worker]
         while queue:
             for read in self._from_source.get(queue.pop(), {}).values():

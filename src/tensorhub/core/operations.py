@@ -5,6 +5,7 @@ Called by the server machine with itself as the facts; everything that is change
 
 from typing import TYPE_CHECKING
 
+from . import granting
 from .groups import GroupOperation, Replica
 from .manifest import layout_difference
 from .membership import Member
@@ -201,7 +202,7 @@ def _why_hopeless(server: "Server", model: Model, record: VersionRecord, member:
     if server.is_recovering or server.reads.current(member.worker) is not None:
         return None
     full = [server.members.get(worker) for worker in record.holders.get(member.shard, {})]
-    if any(m is not None and m.is_full and server.serves(m.worker, record.version) for m in full):
+    if any(m is not None and m.is_full and granting.serves(server, m.worker, record.version) for m in full):
         return _all_corrupt(server, record, member)
     return _unavailable(model, record, member.shard)
 

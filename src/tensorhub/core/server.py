@@ -20,14 +20,14 @@ from math import inf
 
 from msgspec.structs import replace
 
-from . import operations
+from . import granting, operations
+from .errors import InvariantViolation
 from .groups import Replica
+from .invariants import server_contradiction
 from .manifest import Layout
 from .membership import Avoided, Member, Members
 from .messages import (
     Answer,
-    Empty,
-    Filling,
     Grant,
     Hello,
     Holding,
@@ -42,8 +42,7 @@ from .messages import (
 )
 from .names import Digest, ModelName, Number, Ticket, Version, WorkerId
 from .open_reads import OpenRead, OpenReads
-from .references import Model, VersionRecord, version_in
-from .selection import Candidate, choose_source
+from .references import Model, version_in
 from .settings import Settings
 from .status import status_of
 from .view import Status
@@ -111,11 +110,11 @@ class Server:
         for member in ended:
             self._end_session(member, "died (its lease ended)")
         for member in woken:
-            self._touch(member.worker)
+            self.touch(member.worker)
         if not self._has_recovered and self.now >= self.recovered_at:
             self._has_recovered = True
             for member in self.members.all():
-                self._touch(member.worker)
+                self.touch(member.worker)
         return self._settle()
 
     def next_deadline(self) -> float:
@@ -130,6 +129,12 @@ class Server:
         """What there is, for people; changes nothing."""
         self.now = max(self.now, now)
         return status_of(self)
+
+    def check_invariants(self) -> None:
+        """Raise `InvariantViolation` if this machine contradicts itself. Looks at every table."""
+        wrong = server_contradiction(self)
+        if wrong is not None:
+            raise InvariantViolation(f"the reference server: {wrong}")
 
     def statistics(self) -> dict[str, int]:
         return {
@@ -200,7 +205,7 @@ class Server:
         if model is None:
             model = self.models[hello.model] = Model(hello.model, hello.shards, self.settings.most_versions)
         replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
-        member = Member(hello, sender, self._next(), self.now + self.settings.lease_s)
+        member = Member(hello, sender, self.next_number(), self.now + self.settings.lease_s)
         replica.members[hello.shard] = member.worker
         self.members.add(member)
         self.counters["sessions"] += 1
@@ -216,13 +221,13 @@ class Server:
         if replica.is_empty:
             operations.release(model, replica.operation, replica)
             del model.replicas[replica.name]
-        self._touch_model(model)
+        self.touch_model(model)
 
     def _take_buffer(self, member: Member, before: Report) -> None:
         model, _ = self._place(member)
         report, worker = member.report, member.worker
         if report.newest is not None and model.note_exists(report.newest):
-            self._touch_model(model)
+            self.touch_model(model)
         buffer = report.buffer
         if isinstance(buffer, Holding | Withdrawing) and not model.pin(
             worker, buffer.version, buffer.root, report.layout
@@ -234,7 +239,7 @@ class Server:
         if isinstance(buffer, Holding | Withdrawing) and self._exists_by(member, buffer):
             model.note_exists(buffer.version)
         if type(before.buffer) is not type(report.buffer) or (before.buffer != report.buffer and member.is_full):
-            self._touch_model(model)
+            self.touch_model(model)
 
     def _exists_by(self, member: Member, buffer: Holding | Withdrawing) -> bool:
         """This buffer shows that its version exists: it was replicated, or the whole replica has published it."""
@@ -271,7 +276,7 @@ class Server:
         """The member reads no ticket up to this one any more; it counts as a holder only by its buffer."""
         model, _ = self._place(member)
         for read in self.reads.close(member.worker, upto):
-            self._touch(read.source)
+            self.touch(read.source)
             record = model.versions.get(read.version)
             still = self.reads.current(member.worker)
             kept = (version_in(member.report.buffer), still.version if still is not None else None)
@@ -319,91 +324,8 @@ class Server:
                 replica.ended = max(replica.ended, operation.number)
                 operations.release(model, operation, replica)
             if operation.is_over != was_over or operation.version != version:
-                self._touch_model(model) if operation.is_over else self._touch_replica(replica)
-        self._decide_read(model, replica, member)
-
-    def _decide_read(self, model: Model, replica: Replica, member: Member) -> None:
-        wanted = operations.wanted_version(replica, member)
-        current = self.reads.current(member.worker)
-        record = model.versions.get(wanted) if wanted is not None else None
-        buffer = member.report.buffer
-        is_read = isinstance(buffer, Poisoned) and buffer.version is not None
-        if record is None or is_read or isinstance(buffer, Holding | Withdrawing):
-            if current is not None:
-                self._void(current)
-            return
-        if current is not None and current.version == wanted and self.serves(current.source, current.version):
-            source = self.members.get(current.source)
-            if source is None or not isinstance(source.report.buffer, Withdrawing):
-                return
-            others = [c for c in self._candidates(record, member) if not c.is_withdrawing]
-            if choose_source(others, now=self.now) is None and not source.report.buffer.impatient:
-                return
-        if current is not None:
-            self._void(current)
-        self._grant(record, member)
-
-    def serves(self, source: WorkerId, version: Version) -> bool:
-        """As far as is known, the source still has the version. One whose lease has ended may well go on serving."""
-        member = self.members.get(source)
-        if member is None:
-            return True
-        match member.report.buffer:
-            case Holding(version=held) | Filling(version=held):
-                return held == version
-            case Withdrawing(version=held, impatient=impatient):
-                return held == version and not impatient
-            case Empty() | Poisoned():
-                current = self.reads.current(source)  # it was granted the version, and is about to fill
-                return current is not None and current.version == version
-
-    def _candidates(self, record: VersionRecord, reader: Member) -> list[Candidate]:
-        behind = self.reads.readers_behind(reader.worker)
-        found = []
-        for worker in record.holders.get(reader.shard, {}):
-            member = self.members.get(worker)
-            if member is None or worker in behind or not self.serves(worker, record.version):
-                continue
-            if not member.is_full and self.reads.current(worker) is None:
-                continue  # it waits for a source itself
-            buffer, here, there = member.report.buffer, reader.hello, member.hello
-            avoided = reader.avoided.get(worker)
-            found.append(
-                Candidate(
-                    worker=worker,
-                    load=self.reads.load(worker),
-                    is_full=member.is_full,
-                    done=member.done,
-                    published=isinstance(buffer, Holding | Withdrawing) and buffer.published,
-                    is_withdrawing=isinstance(buffer, Withdrawing),
-                    is_near=here.host == there.host,
-                    is_same_site=here.site == there.site,
-                    avoided_until=avoided.until if avoided is not None else -inf,
-                )
-            )
-        return found
-
-    def _grant(self, record: VersionRecord, member: Member) -> None:
-        candidates = self._candidates(record, member)
-        choice = choose_source(candidates, now=self.now)
-        if choice is None:
-            if candidates:
-                self.members.wake(member, min(candidate.avoided_until for candidate in candidates))
-            return
-        source, reason = choice
-        endpoints = self._known(source).hello.endpoints
-        root = record.roots.get(member.shard, Digest(""))
-        grant = Grant(Ticket(self._next()), record.version, root, source, endpoints, reason)
-        self.reads.add(OpenRead(grant, member.worker))
-        record.holders.setdefault(member.shard, {})[member.worker] = None  # others may read behind it from now on
-        self.counters["grants"] += 1
-        self._touch(member.worker)
-        self._touch_model(self.models[member.hello.model])
-
-    def _void(self, read: OpenRead) -> None:
-        read.is_void = True
-        self._touch(read.reader)
-        self._touch_readers(read.reader)
+                self.touch_model(model) if operation.is_over else self._touch_replica(replica)
+        granting.decide_read(self, model, replica, member)
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 
@@ -412,7 +334,7 @@ class Server:
         told = member.report.operation
         answer = replica.answer(member.shard, told) if told is not None else None
         orders = self._orders(
-            member, answer, None if self.is_recovering else replica.ended, self._drained(model, member)
+            member, answer, None if self.is_recovering else replica.ended, granting.drained_version(self, model, member)
         )
         news = replace(orders, number=Number(0), acknowledged=0)
         if not must_answer and news == member.sent:
@@ -425,7 +347,7 @@ class Server:
     ) -> Orders:
         current = self.reads.current(member.worker)
         return Orders(
-            number=self._next(),
+            number=self.next_number(),
             session=member.session,
             acknowledged=member.report.number,
             lease_s=self.settings.lease_s,
@@ -437,22 +359,9 @@ class Server:
             drained=drained,
         )
 
-    def _drained(self, model: Model, member: Member) -> Version | None:
-        buffer = member.report.buffer
-        if not isinstance(buffer, Withdrawing | Poisoned) or self.is_recovering or self.reads.load(member.worker):
-            return None
-        if isinstance(buffer, Poisoned) or buffer.impatient:
-            return buffer.version
-        record = model.versions.get(buffer.version)
-        if record is None or not record.promised:
-            return buffer.version
-        is_last = operations.is_last_holder(self, record, member)
-        is_needed = is_last and operations.is_awaited(self, model, record, member)
-        return None if is_needed else buffer.version
-
     # --- small things -------------------------------------------------------------------------------------------------
 
-    def _next(self) -> Number:
+    def next_number(self) -> Number:
         self._number += 1
         return Number(self._number)
 
@@ -460,23 +369,19 @@ class Server:
         model = self.models[member.hello.model]
         return model, model.replicas[member.hello.replica]
 
-    def _known(self, worker: WorkerId) -> Member:
+    def known(self, worker: WorkerId) -> Member:
         member = self.members.get(worker)
         assert member is not None, f"{worker} is no member"
         return member
 
-    def _touch(self, worker: WorkerId) -> None:
+    def touch(self, worker: WorkerId) -> None:
         self._dirty.setdefault(worker, False)
-
-    def _touch_readers(self, source: WorkerId) -> None:
-        for read in self.reads.from_source(source):
-            self._touch(read.reader)
 
     def _touch_replica(self, replica: Replica) -> None:
         for worker in replica.members.values():
-            self._touch(worker)
+            self.touch(worker)
 
-    def _touch_model(self, model: Model) -> None:
+    def touch_model(self, model: Model) -> None:
         """Something changed that others of the model may be waiting for."""
         for replica in model.replicas.values():
             for worker in replica.members.values():
@@ -485,4 +390,4 @@ class Server:
                     continue
                 is_busy = member.report.operation is not None or self.reads.load(worker) or self.reads.of(worker)
                 if is_busy or isinstance(member.report.buffer, Withdrawing):
-                    self._touch(worker)
+                    self.touch(worker)

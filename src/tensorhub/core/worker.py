@@ -18,40 +18,17 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import assert_never
 
+from . import events
 from .calls import FILLS, Call, deadline_failure, why_not_begin
 from .errors import InvariantViolation
-from .events import (
-    Called,
-    Cancelled,
-    Closing,
-    Connected,
-    Disconnected,
-    Effect,
-    Event,
-    Finished,
-    Left,
-    ReadAdvanced,
-    ReadEnded,
-    Received,
-    Registered,
-    Send,
-    ServingStopped,
-    StartRead,
-    StartServing,
-    StopRead,
-    StopServing,
-    Tick,
-    Trust,
-)
+from .invariants import worker_contradiction
 from .messages import (
     MOST_FAILURES,
     Buffer,
     Empty,
     Failure,
     Filling,
-    Grant,
     Holding,
-    Operation,
     Orders,
     Poisoned,
     Reading,
@@ -60,7 +37,8 @@ from .messages import (
     TicketFailure,
     Withdrawing,
 )
-from .names import Digest, Number, Ticket, Version, WorkerId
+from .names import Digest, Number, Version, WorkerId
+from .read_slot import ReadSlot
 from .reports import ReportBook
 
 
@@ -70,73 +48,66 @@ class Worker:
 
     me: WorkerId
     buffer: Buffer = field(default_factory=Empty)
-    layout: Registered | None = None
+    layout: events.Registered | None = None
     call: Call | None = None
     session: Number = Number(0)
     seen: Number = Number(0)
-    closed: Ticket = Ticket(0)
-    reading: Reading | None = None
     newest: Version | None = None
     connected: bool = False
     refusal: Refusal | None = None
-    trust_until: float = -inf
     received_bytes: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._is_stopping_read = False
-        self._grant: Grant | None = None
-        self._serving: Version | None = None  # an export of this version exists
-        self._is_stopping_serving = False
+        self.slot = ReadSlot(self.me)
+        self.serving: Version | None = None  # an export of this version exists
+        self.is_stopping_serving = False
         self._withdrawn_in = 0  # the report that first said so
         self._ended, self._finished = 0, 0
         self._position: int | None = None
         self._failures: list[TicketFailure] = []
-        self._closing: float | None = None
-        self._closing_since = 0.0
+        self._closing: Call | None = None
         self._leaving_in = 0
         self._has_left = False
-        self._root_of_fill = Digest("")
         self._book = ReportBook()
-        self._trust_s = 0.0
         self._is_urgent = False
-        self._effects: list[Effect] = []
+        self._effects: list[events.Effect] = []
         self._story: deque[tuple[float, str]] = deque(maxlen=200)
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, *, now: float) -> list[Effect]:
+    def handle(self, event: events.Event, *, now: float) -> list[events.Effect]:
         """Take in one event; return what is to be done, in order. `now` never goes back."""
         self._effects = []
-        self._lapse(now)
+        self._is_urgent |= self.slot.lapse(now)
         match event:
-            case Connected():
+            case events.Connected():
                 self.connected, self.refusal = True, None
                 self._book.repeat()
                 if self.layout is not None:
-                    self._effects.append(Send(self.layout.layout))
-            case Disconnected():
+                    self._effects.append(events.Send(self.layout.layout))
+            case events.Disconnected():
                 self.connected = False
-            case Received(message=message):
+            case events.Received(message=message):
                 if isinstance(message, Refusal):
                     self._take_refusal(message, now)
                 else:
                     self._take_orders(message, now)
-            case Registered():
+            case events.Registered():
                 self._register(event)
-            case Called():
+            case events.Called():
                 self._take_call(event, now)
-            case Cancelled():
+            case events.Cancelled():
                 if self.call is not None:
                     self._end_call(well=False, now=now)
-            case Closing(deadline=deadline):
+            case events.Closing(deadline=deadline):
                 self._begin_closing(deadline, now)
-            case ReadAdvanced():
+            case events.ReadAdvanced():
                 self._read_advanced(event)
-            case ReadEnded():
+            case events.ReadEnded():
                 self._read_ended(event, now)
-            case ServingStopped(version=version):
+            case events.ServingStopped(version=version):
                 self._serving_stopped(version, now)
-            case Tick():
+            case events.Tick():
                 pass
             case _:
                 assert_never(event)
@@ -145,16 +116,16 @@ class Worker:
         return self._effects
 
     def next_deadline(self) -> float:
-        """When to call `handle(Tick())` if nothing else happens before."""
+        """When to call `handle(events.Tick())` if nothing else happens before."""
         times = [inf]
         if self.call is not None:
             times.append(self.call.deadline)
             if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient:
                 times.append(self.call.impatient_at)
         if self._closing is not None and not self._has_left:
-            times.append(self._closing)
-        if self.reading is not None and not self._is_stopping_read:
-            times.append(self.trust_until)
+            times.append(self._closing.deadline)
+        if self.reading is not None and not self.slot.is_stopping:
+            times.append(self.slot.trust_until)
         if self.connected:
             times.append(self._book.next_at)
         return min(times)
@@ -172,9 +143,14 @@ class Worker:
         return (self.buffer.done, self.buffer.chunks) if isinstance(self.buffer, Filling) else (0, 0)
 
     @property
+    def reading(self) -> Reading | None:
+        """The open read, which may be about to stop."""
+        return self.slot.reading
+
+    @property
     def may_register(self) -> bool:
         """Other tensors may be registered: nobody reads or writes the present ones."""
-        is_idle = self.call is None and self.reading is None and self._serving is None
+        is_idle = self.call is None and self.reading is None and self.serving is None
         return is_idle and isinstance(self.buffer, Empty | Poisoned)
 
     def story(self) -> list[tuple[float, str]]:
@@ -187,17 +163,7 @@ class Worker:
 
     def check_invariants(self) -> None:
         """Raise `InvariantViolation` if this machine contradicts itself."""
-        wrong = None
-        if self.reading is not None and not self._is_stopping_read and not isinstance(self.buffer, Filling):
-            wrong = f"reads {self.reading} into a buffer that is {self.buffer}"
-        elif isinstance(self.buffer, Empty) and self._serving is not None and not self._is_stopping_serving:
-            wrong = f"serves version {self._serving} from an empty buffer"
-        elif isinstance(self.buffer, Holding) and self._serving != self.buffer.version:
-            wrong = f"holds {self.buffer.version} and serves {self._serving}"
-        elif isinstance(self.buffer, Holding) and self.reading is not None:
-            wrong = f"holds {self.buffer.version} while {self.reading} still writes"
-        elif self.reading is not None and self.closed >= self.reading.ticket:
-            wrong = f"reads ticket {self.reading.ticket}, called closed up to {self.closed}"
+        wrong = worker_contradiction(self)
         if wrong:
             raise InvariantViolation(f"{self.me} {wrong}")
 
@@ -208,20 +174,17 @@ class Worker:
             return  # late or repeated: a newer truth is known
         self.seen = orders.number
         self.session = orders.session
-        self._book.every_s, self._trust_s = orders.report_s, orders.trust_s
+        self._book.every_s = orders.report_s
         self._position = orders.position
-        self._extend_trust(orders.acknowledged)
-        self._grant = orders.grant
-        if self._grant is not None and self._grant.ticket <= self.closed:
-            self._grant = None
+        sent_at = self._book.acknowledge(orders.acknowledged)
+        if sent_at is not None:
+            self.slot.extend_trust(sent_at + orders.trust_s)
+        self.slot.take_grant(orders.grant)
         call = self.call
-        if call is not None and orders.answer is not None and orders.answer.number == call.number:
-            call.answer = orders.answer
-            if orders.answer.version is not None and call.resolved is None:
-                call.resolved = orders.answer.version
-                if call.verb in FILLS:  # a version that is being published may yet fail to come into being
-                    self._note_newest(call.resolved)
-                self._note(now, f"{call.verb} {call.spec} is version {call.resolved}")
+        if call is not None and call.take(orders.answer):
+            if call.verb in FILLS:  # a version that is being published may yet fail to come into being
+                self._note_newest(call.resolved)
+            self._note(now, f"{call} is version {call.resolved}")
         is_answer_to_withdrawal = orders.acknowledged >= self._withdrawn_in > 0
         is_going = isinstance(self.buffer, Withdrawing | Poisoned) and orders.drained == self.buffer.version
         if is_going and is_answer_to_withdrawal:
@@ -234,33 +197,20 @@ class Worker:
         if refusal.retry_s <= 0 and self.call is not None:
             self._fail_call(Failure(refusal.code, refusal.message, refusal.hint), now)
 
-    def _extend_trust(self, acknowledged: int) -> None:
-        sent_at = self._book.acknowledge(acknowledged)
-        if sent_at is not None and sent_at + self._trust_s > self.trust_until:
-            self.trust_until = sent_at + self._trust_s
-            self._effects.append(Trust(self.trust_until))
-
-    def _lapse(self, now: float) -> None:
-        """The lease ended before the server answered: nothing granted before counts any more."""
-        if now >= self.trust_until:
-            self._is_urgent = self._is_urgent or self._grant is not None
-            self._grant = None
-            self._stop_read(now, "own lease ended")
-
     # --- from the caller ----------------------------------------------------------------------------------------------
 
-    def _register(self, event: Registered) -> None:
+    def _register(self, event: events.Registered) -> None:
         if not self.may_register:
             raise InvariantViolation(f"{self.me} was given other tensors while {self.buffer}")
         self.layout = event
         self.buffer = Empty()
         if self.connected:
-            self._effects.append(Send(event.layout))
+            self._effects.append(events.Send(event.layout))
 
-    def _take_call(self, event: Called, now: float) -> None:
+    def _take_call(self, event: events.Called, now: float) -> None:
         wrong = why_not_begin(self, event)
         if wrong is not None:
-            self._effects.append(Finished(0, error=wrong))
+            self._effects.append(events.Finished(0, error=wrong))
             return
         self.call = Call(event.verb, event.spec, event.root, now, event.deadline)
         self._failures = []
@@ -272,38 +222,31 @@ class Worker:
 
     def _begin_closing(self, deadline: float, now: float) -> None:
         if self._closing is None:
-            self._closing, self._closing_since = deadline, now
+            self._closing = Call("close", "", Digest(""), now, deadline)
             if self.call is not None:
                 self._fail_call(Failure("closed", f"{self.me} was closed during {self.call.verb}"), now)
 
     # --- from the data plane ------------------------------------------------------------------------------------------
 
-    def _read_advanced(self, event: ReadAdvanced) -> None:
+    def _read_advanced(self, event: events.ReadAdvanced) -> None:
         is_ours = self.reading is not None and self.reading.ticket == event.ticket
         if is_ours and isinstance(self.buffer, Filling):
             self.buffer = Filling(self.buffer.version, max(self.buffer.done, event.done), event.chunks)
 
-    def _read_ended(self, event: ReadEnded, now: float) -> None:
-        reading = self.reading
-        if reading is None or reading.ticket != event.ticket:
-            raise InvariantViolation(f"{self.me}: read {event.ticket} ended, but {reading} was open")
-        was_stopped = self._is_stopping_read
-        self.reading, self._is_stopping_read = None, False
-        self.closed = Ticket(max(self.closed, event.ticket))
-        if self._grant is not None and self._grant.ticket <= event.ticket:
-            self._grant = None
+    def _read_ended(self, event: events.ReadEnded, now: float) -> None:
+        reading, by_itself = self.slot.ended(event.ticket)
         if event.complete and isinstance(self.buffer, Filling) and self.buffer.version == reading.version:
-            self.buffer = Holding(reading.version, self._root_of_fill)
+            self.buffer = Holding(reading.version, self.slot.root)
             self._note(now, f"holds version {reading.version}, last chunk from {reading.source}")
-        elif event.failure is not None and not was_stopped:
+        elif event.failure is not None and by_itself:
             told = TicketFailure(event.ticket, reading.source, event.failure.code, event.failure.message[:500])
             self._failures = [*self._failures, told][-MOST_FAILURES:]
             self._note(now, f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
 
     def _serving_stopped(self, version: Version, now: float) -> None:
-        if not self._is_stopping_serving or self._serving != version:
-            raise InvariantViolation(f"{self.me}: serving {version} stopped, but it serves {self._serving}")
-        self._serving, self._is_stopping_serving, self._withdrawn_in = None, False, 0
+        if not self.is_stopping_serving or self.serving != version:
+            raise InvariantViolation(f"{self.me}: serving {version} stopped, but it serves {self.serving}")
+        self.serving, self.is_stopping_serving, self._withdrawn_in = None, False, 0
         self.buffer = Poisoned() if isinstance(self.buffer, Poisoned) else Empty()
         self._note(now, f"version {version} withdrawn")
 
@@ -311,8 +254,7 @@ class Worker:
 
     def _advance(self, now: float) -> None:
         """Take every step that how things are now allows."""
-        if self._closing is not None:
-            self._advance_closing(now)
+        self._advance_closing(now)
         call = self.call
         if call is not None and call.number is None and (self._ended or self._position is not None):
             call.number = max(self._ended, self._position or 0) + 1
@@ -336,8 +278,8 @@ class Worker:
                 self._withdraw(impatient=False, now=now)
             case Empty() if call.verb == "publish" and call.resolved is not None and self._is_untouched:
                 self.buffer = Holding(call.resolved, call.root, published=True)
-                self._serving = call.resolved
-                self._effects.append(StartServing(call.resolved, call.root))
+                self.serving = call.resolved
+                self._effects.append(events.StartServing(call.resolved, call.root))
                 self._note(now, f"published version {call.resolved}")
             case Empty() | Poisoned() if call.verb in FILLS and call.resolved is not None and self._is_untouched:
                 self.buffer = Filling(call.resolved)
@@ -345,34 +287,29 @@ class Worker:
     @property
     def _is_untouched(self) -> bool:
         """Nobody reads or writes the buffer."""
-        return self.reading is None and self._serving is None
+        return self.reading is None and self.serving is None
 
     def _advance_read(self, now: float) -> None:
-        grant, wanted = self._grant, self.buffer.version if isinstance(self.buffer, Filling) else None
-        is_wanted = grant is not None and grant.version == wanted and self.call is not None
-        may_be_wanted = self.call is not None and self.call.verb in FILLS and not isinstance(self.buffer, Holding)
-        if grant is not None and not is_wanted and not may_be_wanted:
-            self._grant, grant, self._is_urgent = None, None, True  # so that its source need not wait for us
-        if self.reading is not None:
-            if grant is None or grant.ticket != self.reading.ticket or not is_wanted:
-                self._stop_read(now, "no longer granted")
-        elif grant is not None and is_wanted and not self._is_stopping_serving and now < self.trust_until:
-            self.reading = Reading(grant.ticket, grant.source, grant.version)
-            self._serving = grant.version
-            self._root_of_fill = grant.root
-            self._effects += [Trust(self.trust_until), StartRead(grant)]
+        slot, call = self.slot, self.call
+        wanted = self.buffer.version if isinstance(self.buffer, Filling) and call is not None else None
+        is_wanted = slot.grant is not None and slot.grant.version == wanted
+        may_be_wanted = call is not None and call.verb in FILLS and not isinstance(self.buffer, Holding)
+        if slot.grant is not None and not is_wanted and not may_be_wanted:
+            slot.grant, self._is_urgent = None, True  # so that its source need not wait for us
+        slot.stop_unless_granted(wanted)
+        if slot.may_start(wanted, now) and not self.is_stopping_serving:
+            grant = slot.start()
+            self.serving = grant.version
             self._note(now, f"reads {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}")
-
-    def _stop_read(self, now: float, why: str) -> None:
-        if self.reading is not None and not self._is_stopping_read:
-            self._is_stopping_read = True
-            self._effects.append(StopRead(self.reading.ticket))
-            self._note(now, f"stops ticket {self.reading.ticket}: {why}")
+        for effect in slot.effects:
+            if isinstance(effect, events.StopRead):
+                self._note(now, f"stops ticket {effect.ticket}: {slot.stop_reason}")
+        self._effects += slot.take_effects()
 
     def _stop_serving(self, now: float) -> None:
-        if self._serving is not None and not self._is_stopping_serving:
-            self._is_stopping_serving = True
-            self._effects.append(StopServing(self._serving))
+        if self.serving is not None and not self.is_stopping_serving:
+            self.is_stopping_serving = True
+            self._effects.append(events.StopServing(self.serving))
 
     def _withdraw(self, *, impatient: bool, now: float) -> None:
         assert isinstance(self.buffer, Holding | Withdrawing)
@@ -385,7 +322,7 @@ class Worker:
         call = self.call
         assert call is not None
         self._note(now, f"{call.verb} {call.spec} failed: {failure.code}: {failure.message}")
-        self._effects.append(Finished(call.number or 0, error=failure))
+        self._effects.append(events.Finished(call.number or 0, error=failure))
         self._end_call(well=False, now=now)
 
     def _end_call(self, *, well: bool, now: float) -> None:
@@ -396,31 +333,28 @@ class Worker:
             self._ended = call.number
             self._finished = call.number if well else self._finished
         if well:
-            self._effects.append(Finished(call.number or 0, version=self.held))
+            self._effects.append(events.Finished(call.number or 0, version=self.held))
             self._note_newest(self.held)
             return
         if isinstance(self.buffer, Filling):
-            self.buffer = Poisoned(self._serving)
-            self._withdrawn_in = self._book.number + 1 if self._serving is not None else 0
-            self._grant = None
-            self._stop_read(now, "the call failed")
-        elif isinstance(self.buffer, Withdrawing) and not self._is_stopping_serving and self._closing is None:
+            self.buffer = Poisoned(self.serving)
+            self._withdrawn_in = self._book.number + 1 if self.serving is not None else 0
+            self.slot.grant = None
+            self.slot.stop("the call failed")
+        elif isinstance(self.buffer, Withdrawing) and not self.is_stopping_serving and self._closing is None:
             self.buffer = Holding(self.buffer.version, self.buffer.root, self.buffer.published)
             self._withdrawn_in = 0
 
     def _advance_closing(self, now: float) -> None:
-        assert self._closing is not None
-        if self._has_left:
+        closing = self._closing
+        if closing is None or self._has_left:
             return
-        is_late = now >= self._closing or not self.connected
         if isinstance(self.buffer, Holding):
             self._withdraw(impatient=False, now=now)
-        if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient:
-            half = self._closing_since + (self._closing - self._closing_since) / 2
-            if now >= half:
-                self._withdraw(impatient=True, now=now)
-        if is_late:
-            self._stop_read(now, "closing")
+        if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient and now >= closing.impatient_at:
+            self._withdraw(impatient=True, now=now)
+        if now >= closing.deadline or not self.connected:
+            self.slot.stop("closing")
             self._stop_serving(now)
             self._leave(drained=not isinstance(self.buffer, Withdrawing))
         elif isinstance(self.buffer, Empty | Poisoned) and self._is_untouched and not self._leaving_in:
@@ -429,22 +363,11 @@ class Worker:
     def _leave(self, *, drained: bool) -> None:
         if not self._has_left:
             self._has_left = True
-            self._effects.append(Left(drained))
+            self._effects.append(events.Left(drained))
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def _report(self, now: float) -> None:
-        if self.reading is not None:
-            open_from = self.reading.ticket
-        elif self._grant is not None:
-            open_from = self._grant.ticket
-        else:
-            open_from = Ticket(self.seen + 1)
-        self.closed = Ticket(max(self.closed, open_from - 1))
-        call = self.call
-        operation = None
-        if call is not None and call.number is not None:
-            operation = Operation(call.number, call.verb, call.spec, call.root, call.resolved)
         report = Report(
             number=0,
             session=self.session,
@@ -452,11 +375,11 @@ class Worker:
             buffer=self.buffer,
             layout=self.layout.digest if self.layout else Digest(""),
             size_bytes=self.layout.size_bytes if self.layout else 0,
-            operation=operation,
+            operation=self.call.told() if self.call is not None else None,
             ended=self._ended,
             finished=self._finished,
             reading=self.reading,
-            closed=self.closed,
+            closed=self.slot.raise_watermark(self.seen),
             newest=self.newest,
             failures=tuple(self._failures),
             received_bytes=self.received_bytes,
@@ -464,7 +387,7 @@ class Worker:
         )
         if self.connected and (self._is_urgent or self._book.is_due(report, now=now)):
             self._is_urgent = False
-            self._effects.append(Send(self._book.sent(report, now=now)))
+            self._effects.append(events.Send(self._book.sent(report, now=now)))
 
     def _note_newest(self, version: Version | None) -> None:
         if version is not None:

@@ -53,9 +53,6 @@ class Cluster:
     def living(self, worker: WorkerId) -> Process | None:
         return self.workers.get(worker)
 
-    def after_event(self) -> None:
-        self.oracles.after_event()
-
     # --- the history --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:

@@ -44,6 +44,8 @@ class ControlPlane:
     def start_server(self) -> None:
         self.lives += 1
         first_number = self.lives * 1_000_000
+        if self.weather.clock_goes_back and self.world.happens(0.5):
+            first_number = self.world.chance.randrange(1, 1_000)
         fresh = self.lives == 1
         self.server = Server(
             settings=self.weather.settings, now=self.server_now, first_number=first_number, fresh=fresh
@@ -110,8 +112,8 @@ class ControlPlane:
             self._deliver(server.handle(hello, sender=sender, now=self.server_now))
             if sender not in self.known:
                 return
-        if isinstance(message, Report) and layout is not None:
-            server.handle(layout, sender=sender, now=self.server_now)
+            if layout is not None:
+                server.handle(layout, sender=sender, now=self.server_now)
         if isinstance(message, Report):
             self.world.note("server", f"hears {process.name} {_short(message)}")
         self._deliver(server.handle(message, sender=sender, now=self.server_now))

@@ -3,6 +3,7 @@
 The oracles look at everybody's true memory and true clock, which no worker can do.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..core.errors import InvariantViolation
@@ -43,18 +44,25 @@ class Oracles:
 
     # --- after every event --------------------------------------------------------------------------------------------
 
-    def after_event(self) -> None:
+    def after_event(self, touched: "Process | None" = None) -> None:
+        if touched is not None:
+            self._ask(touched.worker.check_invariants)
+        server = self.cluster.control.server
+        if server is not None and self.cluster.world.events % 16 == 0:
+            self._ask(server.check_invariants)
         for process in self.cluster.workers.values():
-            try:
-                process.worker.check_invariants()
-            except InvariantViolation as error:
-                self._broken("invariant", str(error))
             if process.called_until is not None and process.now > process.called_until + LATE_S:
                 self._broken(
                     "G7 nothing waits forever",
                     f"{process.name} still waits {process.now - process.called_until} s late",
                 )
         self._latest_rises()
+
+    def _ask(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except InvariantViolation as error:
+            self._broken("invariant", str(error))
 
     def _latest_rises(self) -> None:
         control = self.cluster.control

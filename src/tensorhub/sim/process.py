@@ -98,7 +98,7 @@ class Process:
         for effect in self.worker.handle(event, now=self.now):
             self._carry_out(effect)
         self._schedule_tick()
-        self.cluster.after_event()
+        self.cluster.oracles.after_event(self)
 
     def _schedule_tick(self) -> None:
         at = (self.worker.next_deadline() - self._skew) / self._rate
@@ -150,6 +150,8 @@ class Process:
         )
         self.cluster.world.note(self.name, f"call {effect.number} ended: {outcome}")
         self.called_until = None
+        if effect.error is None and effect.version is not None:
+            self.cluster.oracles.first_success(self, effect.version)
         on_finished, self.on_finished = self.on_finished, None
         if on_finished is not None:
             self.cluster.world.after(0.0, lambda: on_finished(effect))

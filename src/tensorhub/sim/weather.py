@@ -31,6 +31,7 @@ class Weather:
     is_one_sided: bool  # reads like RDMA: the source does not notice them, and cannot refuse
     verifies: bool  # readers compare digests; without, only tickets and leases protect
     drift: float  # clocks run faster or slower by up to this share
+    clock_goes_back: bool  # a restarted server may begin with lower numbers than the one before it
     codec: bool  # messages go through the wire's encoding
 
 
@@ -41,16 +42,17 @@ def draw_weather(chance: Random) -> Weather:
         return chance.uniform(0.1, 1.0) * most if chance.random() < probability else 0.0
 
     lease_s = chance.choice((2.0, 3.0, 4.0))
+    chunks = chance.choice((1, 3, 8, 20))
     verifies = chance.random() < 0.6
     return Weather(
         settings=Settings(lease_s=lease_s, report_s=lease_s / 5, avoid_s=chance.choice((0.3, 1.0))),
         models=("policy", "draft") if chance.random() < 0.15 else ("policy",),
         shards=chance.choice((1, 1, 2, 2, 3)),
         rollouts=chance.choice((1, 2, 3, 3, 4)),
-        chunks=chance.choice((1, 3, 8, 20)),
+        chunks=chunks,
         storm_s=chance.uniform(8, 22),
         calm_s=lease_s * 8 + 12,
-        chunk_s=chance.choice((0.005, 0.03, 0.15)),
+        chunk_s=min(chance.choice((0.005, 0.03, 0.15)), 1.2 / chunks),
         delay_s=chance.choice((0.001, 0.01, 0.1)),
         loss=sometimes(0.5, 0.2),
         duplication=sometimes(0.5, 0.2),
@@ -64,5 +66,6 @@ def draw_weather(chance: Random) -> Weather:
         is_one_sided=chance.random() < 0.5,
         verifies=verifies,
         drift=chance.choice((0.0, 0.02, 0.04)),
+        clock_goes_back=chance.random() < 0.3,
         codec=chance.random() < 0.06,
     )

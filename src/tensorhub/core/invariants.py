@@ -1,0 +1,55 @@
+"""What must be true of each machine after every event, whatever came in. A contradiction is a bug of ours."""
+
+from typing import TYPE_CHECKING
+
+from .messages import Empty, Filling, Holding
+from .references import version_in
+
+if TYPE_CHECKING:
+    from .server import Server
+    from .worker import Worker
+
+
+def worker_contradiction(worker: "Worker") -> str | None:
+    """How a worker machine contradicts itself, or None."""
+    reading, buffer, serving = worker.reading, worker.buffer, worker.serving
+    if reading is not None and not worker.slot.is_stopping and not isinstance(buffer, Filling):
+        return f"reads {reading} into a buffer that is {buffer}"
+    if reading is not None and worker.slot.closed >= reading.ticket:
+        return f"reads ticket {reading.ticket}, called closed up to {worker.slot.closed}"
+    if isinstance(buffer, Empty) and serving is not None and not worker.is_stopping_serving:
+        return f"serves version {serving} from an empty buffer"
+    if isinstance(buffer, Holding) and serving != buffer.version:
+        return f"holds {buffer.version} and serves {serving}"
+    if isinstance(buffer, Holding) and reading is not None:
+        return f"holds {buffer.version} while {reading} still writes"
+    return None
+
+
+def server_contradiction(server: "Server") -> str | None:
+    """How the server machine contradicts itself, or None. Looks at every table: for tests and the simulator."""
+    granted: dict[object, object] = {}
+    for read in server.reads.all():
+        if server.members.get(read.reader) is None:
+            return f"ticket {read.ticket} is open for {read.reader}, who has no session"
+        if not read.is_void and read.reader in granted:
+            return f"{read.reader} may read {granted[read.reader]} and {read.ticket} at once"
+        if not read.is_void:
+            granted[read.reader] = read.ticket
+            if read.reader in server.reads.readers_behind(read.reader, without_itself=True):
+                return f"{read.reader} reads from itself in the end, ticket {read.ticket}"
+    for model in server.models.values():
+        for record in model.versions.values():
+            for holders in record.holders.values():
+                for worker in holders:
+                    member = server.members.get(worker)
+                    if member is None:
+                        return f"{worker} counts as a holder of {record.version} and has no session"
+                    is_reading = any(read.version == record.version for read in server.reads.of(worker))
+                    if not is_reading and version_in(member.report.buffer) != record.version:
+                        return f"{worker} counts as a holder of {record.version} and says {member.report.buffer}"
+        for replica in model.replicas.values():
+            for shard, worker in replica.members.items():
+                if server.members.get(worker) is None or worker.shard != shard:
+                    return f"{replica.name} counts {worker} as its shard {shard}"
+    return None

@@ -1,0 +1,105 @@
+"""The one place through which a worker's buffer is written: what it may read, what it reads, what is closed.
+
+A grant that came with the latest orders waits here until the buffer wants it. At most one read is open. Every ticket up
+to the watermark `closed` will never be read again; the server may rely on that once it was reported.
+"""
+
+from dataclasses import dataclass, field
+from math import inf
+
+from .errors import InvariantViolation
+from .events import Effect, StartRead, StopRead, Trust
+from .messages import Grant, Reading
+from .names import Digest, Number, Ticket, Version, WorkerId
+
+
+@dataclass
+class ReadSlot:
+    """Grants, the open read, and the lease under which what it brings is trusted."""
+
+    me: WorkerId
+    grant: Grant | None = None
+    reading: Reading | None = None
+    is_stopping: bool = False
+    closed: Ticket = Ticket(0)
+    trust_until: float = -inf
+    root: Digest = Digest("")  # of the content that is being read
+    effects: list[Effect] = field(default_factory=list)
+    stop_reason: str = ""
+
+    def take_grant(self, grant: Grant | None) -> None:
+        """The latest orders grant this, and nothing else any more."""
+        is_closed = grant is not None and grant.ticket <= self.closed
+        self.grant = None if is_closed else grant
+
+    def extend_trust(self, until: float) -> None:
+        """The server has acknowledged a report: what is read before that time counts."""
+        if until > self.trust_until:
+            self.trust_until = until
+            self.effects.append(Trust(until))
+
+    def lapse(self, now: float) -> bool:
+        """Whether a grant has just become worthless because the lease has ended."""
+        if now < self.trust_until:
+            return False
+        had_grant = self.grant is not None
+        self.grant = None
+        self.stop("own lease ended")
+        return had_grant
+
+    def may_start(self, wanted: Version | None, now: float) -> bool:
+        """The buffer wants what is granted, nothing is open, and the lease lasts."""
+        is_wanted = self.grant is not None and self.grant.version == wanted
+        return is_wanted and self.reading is None and now < self.trust_until
+
+    def start(self) -> Grant:
+        """Begin to read what is granted."""
+        grant = self.grant
+        assert grant is not None
+        self.reading, self.is_stopping, self.root = (
+            Reading(grant.ticket, grant.source, grant.version),
+            False,
+            grant.root,
+        )
+        self.effects += [Trust(self.trust_until), StartRead(grant)]
+        return grant
+
+    def stop_unless_granted(self, wanted: Version | None) -> None:
+        """End a read whose grant is void or whose version is not wanted any more."""
+        if self.reading is not None:
+            ticket = self.grant.ticket if self.grant is not None and self.grant.version == wanted else None
+            if ticket != self.reading.ticket:
+                self.stop("no longer granted")
+
+    def stop(self, why: str) -> None:
+        """Ask the open read, if any, to end."""
+        if self.reading is not None and not self.is_stopping:
+            self.is_stopping, self.stop_reason = True, why
+            self.effects.append(StopRead(self.reading.ticket))
+
+    def ended(self, ticket: Ticket) -> tuple[Reading, bool]:
+        """The read has ended, no byte of it can land any more. Returns it, and whether it ended by itself."""
+        reading = self.reading
+        if reading is None or reading.ticket != ticket:
+            raise InvariantViolation(f"{self.me}: read {ticket} ended, but {reading} was open")
+        by_itself = not self.is_stopping
+        self.reading, self.is_stopping = None, False
+        self.closed = Ticket(max(self.closed, ticket))
+        if self.grant is not None and self.grant.ticket <= ticket:
+            self.grant = None
+        return reading, by_itself
+
+    def raise_watermark(self, seen: Number) -> Ticket:
+        """Close every ticket that is neither read nor waiting; orders up to `seen` have been taken in."""
+        if self.reading is not None:
+            first_open = self.reading.ticket
+        elif self.grant is not None:
+            first_open = self.grant.ticket
+        else:
+            first_open = Ticket(seen + 1)
+        self.closed = Ticket(max(self.closed, first_open - 1))
+        return self.closed
+
+    def take_effects(self) -> list[Effect]:
+        effects, self.effects = self.effects, []
+        return effects
