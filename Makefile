@@ -61,7 +61,7 @@ storm: setup ## simulate new seeds for MINUTES (10); a seed that fails is printe
 
 mutants: setup ## remove each protective line in turn: some seed must notice
 	@echo "mutants: each protective line removed in turn"
-	@$(BIN)/python tests/mutants.py $(ARGS)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 gpu: setup ## only the tests that need a CUDA device; elsewhere each says why it is skipped
 	@echo "gpu: CUDA tensors"

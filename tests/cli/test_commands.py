@@ -72,6 +72,16 @@ def test_error_text_is_one_line_and_a_hint() -> None:
     assert error_text(VersionConflict("a")) == "error (version-conflict): a"
 
 
+def test_demo_says_its_true_defaults() -> None:
+    """They stand in the help as text, so that showing it loads no torch."""
+    from tensorhub.demo.orchestrate import Options
+
+    _, out, _ = run("demo", "--help")
+    for name in ("steps", "rollouts", "seed", "out"):
+        line = next(line for line in out.splitlines() if f"--{name} " in line)
+        assert f"({getattr(Options(), name)})" in line
+
+
 def test_demo_refuses_what_it_cannot_show() -> None:
     status, _, err = run("demo", "--steps", "1")
     assert status == 1
