@@ -1,0 +1,102 @@
+"""The director: starts the processes of the demo, and breaks some of them while they work.
+
+What is broken, and when, goes by the progress of the training and not by the clock, so that it is the same on every
+machine. The director never touches weights or samples; it knows what the processes have written down.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .events import SERVER, TRAINER, EventLog, Fault, now
+from .processes import Processes, free_address
+from .progress import Progress
+
+KILL_AT, JOIN_AT, RESTART_AT = 0.20, 0.35, 0.60  # of all steps
+DOWN_S = 1.0  # how long the reference server is away
+LEASE_S = 5.0  # half the default: a restarted server hears everybody for this long before it says that nobody reads
+
+
+@dataclass(frozen=True)
+class Act:
+    """Something to do once it is due; acts are done in their order."""
+
+    is_due: Callable[[], bool]
+    do: Callable[[], None]
+
+
+class Director:
+    """Starts everybody, acts when the training has come far enough, and ends everybody in order."""
+
+    def __init__(self, processes: Processes, progress: Progress, events: Path, log: EventLog) -> None:
+        self.is_over = False
+        self._processes = processes
+        self._progress = progress
+        self._events = events
+        self._log = log
+        self._server, self._samples = free_address(), free_address()
+        self._server_killed = 0.0
+        self._acts: list[Act] = []
+
+    def start(self, *, seed: int, rollouts: int, updates: bool) -> None:
+        """The reference server, the trainer and the first rollouts; they find each other in any order."""
+        self._serve("--fresh")
+        self._run("trainer", TRAINER, "--seed", str(seed), "--steps", str(self._progress.steps))
+        switches = [] if updates else ["--no-updates"]
+
+        def start_rollout(index: int, *more: str) -> None:
+            replica, own_seed = f"rollout-{index}", 1000 * (seed + 1) + index
+            self._run("rollout", replica, "--replica", replica, "--seed", str(own_seed), *switches, *more)
+
+        for index in range(rollouts):
+            start_rollout(index)
+
+        killed, late = "rollout-1", f"rollout-{rollouts}"
+
+        def kill_rollout() -> None:
+            self._processes.kill(killed)
+            self._note(killed, "killed")
+
+        def start_late() -> None:
+            start_rollout(rollouts, "--from-rollouts")
+            self._note(late, "started late")
+
+        self._acts = [
+            Act(lambda: self._progress.is_past(KILL_AT), kill_rollout),
+            Act(lambda: self._progress.is_past(JOIN_AT), start_late),
+            Act(lambda: self._progress.is_past(RESTART_AT) and self._progress.has_joined(late), self._kill_server),
+            Act(lambda: now() > self._server_killed + DOWN_S, self._restart_server),
+        ]
+
+    def direct(self) -> None:
+        """Do what is due. Raises `ProcessFailed` if somebody has ended who should not have."""
+        if self._acts and self._acts[0].is_due():
+            self._acts.pop(0).do()
+        self._processes.check()
+        if self._progress.is_trained and self._processes.running == {SERVER, TRAINER}:
+            self._processes.release(TRAINER)  # all rollouts have run the last version and left
+        self.is_over = self._progress.is_trained and TRAINER not in self._processes.running
+
+    def _kill_server(self) -> None:
+        self._processes.kill(SERVER)
+        self._server_killed = now()
+        self._note(SERVER, "killed")
+
+    def _restart_server(self) -> None:
+        self._serve()  # at the same address, with an empty memory
+        self._note(SERVER, "restarted")
+
+    def _serve(self, *more: str) -> None:
+        host, _, port = self._server.rpartition(":")
+        where = ["--host", host, "--port", port, "--lease", str(LEASE_S)]
+        self._processes.start(SERVER, [sys.executable, "-m", "tensorhub.cli", "serve", *where, *more])
+
+    def _run(self, module: str, name: str, *arguments: str) -> None:
+        addresses = ["--server", self._server, "--samples", self._samples, "--events", str(self._events)]
+        self._processes.start(name, [sys.executable, "-m", f"tensorhub.demo.{module}", *addresses, *arguments])
+
+    def _note(self, process: str, what: Literal["killed", "started late", "restarted"]) -> None:
+        version = self._progress.version
+        self._log.write(Fault(time=now(), process=process, what=what, version=version))

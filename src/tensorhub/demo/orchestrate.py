@@ -1,0 +1,106 @@
+"""The whole demo: run it, judge it, report it. What the command `tensorhub demo` calls."""
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from ..core.errors import UsageError
+from .checks import judge
+from .director import Director
+from .events import DIRECTOR, EventLog, EventReader, now
+from .live import Display
+from .processes import Processes, ProcessFailed
+from .progress import Progress
+from .report import show, write_report
+from .summary import summarise
+
+LOOK_S = 0.1
+MOST_S = 540.0  # of the whole run; a minute or two are usual
+LEAST_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user can choose."""
+
+    steps: int = 100
+    seed: int = 0
+    rollouts: int = 3
+    updates: bool = True  # False: rollouts keep their first version for ever
+    out: Path = Path("out/demo")
+
+
+def run_demo(options: Options) -> int:
+    """Run it, write the report, print a table. Returns the exit status: 0 if every check holds."""
+    if options.steps < LEAST_STEPS or options.rollouts < 2:
+        raise UsageError(f"the demo needs at least {LEAST_STEPS} steps, and 2 rollouts, of which one is killed")
+    console = Console()
+    console.print(_introduction(options), highlight=False, soft_wrap=True)
+    events = _empty_folder(options.out / "events")
+    logs = _empty_folder(options.out / "logs")
+    try:
+        with _ended_in_order():
+            seconds = _run(options, console, events, logs)
+    except ProcessFailed as error:
+        console.print(f"[red]the demo failed:[/] {error}", highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; every process of the demo was ended")
+        return 130
+    happened = EventReader(events).new()
+    summary = summarise(happened, steps=options.steps, seed=options.seed, updates=options.updates, seconds=seconds)
+    checks = judge(summary)
+    page = write_report(options.out, summary, checks, happened)
+    show(console, summary, checks, page)
+    return 0 if all(check.holds for check in checks) else 1
+
+
+def _run(options: Options, console: Console, events: Path, logs: Path) -> float:
+    began = now()
+    reader, progress = EventReader(events), Progress(options.steps)
+    with EventLog(events, DIRECTOR) as log, Processes(logs) as processes, Display(progress, console) as display:
+        director = Director(processes, progress, events, log)
+        director.start(seed=options.seed, rollouts=options.rollouts, updates=options.updates)
+        while not director.is_over:
+            if now() > began + MOST_S:
+                raise ProcessFailed(f"it did not end within {MOST_S:.0f} s; what happened is in {events}")
+            time.sleep(LOOK_S)
+            progress.take(reader.new())
+            director.direct()
+            display.draw()
+    return now() - began
+
+
+def _introduction(options: Options) -> str:
+    updates = "" if options.updates else ", [bold]without weight updates[/]: their reward must stay where it is"
+    return (
+        f"a reference server, a trainer and {options.rollouts} rollouts, each a process, learn in "
+        f"{options.steps} steps to put letters in order{updates}\n"
+        "meanwhile one rollout is killed, one joins late, and the reference server is killed and restarted"
+    )
+
+
+def _empty_folder(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM is taken like Ctrl-C, so that no process of the demo is left behind."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,33 @@
+"""How a child process notices that it should end: its standard input does, because the director closed it or is gone.
+
+Nothing that the demo starts outlives the demo, however that ended.
+"""
+
+import os
+import threading
+
+STDIN = 0
+
+
+class Parent:
+    """The process that started this one."""
+
+    def __init__(self) -> None:
+        self._is_end_expected = False
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="parent", daemon=True).start()
+
+    def expect_end(self) -> None:
+        """From now on the end of standard input is the signal to leave; before, it ends this process at once."""
+        self._is_end_expected = True
+
+    def wait_end(self) -> None:
+        """Return when told to leave."""
+        self._ended.wait()
+
+    def _watch(self) -> None:
+        while os.read(STDIN, 4096):  # not through sys.stdin, whose lock the interpreter wants when it exits
+            pass
+        if not self._is_end_expected:
+            os._exit(1)
+        self._ended.set()

@@ -1,0 +1,120 @@
+"""The report of a run: a page that needs nothing but itself, the same as JSON, and a short table for the terminal."""
+
+from base64 import b64encode
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from .checks import Check
+from .events import AnyEvent
+from .plots import figures
+from .summary import RolloutSummary, Summary, bytes_from
+from .task import LETTERS
+
+MIB = 1 << 20
+HEADINGS = ("rollout", "fate", "versions", "last", "samples", "stall", "most", "trainer MiB", "rollouts MiB")
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; width: 100% } th, td { padding: .25rem .6rem; text-align: right }
+th { border-bottom: 1px solid #999; font-weight: 600 } :is(td, th):is(:first-child, :nth-child(2)) { text-align: left }
+ul { list-style: none; padding: 0 }
+.yes::before { content: "✓ "; color: #178a17 } .no::before { content: "✗ "; color: #c00 }
+.detail { color: #777 } img { width: 100% } h2 { margin-top: 2rem }
+"""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `report.json` holds."""
+
+    ok: bool
+    checks: list[Check]
+    summary: Summary
+    events: list[AnyEvent]
+
+
+def write_report(folder: Path, summary: Summary, checks: Sequence[Check], events: Sequence[AnyEvent]) -> Path:
+    """Write report.json and report.html. Returns the page."""
+    report = Report(all(check.holds for check in checks), list(checks), summary, list(events))
+    (folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    page = folder / "report.html"
+    page.write_text(html(summary, checks, figures(events, summary)), encoding="utf-8")
+    return page
+
+
+def html(summary: Summary, checks: Sequence[Check], drawn: dict[str, str]) -> str:
+    """The page."""
+    rows = [HEADINGS, *(_cells(rollout) for rollout in summary.rollouts)]
+    body = "".join(
+        f"<h2>{escape(title)}</h2>"
+        f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
+        for title, svg in drawn.items()
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>TensorHub demo</title><style>{STYLE}</style>'
+        f"<h1>An RL run over TensorHub</h1><p>{escape(_sentence(summary))}</p>"
+        f"<ul>{''.join(_check_item(check) for check in checks)}</ul>"
+        f"<table>{''.join(_row(row, 'th' if row is HEADINGS else 'td') for row in rows)}</table>{body}</html>\n"
+    )
+
+
+def show(console: Console, summary: Summary, checks: Sequence[Check], page: Path) -> None:
+    """The short table, each check, and where the report is."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for heading in HEADINGS:
+        table.add_column(
+            heading, justify="left" if heading in HEADINGS[:2] else "right", no_wrap=heading in HEADINGS[:2]
+        )
+    for rollout in summary.rollouts:
+        table.add_row(*_cells(rollout))
+    console.print()
+    console.print(_sentence(summary), highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print()
+    for check in checks:
+        mark = "[green]✓[/]" if check.holds else "[red]✗[/]"
+        console.print(f"{mark} {check.sentence}  [dim]{check.detail}[/]", highlight=False, soft_wrap=True)
+    console.print(f"\nreport: {page}  (and report.json, events/, logs/ beside it)", highlight=False, soft_wrap=True)
+
+
+def _sentence(summary: Summary) -> str:
+    stall = summary.trainer_stall
+    return (
+        f"{summary.steps} steps of learning to put {LETTERS} letters in order, seed {summary.seed}, "
+        f"{'' if summary.updates else 'without weight updates, '}in {summary.seconds:.0f} s. "
+        f"Reward {summary.reward_start:.3f} at the start, {summary.reward_end:.3f} at the end. "
+        f"Samples were {summary.mean_lag:.1f} versions old on average. "
+        f"Publishing stalled the trainer for {_milliseconds(stall.median_s)} a step (median), "
+        f"{stall.total_s:.1f} s in all."
+    )
+
+
+def _cells(rollout: RolloutSummary) -> tuple[str, ...]:
+    return (
+        rollout.name,
+        rollout.fate,
+        str(rollout.versions_run),
+        "–" if rollout.last_version is None else str(rollout.last_version),
+        f"{rollout.samples:,}",
+        _milliseconds(rollout.stall.median_s),
+        _milliseconds(rollout.stall.most_s),
+        f"{bytes_from(rollout.bytes_by_source, trainer=True) / MIB:.1f}",
+        f"{bytes_from(rollout.bytes_by_source, trainer=False) / MIB:.1f}",
+    )
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _check_item(check: Check) -> str:
+    mark = "yes" if check.holds else "no"
+    return f'<li class="{mark}">{escape(check.sentence)} <span class="detail">{escape(check.detail)}</span></li>'
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

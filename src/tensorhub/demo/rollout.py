@@ -1,0 +1,159 @@
+"""A rollout process: answers prompts with the newest policy it can get, scores the answers, sends them to the trainer.
+
+It may join at any time and be killed at any time. When an update fails because the reference server is away, it goes
+on with the version it holds. It never runs a policy that is no whole, verified version.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import tensorhub
+from tensorhub import SessionLost, TransferError, Unavailable, VersionUnavailable
+
+from . import grpo, task
+from .events import Ended, EventLog, Generated, Kept, Updated, now
+from .parent import Parent
+from .policy import Policy, answer, fingerprint
+from .samples import Batch, Outbox
+from .sharded import MODEL, ShardedWeights
+
+PROMPTS = 16  # in a batch
+JOIN_S = 60.0
+UPDATE_S = 5.0  # then it is better to go on with the old version
+RETRY_S = 0.1
+RETRYABLE = (Unavailable, SessionLost, TransferError)
+
+
+class Rollout:
+    """One replica of the policy that only generates."""
+
+    def __init__(self, replica: str, weights: ShardedWeights, policy: Policy, log: EventLog, seed: int) -> None:
+        self.replica = replica
+        self.weights = weights
+        self.policy = policy
+        self.log = log
+        self.prompt_random = np.random.default_rng(seed)
+        self.answer_random = torch.Generator().manual_seed(seed)
+
+    def join(self, choose: Callable[[], int | str]) -> None:
+        """Get a policy for the first time, of the version that `choose` says."""
+        deadline = time.monotonic() + JOIN_S
+        while True:
+            try:
+                version = self.weights.replicate(choose(), timeout_s=JOIN_S)
+            except RETRYABLE:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_S)  # nothing is published yet, or what was chosen has gone meanwhile
+            else:
+                self.tell_updated(version, is_first=True)
+                return
+
+    def update(self) -> None:
+        """Get the newest policy, or keep the one there is if that cannot be had now. Returns only with one to run."""
+        while True:
+            try:
+                version = self.weights.update("latest", timeout_s=UPDATE_S)
+            except RETRYABLE as error:
+                held, stall_s = self.weights.version, self.weights.stall_s
+                self.log.write(
+                    Kept(time=now(), process=self.replica, version=held, stall_s=stall_s, error=type(error).__name__)
+                )
+                if held is not None:
+                    return
+                time.sleep(RETRY_S)
+            else:
+                self.tell_updated(version)
+                return
+
+    def generate(self) -> Batch:
+        """Answer a batch of random prompts and score the answers."""
+        version = self.weights.version
+        assert version is not None, "join and update return only with a whole version"
+        prompts = task.draw_prompts(PROMPTS, self.prompt_random)
+        tokens, log_probabilities = answer(self.policy, prompts, grpo.GROUP, self.answer_random)
+        rewards = task.reward(tokens)
+        self.log.write(
+            Generated(
+                time=now(),
+                process=self.replica,
+                version=version,
+                sha256=fingerprint(self.policy),
+                reward=float(rewards.mean()),
+                samples=len(rewards),
+            )
+        )
+        return Batch(self.replica, version, tokens.tobytes(), log_probabilities.tobytes(), rewards.tobytes())
+
+    def tell_updated(self, version: int, *, is_first: bool = False) -> None:
+        """Write down which version this is now, hashed before it is run."""
+        self.log.write(
+            Updated(
+                time=now(),
+                process=self.replica,
+                version=version,
+                sha256=fingerprint(self.policy),
+                stall_s=self.weights.stall_s,
+                bytes_by_source=self.weights.bytes_by_source(),
+                is_first=is_first,
+            )
+        )
+
+
+def work(rollout: Rollout, outbox: Outbox, *, updates: bool) -> None:
+    """Generate and update until the trainer wants no more; then run the last policy once."""
+    while not outbox.send(rollout.generate()).is_last:
+        if updates:
+            rollout.update()
+    if updates:
+        rollout.update()
+    rollout.generate()
+    rollout.log.write(Ended(time=now(), process=rollout.replica))
+
+
+def common_to_rollouts(server: str, replica: str) -> int:
+    """The newest version that all other rollouts hold.
+
+    At that moment nobody else is about to fetch it, so whoever reads it has the choice between idle rollouts, and the
+    trainer if that still holds it.
+    """
+    (model,) = tensorhub.connect(server).status(model=MODEL).models
+    others = {each.name for each in model.replicas if each.name.startswith("rollout") and each.name != replica}
+    common = [each.version for each in model.versions if others and others <= set(each.holders)]
+    if not common:
+        raise VersionUnavailable("the rollouts hold different versions")
+    return max(common)
+
+
+def main() -> None:
+    """`python -m tensorhub.demo.rollout`"""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replica", required=True)
+    parser.add_argument("--server", required=True)
+    parser.add_argument("--samples", required=True, help="address of the trainer's inbox")
+    parser.add_argument("--events", type=Path, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--from-rollouts", action="store_true", help="join with a version that all other rollouts hold")
+    parser.add_argument("--no-updates", action="store_true", help="keep the first version for ever")
+    given = parser.parse_args()
+    Parent()
+    torch.set_num_threads(1)
+    policy = Policy(given.seed)  # other weights than the trainer's, until the first replicate
+    with (
+        EventLog(given.events, given.replica) as log,
+        Outbox(given.samples, timeout_s=JOIN_S) as outbox,
+        ShardedWeights(policy, replica=given.replica, server=given.server, reliable=False) as weights,
+    ):
+        rollout = Rollout(given.replica, weights, policy, log, given.seed)
+        late = given.from_rollouts
+        rollout.join((lambda: common_to_rollouts(given.server, given.replica)) if late else (lambda: "latest"))
+        work(rollout, outbox, updates=not given.no_updates)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The events of a run, condensed into the facts that the report shows and the checks judge. Pure."""
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+
+import msgspec
+
+from .events import SERVER, TRAINER, AnyEvent, Fault, Generated, Kept, Published, Trained, Updated
+
+START_STEPS, END_STEPS = 5, 10  # over which the reward at the start and at the end is averaged
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """Seconds that a process could not compute because of updates, the first fill not counted."""
+
+    updates: int
+    total_s: float
+    median_s: float
+    most_s: float
+
+
+class RolloutSummary(msgspec.Struct, frozen=True):
+    """One rollout's life."""
+
+    name: str
+    fate: str  # "to the end", "was killed", "joined late"
+    first_version: int | None
+    last_version: int | None  # that it ran
+    versions_run: int
+    samples: int
+    stall: Stall
+    kept: int  # updates that failed for now
+    bytes_by_source: dict[str, int]
+    first_bytes_by_source: dict[str, int]  # of the first fill alone
+
+
+class FaultSummary(msgspec.Struct, frozen=True):
+    """Something that the director did, and whether the run went on afterwards."""
+
+    seconds: float  # after the beginning
+    process: str
+    what: str
+    version: int
+    published_after: int  # versions
+    updates_after: int  # by rollouts, to versions published later
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The whole run."""
+
+    steps: int
+    seed: int
+    updates: bool
+    seconds: float
+    last_version: int | None
+    reward_start: float
+    reward_end: float
+    mean_lag: float
+    trainer_stall: Stall
+    rollouts: list[RolloutSummary]
+    faults: list[FaultSummary]
+    hashes_compared: int
+    hashes_wrong: list[str]
+    ran_unproved: list[str]
+
+
+def summarise(events: Iterable[AnyEvent], *, steps: int, seed: int, updates: bool, seconds: float) -> Summary:
+    """Condense a run. `events` in the order of time."""
+    events = list(events)
+    published = [event for event in events if isinstance(event, Published)]
+    rewards = [event.reward for event in events if isinstance(event, Trained)]
+    replicas = sorted({event.process for event in events if isinstance(event, Updated)})
+    compared, wrong = compare_hashes(events)
+    return Summary(
+        steps=steps,
+        seed=seed,
+        updates=updates,
+        seconds=seconds,
+        last_version=max((event.version for event in published), default=None),
+        reward_start=_mean(rewards[:START_STEPS]),
+        reward_end=_mean(rewards[-END_STEPS:]),
+        mean_lag=_mean([event.lag for event in events if isinstance(event, Trained)]),
+        trainer_stall=_stall([event.stall_s for event in published if event.version > 0]),
+        rollouts=[_rollout(name, events) for name in replicas],
+        faults=[_fault(event, events) for event in events if isinstance(event, Fault)],
+        hashes_compared=compared,
+        hashes_wrong=wrong,
+        ran_unproved=ran_unproved(events),
+    )
+
+
+def compare_hashes(events: Sequence[AnyEvent]) -> tuple[int, list[str]]:
+    """How many hashes of rollouts were compared with the trainer's of the same version, and which differ."""
+    announced = {event.version: event.sha256 for event in events if isinstance(event, Published)}
+    taken = [event for event in events if isinstance(event, Updated | Generated)]
+    wrong = [
+        f"{event.process}, version {event.version}: {event.sha256:.16}…, not {announced.get(event.version)!s:.16}…"
+        for event in taken
+        if announced.get(event.version) != event.sha256
+    ]
+    return len(taken), wrong
+
+
+def ran_unproved(events: Sequence[AnyEvent]) -> list[str]:
+    """Batches that a rollout generated with another version than the one it had hashed last before running it."""
+    proved: dict[str, tuple[int, str]] = {}
+    found = []
+    for event in events:
+        match event:
+            case Updated():
+                proved[event.process] = (event.version, event.sha256)
+            case Generated() if proved.get(event.process) != (event.version, event.sha256):
+                found.append(f"{event.process} ran version {event.version}")
+            case _:
+                pass
+    return found
+
+
+def _rollout(name: str, events: Sequence[AnyEvent]) -> RolloutSummary:
+    mine = [event for event in events if event.process == name]
+    updated = [event for event in mine if isinstance(event, Updated)]
+    generated = [event for event in mine if isinstance(event, Generated)]
+    kept = [event for event in mine if isinstance(event, Kept)]
+    faults = {event.what for event in mine if isinstance(event, Fault)}
+    later = [event.stall_s for event in updated if not event.is_first] + [event.stall_s for event in kept]
+    return RolloutSummary(
+        name=name,
+        fate="was killed" if "killed" in faults else "joined late" if "started late" in faults else "to the end",
+        first_version=updated[0].version if updated else None,
+        last_version=generated[-1].version if generated else None,
+        versions_run=len({event.version for event in generated}),
+        samples=sum(event.samples for event in generated),
+        stall=_stall(later),
+        kept=len(kept),
+        bytes_by_source=updated[-1].bytes_by_source if updated else {},
+        first_bytes_by_source=updated[0].bytes_by_source if updated else {},
+    )
+
+
+def _fault(fault: Fault, events: Sequence[AnyEvent]) -> FaultSummary:
+    later = [event for event in events if event.time > fault.time]
+    published = {event.version for event in later if isinstance(event, Published)}
+    return FaultSummary(
+        seconds=fault.time - events[0].time,
+        process=fault.process,
+        what=fault.what,
+        version=fault.version,
+        published_after=len(published),
+        updates_after=sum(isinstance(event, Updated) and event.version in published for event in later),
+    )
+
+
+def _stall(seconds: list[float]) -> Stall:
+    return Stall(len(seconds), sum(seconds), median(seconds or [0.0]), max(seconds, default=0.0))
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+def bytes_from(by_source: dict[str, int], *, trainer: bool) -> int:
+    """Bytes received from the trainer, or from everybody else."""
+    return sum(size for source, size in by_source.items() if (source == TRAINER) is trainer)
+
+
+def server_restarts(summary: Summary) -> list[FaultSummary]:
+    """When the reference server came back."""
+    return [fault for fault in summary.faults if fault.process == SERVER and fault.what == "restarted"]
