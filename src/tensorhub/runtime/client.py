@@ -140,7 +140,7 @@ class Client:
 
     async def _close(self, deadline: float) -> None:
         if not await self.driver.leave(deadline) and self.driver.broken is None:
-            _log.warning("%s left before its readers had finished", self.me)
+            _log.warning("%s left without the server's word that nobody reads from it any more", self.me)
 
     @contextlib.contextmanager
     def _one_call(self, verb: str) -> Iterator[None]:

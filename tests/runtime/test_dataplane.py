@@ -1,0 +1,254 @@
+"""What the machine wants of memory and transport, with a transport whose every step the test decides."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tensorhub.core.errors import SourceLost
+from tensorhub.core.events import ReadAdvanced, ReadEnded, ServingStopped
+from tensorhub.core.messages import Grant
+from tensorhub.core.names import Digest, Ticket, Version, worker_id
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.registration import register
+from tensorhub.runtime.dataplane import DataPlane
+
+ME, SOURCE = worker_id("m", "r", 0), worker_id("m", "t", 0)
+CHUNK, CHUNKS = 100, 200
+
+
+class FakeRead:
+    def __init__(self, sink, on_end):
+        self.sink, self.on_end = sink, on_end
+        self.received_bytes = 0
+        self.is_stopped = False
+
+    def stop(self):
+        self.is_stopped = True
+
+    def take(self, data, chunk):
+        """As a transport does: write, let it be judged, then count it."""
+        start, stop = chunk * CHUNK, (chunk + 1) * CHUNK
+        with self.sink.stream.writing(start, stop) as views:
+            for view in views:
+                view[:] = data[start : start + view.nbytes]
+                start += view.nbytes
+            self.received_bytes += CHUNK
+            self.sink.accept(chunk, views)
+        self.sink.stored(chunk)
+
+
+class FakeTransport:
+    def __init__(self):
+        self.exports, self.reads, self.withdrawals = {}, [], 0
+        self.may_withdraw = True
+
+    endpoint = "fake://here"
+
+    def export(self, export):
+        self.exports[export.key] = export
+
+    def withdraw(self, key, *, timeout_s):
+        self.withdrawals += 1
+        if self.may_withdraw:
+            self.exports.pop(key, None)
+        return self.may_withdraw
+
+    def read(self, endpoint, key, sink, on_end):
+        self.reads.append(FakeRead(sink, on_end))
+        return self.reads[-1]
+
+    def statistics(self):
+        return {"sent_bytes": 5}
+
+    def close(self):
+        self.may_withdraw = True
+
+
+class Story:
+    """A data plane in a running loop, what it told, and content to read."""
+
+    def __init__(self):
+        self.told = []
+        self.transport = FakeTransport()
+        self.data = DataPlane(ME, {"fake": self.transport}, verify="full", tell=self.told.append)
+        self.source = np.random.default_rng(1).integers(0, 256, CHUNK * CHUNKS, dtype=np.uint8)
+        self.target = np.zeros(CHUNK * CHUNKS, dtype=np.uint8)
+        self.data.registration = register({"w": self.target})
+        self.manifest = build_manifest(register({"w": self.source}), CHUNK)
+        self.data.trust(float("inf"))
+
+    def grant(self, ticket, *, root=None, endpoints=("fake://there",)):
+        root = self.manifest.root() if root is None else root
+        return Grant(Ticket(ticket), Version(3), root, SOURCE, endpoints, "why not")
+
+    def start(self, ticket, **options):
+        self.data.start_read(self.grant(ticket, **options))
+        return self.transport.reads[-1] if self.transport.reads else None
+
+    async def until(self, kind):
+        async with asyncio.timeout(5):
+            while not any(isinstance(event, kind) for event in self.told):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        return [event for event in self.told if isinstance(event, kind)]
+
+
+def run(story):
+    async def body():
+        await story(Story())
+
+    asyncio.run(body())
+
+
+def test_a_read_that_fills_everything_is_complete_and_readable_by_others():
+    async def story(s):
+        read = s.start(10)
+        assert s.transport.exports == {}
+        wanted = read.sink.begin(s.manifest.encode())
+        assert s.transport.exports["m/3/0"].progress.prefix == 0  # others may read behind it from now on
+        for chunk in wanted:
+            read.take(s.source, chunk)
+        read.on_end(None)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10), complete=True)]
+        assert (s.target == s.source).all()
+        assert s.data.received_bytes == {"t": s.source.nbytes}
+        assert s.data.content.manifest == s.manifest
+        advances = [event for event in s.told if isinstance(event, ReadAdvanced)]
+        assert len(advances) < 10  # not one for each of the 200 chunks
+        assert advances[-1] == ReadAdvanced(Ticket(10), CHUNKS, CHUNKS)
+        assert s.told.index(advances[-1]) < len(s.told) - 1
+
+    run(story)
+
+
+def test_the_next_source_goes_on_where_the_last_one_ended():
+    async def story(s):
+        read = s.start(10)
+        read.sink.begin(s.manifest.encode())
+        for chunk in (0, 1, 5):
+            read.take(s.source, chunk)
+        read.on_end(SourceLost("gone"))
+        (ended,) = await s.until(ReadEnded)
+        assert (ended.complete, ended.failure.code) == (False, "source-lost")
+        s.told.clear()
+        read = s.start(11)
+        missing = read.sink.begin(s.manifest.encode())
+        assert list(missing)[:4] == [2, 3, 4, 6]
+        for chunk in missing:
+            read.take(s.source, chunk)
+        read.on_end(None)
+        assert (await s.until(ReadEnded))[0].complete
+        assert s.data.received_bytes == {"t": s.source.nbytes}
+
+    run(story)
+
+
+def test_a_stopped_read_is_no_failure_and_takes_nothing_more():
+    async def story(s):
+        read = s.start(10)
+        read.sink.begin(s.manifest.encode())
+        s.data.stop_read(Ticket(9))
+        assert not read.is_stopped
+        s.data.stop_read(Ticket(10))
+        assert read.is_stopped
+        with pytest.raises(Exception, match="told to stop") as caught:
+            read.take(s.source, 0)
+        read.on_end(caught.value)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10))]
+        assert s.data.content.progress.prefix == 0
+
+    run(story)
+
+
+def test_the_end_of_the_lease_is_nobodys_fault():
+    async def story(s):
+        read = s.start(10)
+        read.sink.begin(s.manifest.encode())
+        s.data.trust(0.0)
+        with pytest.raises(Exception, match="lease") as caught:
+            read.take(s.source, 0)
+        read.on_end(caught.value)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10))]
+
+    run(story)
+
+
+def test_a_read_that_ends_early_without_a_word_is_a_failure():
+    async def story(s):
+        read = s.start(10)
+        read.sink.begin(s.manifest.encode())
+        read.on_end(None)
+        (ended,) = await s.until(ReadEnded)
+        assert ended.failure.code == "source-lost"
+
+    run(story)
+
+
+def test_nothing_shared_with_the_source_is_said_so():
+    async def story(s):
+        s.start(10, endpoints=("smoke://signals",))
+        (ended,) = await s.until(ReadEnded)
+        assert ended.failure.code == "transport-missing"
+        assert "smoke" in ended.failure.message
+
+    run(story)
+
+
+def test_a_manifest_that_comes_after_the_stop_makes_nothing_readable():
+    """The fill learns its manifest in a transport's thread, at a time of its own."""
+
+    async def story(s):
+        read = s.start(10)
+        s.data.stop_serving(Version(3))
+        assert await s.until(ServingStopped) == [ServingStopped(Version(3))]
+        with pytest.raises(Exception, match="withdrew"):
+            read.sink.begin(s.manifest.encode())
+        assert s.transport.exports == {}
+
+    run(story)
+
+
+def test_a_stop_ends_the_export_of_a_fill_and_its_waiting_readers():
+    async def story(s):
+        read = s.start(10)
+        read.sink.begin(s.manifest.encode())
+        progress = s.transport.exports["m/3/0"].progress
+        s.data.stop_serving(Version(3))
+        assert progress.failed is not None
+        await s.until(ServingStopped)
+        assert s.transport.exports == {}
+        with pytest.raises(Exception, match="withdrew"):
+            read.take(s.source, 0)
+
+    run(story)
+
+
+def test_serving_stops_only_when_nobody_reads_any_more():
+    async def story(s):
+        s.data.prepare(s.manifest)
+        s.data.start_serving(Version(3), s.manifest.root())
+        assert s.transport.exports["m/3/0"].progress.is_complete
+        s.transport.may_withdraw = False
+        s.data.stop_serving(Version(3))
+        async with asyncio.timeout(5):
+            while s.transport.withdrawals < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert s.told == []
+        s.transport.may_withdraw = True
+        await s.until(ServingStopped)
+
+    run(story)
+
+
+def test_the_same_version_with_other_content_is_another_fill():
+    async def story(s):
+        read = s.start(10)
+        read.sink.begin(s.manifest.encode())
+        read.take(s.source, 0)
+        read.on_end(SourceLost("gone"))
+        await s.until(ReadEnded)
+        read = s.start(11, root=Digest("00"))
+        with pytest.raises(Exception, match="not this version"):
+            read.sink.begin(s.manifest.encode())
+
+    run(story)

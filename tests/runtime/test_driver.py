@@ -1,0 +1,119 @@
+"""A worker's shell: its line comes back, and a machine that contradicts itself ends its worker, loudly and alone."""
+
+import logging
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub.core.errors import InvariantViolation
+from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, retry_delay_s
+from tensorhub.runtime.loops import in_thread, loop_thread
+from tensorhub.runtime.serving import ServerThread
+
+from .kit import eventually, in_threads, within
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+        yield running
+
+
+def worker(server, replica="t"):
+    weights = tensorhub.open("m", replica=replica, server=server.address)
+    weights.register({"w": np.ones(1000)})
+    return weights
+
+
+def test_the_back_off_doubles_with_jitter_and_has_a_top():
+    dice = random.Random(3)
+    for attempt in range(100):
+        full = min(LAST_RETRY_S, FIRST_RETRY_S * 2**attempt)
+        assert full / 2 <= retry_delay_s(attempt, dice.random()) <= full
+    assert retry_delay_s(0, 0.0) == FIRST_RETRY_S
+    assert retry_delay_s(10_000, 0.0) == LAST_RETRY_S
+
+
+def test_a_server_that_leaves_is_found_again():
+    first = tensorhub.serve(lease_s=2, report_s=0.2)
+    host, port = first.address.split(":")
+    weights = worker(first)
+    weights.publish(1)
+    first.close()
+    eventually(lambda: not weights.statistics()["is_connected"])
+    with ServerThread(host, int(port), fresh=True):
+        eventually(lambda: weights.statistics()["is_connected"])
+        assert weights.publish(1, timeout=5) == 1
+        weights.close(timeout=5)
+
+
+def test_a_contradiction_ends_one_worker_and_tells_its_story(server, monkeypatch, caplog):
+    broken, well = worker(server, "broken"), worker(server, "well")
+    broken.publish(1)
+
+    def contradict():
+        raise InvariantViolation("two and two are five")
+
+    monkeypatch.setattr(broken._aio._client.driver.worker, "check_invariants", contradict)
+    with caplog.at_level(logging.CRITICAL), within(3), pytest.raises(InvariantViolation, match="five"):
+        broken.unpublish(timeout=5)
+    assert "published version 1" in caplog.text
+    with pytest.raises(InvariantViolation, match="has stopped"):
+        broken.publish(2)
+    broken.close()
+    assert well.publish(1, timeout=5) == 1
+    well.close()
+
+
+def test_a_crash_of_the_machine_while_a_call_waits_fails_that_call(server, monkeypatch):
+    weights = worker(server)
+    machine = weights._aio._client.driver.worker
+
+    def crash():
+        eventually(lambda: machine.call is not None)
+        monkeypatch.setattr(machine, "handle", None)
+
+    with within(4):
+        error, _ = in_threads(lambda: weights.replicate("latest", timeout=20), crash)
+    assert isinstance(error, InvariantViolation)
+    weights.close()
+
+
+def test_blocking_work_runs_beside_the_loop_and_its_error_arrives():
+    thread = loop_thread()
+
+    def where():
+        return threading.current_thread()
+
+    assert thread.wait(in_thread(where, name="test"), deadline=time.monotonic() + 5, what="it") is not thread.thread
+
+    def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        thread.wait(in_thread(fail, name="test"), deadline=time.monotonic() + 5, what="it")
+
+
+def test_a_loop_that_does_not_get_to_run_lets_nobody_wait_for_ever(monkeypatch):
+    thread = loop_thread()
+    stuck, release = threading.Event(), threading.Event()
+
+    def hold():
+        stuck.set()
+        release.wait(10)
+
+    thread.loop.call_soon_threadsafe(hold)
+    assert stuck.wait(5)
+
+    async def nothing():
+        pass
+
+    try:
+        with within(2), pytest.raises(tensorhub.DeadlineExceeded, match="does not get to run"):
+            thread.wait(nothing(), deadline=0, what="a call")
+    finally:
+        release.set()
