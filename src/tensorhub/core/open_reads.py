@@ -5,9 +5,12 @@ its source must not change a buffer that somebody may still be reading.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .messages import Grant
 from .names import Ticket, Version, WorkerId
+
+K = TypeVar("K")
 
 
 @dataclass
@@ -36,11 +39,11 @@ class OpenReads:
 
     def __init__(self) -> None:
         self._of_reader: dict[WorkerId, dict[Ticket, OpenRead]] = {}
-        self._from_source: dict[WorkerId, dict[Ticket, OpenRead]] = {}
+        self._from_source: dict[WorkerId, dict[tuple[WorkerId, Ticket], OpenRead]] = {}  # who lies may repeat a ticket
 
     def add(self, read: OpenRead) -> None:
         self._of_reader.setdefault(read.reader, {})[read.ticket] = read
-        self._from_source.setdefault(read.source, {})[read.ticket] = read
+        self._from_source.setdefault(read.source, {})[read.reader, read.ticket] = read
 
     def of(self, reader: WorkerId) -> list[OpenRead]:
         return list(self._of_reader.get(reader, {}).values())
@@ -64,7 +67,7 @@ class OpenReads:
         over = [read for read in self.of(reader) if upto is None or read.ticket <= upto]
         for read in over:
             _forget(self._of_reader, reader, read.ticket)
-            _forget(self._from_source, read.source, read.ticket)
+            _forget(self._from_source, read.source, (reader, read.ticket))
         return over
 
     def readers_behind(self, worker: WorkerId, *, without_itself: bool = False) -> dict[WorkerId, None]:
@@ -82,8 +85,8 @@ class OpenReads:
         return [read for reads in self._of_reader.values() for read in reads.values()]
 
 
-def _forget(table: dict[WorkerId, dict[Ticket, OpenRead]], key: WorkerId, ticket: Ticket) -> None:
+def _forget(table: dict[WorkerId, dict[K, OpenRead]], key: WorkerId, name: K) -> None:
     reads = table[key]
-    del reads[ticket]
+    del reads[name]
     if not reads:
         del table[key]
