@@ -1,21 +1,37 @@
 """Messages as bytes and back: MessagePack with a tag, never pickle, and a limit on everything.
 
-What cannot be decoded, or is longer than its kind may be, is a `Malformed`; nothing else is ever raised for it.
+What cannot be decoded, is longer than its kind may be, or says what no worker could mean is a `Malformed`; nothing else
+is ever raised for it. So the machine behind hears only what has a meaning, true or not.
 """
+
+from collections.abc import Iterator
 
 import msgspec
 
+from ..core.errors import UsageError
 from ..core.messages import (
+    MOST_FAILURES,
     MOST_LAYOUT_BYTES,
     MOST_REPORT_BYTES,
+    MOST_TEXT,
+    VERBS,
+    Empty,
+    Filling,
     Hello,
     LayoutInfo,
+    Operation,
     Orders,
+    Poisoned,
     Refusal,
     Report,
     ToServer,
     ToWorker,
 )
+from ..core.specs import parse_spec
+
+MOST_NUMBER = 2**62  # of anything counted: above every clock in microseconds, and twice it still fits 64 bits
+MOST_ENDPOINTS = 16
+MOST_WORD = 300  # characters of a name, a host, an endpoint
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(Hello | LayoutInfo | Report)
@@ -42,6 +58,9 @@ def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
     limit = MOST_LAYOUT_BYTES if isinstance(message, LayoutInfo) else MOST_REPORT_BYTES
     if len(data) > limit:
         raise Malformed(f"a {type(message).__name__} of {len(data)} B, where at most {limit} B are due")
+    wrong = _nonsense_of(message)
+    if wrong:
+        raise Malformed(f"a {type(message).__name__} with {wrong}")
     return message
 
 
@@ -51,3 +70,55 @@ def decode_to_worker(data: bytes) -> ToWorker:
         return _to_worker.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Malformed(str(error)) from error
+
+
+def _nonsense_of(message: ToServer) -> str:
+    """What in a message no worker could mean; empty where all is well."""
+    match message:
+        case Hello():
+            words = (message.life, message.site, message.host, *message.endpoints)
+            if len(message.endpoints) > MOST_ENDPOINTS or any(len(word) > MOST_WORD for word in words):
+                return "too many or too long words about its worker"
+        case Report():
+            if not all(0 <= number <= MOST_NUMBER for number in _numbers_of(message)):
+                return "a number out of range"
+            if len(message.failures) > MOST_FAILURES or any(len(f.message) > MOST_TEXT for f in message.failures):
+                return "too many or too long failures"
+            return _nonsense_of_operation(message.operation)
+        case LayoutInfo(layout=layout):
+            sizes = [layout.size_bytes, *(n for t in layout.tensors for n in (t.offset_bytes, t.size_bytes, *t.shape))]
+            if not all(0 <= size <= MOST_NUMBER for size in sizes):
+                return "a size out of range"
+    return ""
+
+
+def _nonsense_of_operation(operation: Operation | None) -> str:
+    if operation is None:
+        return ""
+    if operation.verb not in VERBS:
+        return "an operation that does not exist"
+    if operation.verb == "unpublish":
+        return "" if operation.spec == "" else "a version to unpublish"
+    try:
+        is_open = parse_spec(operation.spec) is None
+    except UsageError as error:
+        return f"a bad version: {error}"
+    return "no version to publish" if operation.verb == "publish" and is_open else ""
+
+
+def _numbers_of(report: Report) -> Iterator[int]:
+    yield from (report.number, report.session, report.seen, report.closed, report.ended, report.finished)
+    yield from (report.size_bytes, report.newest or 0, *report.received_bytes.values())
+    match report.buffer:
+        case Empty() | Poisoned():
+            pass
+        case Filling(version=version, done=done, chunks=chunks):
+            yield from (version, done, chunks)
+        case _:
+            yield report.buffer.version
+    if report.operation is not None:
+        yield from (report.operation.number, report.operation.resolved or 0)
+    if report.reading is not None:
+        yield from (report.reading.ticket, report.reading.version, report.reading.source.shard)
+    for failure in report.failures:
+        yield from (failure.ticket, failure.source.shard)
