@@ -13,6 +13,7 @@ from .summary import Summary
 SIZE_INCHES = (8.0, 3.4)
 TRAINER_COLOUR = "#333333"
 ROLLOUT_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
+FAULT_COLOUR = "#cc0000"
 MEAN_OVER = 5  # steps
 MIB = 1 << 20
 
@@ -45,7 +46,7 @@ class _Plots:
         for name in self._names():
             mine = self._of(Generated, name)
             axes.plot(
-                self._times(mine), [e.reward for e in mine], ".", ms=3, alpha=0.5, c=self._colours[name], label=name
+                self._times(mine), [e.reward for e in mine], ".", ms=4, alpha=0.6, c=self._colours[name], label=name
             )
         trained = self._all(Trained)
         rewards = [event.reward for event in trained]
@@ -128,21 +129,13 @@ class _Plots:
         return [event.time - self._began for event in events]
 
     def _mark_faults(self, axes: Axes) -> None:
+        inside = axes.get_xaxis_transform()  # seconds across, share of the height upwards
         for fault in self._summary.faults:
-            axes.axvline(fault.seconds, color="#cc0000", lw=0.8, ls="--", zorder=0)
-            label = f"{fault.process} {fault.what}"
-            top = axes.get_xaxis_transform()
-            axes.text(
-                fault.seconds,
-                0.98,
-                label,
-                transform=top,
-                rotation=90,
-                va="top",
-                ha="right",
-                fontsize=7,
-                color="#cc0000",
-            )
+            side = "left" if fault.what == "restarted" else "right"  # it follows its "killed" closely
+            words = f" {fault.process} {fault.what} "
+            axes.axvline(fault.seconds, color=FAULT_COLOUR, lw=0.8, ls="--", zorder=0)
+            text = axes.text(fault.seconds, 1.0, words, transform=inside, rotation=90, va="top", ha=side)
+            text.set(fontsize=7, color=FAULT_COLOUR)
 
 
 def _axes(ylabel: str, *, xlabel: str = "seconds") -> tuple[Figure, Axes]:

@@ -16,7 +16,7 @@ from .summary import RolloutSummary, Summary, bytes_from
 from .task import LETTERS
 
 MIB = 1 << 20
-HEADINGS = ("rollout", "fate", "versions", "last", "samples", "stall", "most", "trainer MiB", "rollouts MiB")
+HEADINGS = ("rollout", "fate", "versions", "last", "samples", "stall", "most", "trainer MiB", "peers MiB")
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -66,9 +66,8 @@ def show(console: Console, summary: Summary, checks: Sequence[Check], page: Path
     """The short table, each check, and where the report is."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for heading in HEADINGS:
-        table.add_column(
-            heading, justify="left" if heading in HEADINGS[:2] else "right", no_wrap=heading in HEADINGS[:2]
-        )
+        is_words = heading in HEADINGS[:2]
+        table.add_column(heading, justify="left" if is_words else "right", no_wrap=is_words)
     for rollout in summary.rollouts:
         table.add_row(*_cells(rollout))
     console.print()

@@ -1,0 +1,74 @@
+"""The demo itself, shortened: everything but the learning, which needs more steps than a test has time for."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tensorhub.core.errors import UsageError
+from tensorhub.demo.orchestrate import Options, run_demo
+from tensorhub.demo.report import Report
+
+STEPS = 24
+DEADLINE_S = 60.0
+
+RUN = """
+import sys
+from pathlib import Path
+from tensorhub.demo.orchestrate import Options, run_demo
+sys.exit(run_demo(Options(out=Path(sys.argv[1]))))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("updates", [True, False])
+def test_whatever_breaks_the_run_ends_and_proves_itself(tmp_path: Path, updates: bool) -> None:
+    status = run_demo(Options(steps=STEPS, updates=updates, out=tmp_path))
+    report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report)
+    failed = [check.sentence for check in report.checks if not check.holds]
+    if updates:
+        assert failed == ["the reward rises from below 0.2 to above 0.8"]
+    else:
+        assert failed == []
+    assert status == len(failed)
+    assert report.summary.last_version == STEPS
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.processes
+def test_interrupted_it_leaves_nobody_behind(tmp_path: Path) -> None:
+    demo = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (tmp_path / "events" / "rollout-0.jsonl").exists():
+        assert time.monotonic() < deadline
+        assert demo.poll() is None
+        time.sleep(0.05)
+    children = children_of(demo.pid)
+    assert len(children) == 5, "server, trainer, three rollouts"
+    demo.send_signal(signal.SIGTERM)
+    assert demo.wait(DEADLINE_S) == 130
+    assert not [pid for pid in children if is_alive(pid)]
+
+
+@pytest.mark.parametrize("options", [Options(steps=3), Options(rollouts=1)])
+def test_what_cannot_show_anything_is_refused(options: Options) -> None:
+    with pytest.raises(UsageError, match="at least 20 steps"):
+        run_demo(options)
+
+
+def children_of(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""The report: a page that needs nothing else, JSON that says the same, a table that fits the terminal."""
+
+import re
+from base64 import b64decode
+from io import StringIO
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tensorhub.demo.checks import judge
+from tensorhub.demo.events import AnyEvent
+from tensorhub.demo.report import Report, show, write_report
+from tensorhub.demo.summary import Summary, summarise
+
+from .story import STEPS, good_run
+
+TITLES = ["Reward", "Version held by each rollout", "Stall per update", "Bytes by source"]
+
+
+def summary_of(events: list[AnyEvent]) -> Summary:
+    return summarise(events, steps=STEPS, seed=3, updates=True, seconds=12.0)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    summary = summary_of(good_run())
+    return write_report(tmp_path, summary, judge(summary), good_run())
+
+
+def test_the_page_needs_nothing_but_itself(written: Path) -> None:
+    page = written.read_text(encoding="utf-8")
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    images = re.findall(r'<img alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)">', page)
+    assert [title for title, _ in images] == TITLES
+    for _, picture in images:
+        assert ElementTree.fromstring(b64decode(picture)).tag.endswith("svg")
+
+
+def test_the_page_says_what_held_and_who_did_what(written: Path) -> None:
+    page = written.read_text(encoding="utf-8")
+    assert page.count('class="yes"') == 7
+    assert 'class="no"' not in page
+    for words in ("was killed", "joined late", "rollout-2", "none from the trainer", "seed 3"):
+        assert words in page
+
+
+def test_faults_are_marked_in_the_figures(written: Path) -> None:
+    page = written.read_text(encoding="utf-8")
+    pictures = [b64decode(text).decode() for text in re.findall(r"base64,([^\"]+)", page)]
+    for picture in pictures[:3]:
+        assert "rollout-1 killed" in picture
+        assert "server restarted" in picture
+
+
+def test_json_says_the_same(written: Path) -> None:
+    report = msgspec.json.decode((written.parent / "report.json").read_bytes(), type=Report)
+    assert report.ok
+    assert report.summary == summary_of(good_run())
+    assert report.events == good_run()
+
+
+def test_the_table_fits_a_terminal_of_eighty_columns(tmp_path: Path) -> None:
+    summary = summary_of(good_run())
+    shown = StringIO()
+    show(Console(width=80, file=shown), summary, judge(summary), tmp_path / "report.html")
+    lines = [line for line in shown.getvalue().splitlines() if line.startswith("rollout")]
+    assert len(lines) == 1 + len(summary.rollouts), "no line is broken in two"
+    assert "…" not in "".join(lines)
+
+
+def test_a_run_of_which_nothing_is_known_has_a_report_too(tmp_path: Path) -> None:
+    summary = summary_of([])
+    assert write_report(tmp_path, summary, judge(summary), []).exists()
