@@ -10,7 +10,7 @@ from . import operations
 from .groups import Replica
 from .membership import Member
 from .messages import Empty, Filling, Grant, Holding, Poisoned, Withdrawing
-from .names import Digest, Ticket, Version, WorkerId
+from .names import Ticket, Version, WorkerId
 from .open_reads import OpenRead
 from .references import Model, VersionRecord
 from .selection import Candidate, choose_source
@@ -100,6 +100,9 @@ def _candidates(server: "Server", record: VersionRecord, reader: Member) -> list
 
 
 def _grant(server: "Server", record: VersionRecord, member: Member) -> None:
+    root = record.roots.get(member.shard)
+    if root is None:
+        return  # only such as are filling have reported since the restart: nobody could say what is good
     candidates = _candidates(server, record, member)
     choice = choose_source(candidates, now=server.now)
     if choice is None:
@@ -108,7 +111,6 @@ def _grant(server: "Server", record: VersionRecord, member: Member) -> None:
         return
     source, reason = choice
     endpoints = server.known(source).hello.endpoints
-    root = record.roots.get(member.shard, Digest(""))
     grant = Grant(Ticket(server.next_number()), record.version, root, source, endpoints, reason)
     server.reads.add(OpenRead(grant, member.worker))
     record.holders.setdefault(member.shard, {})[member.worker] = None  # others may read behind it from now on

@@ -73,7 +73,7 @@ class SimRead:
             self._end(Failure("source-lost", f"{self.grant.source} withdrew version {self.grant.version}"))
             return
         if self.limit <= chunk:
-            self.plane.world.after(self.plane.weather.chunk_s, self._fetch)  # it is filling itself
+            self.plane.world.after(self.plane.pace(), self._fetch)  # it is filling itself
             return
         value = source.memory[chunk]
         if self.plane.is_stormy and self.plane.world.happens(self.plane.weather.corruption):
@@ -114,4 +114,7 @@ class DataPlane:
         self.contents: dict[Digest, tuple[int, ...]] = {}
 
     def pace(self) -> float:
-        return self.world.chance.uniform(0.5, 1.5) * self.weather.chunk_s
+        chunk_s = self.weather.chunk_s
+        if not self.is_stormy:
+            chunk_s = min(chunk_s, 0.2, 1.2 / self.weather.chunks)
+        return self.world.chance.uniform(0.5, 1.5) * chunk_s

@@ -171,11 +171,12 @@ class Oracles:
                 if former != buffer.root:
                     self._broken("G3 version conflict", f"{key} was published as {former} and as {buffer.root}")
 
-    def first_success(self, process: "Process", version: Version) -> None:
+    def first_success(self, process: "Process", number: int, version: Version) -> None:
         """G8: when the first shard's call returns, every shard that lives holds the version."""
         for other in self.cluster.workers.values():
             same = other.me.model == process.me.model and other.me.replica == process.me.replica
-            if same and other.worker.call is not None and other.worker.held != version:
+            call = other.worker.call
+            if same and call is not None and call.number == number and other.worker.held != version:
                 self._broken(
                     "G8 never run early", f"{process.name} returned {version}, {other.name} holds {other.worker.held}"
                 )

@@ -135,7 +135,7 @@ class Process:
             case StopServing(version=version):
                 self.serving, self.filled_version, self.done = None, None, 0
                 self.cluster.oracles.serving_stops(self, version)
-                delay = world.chance.uniform(0, 2) * self.cluster.weather.chunk_s
+                delay = self.cluster.data.pace()
                 world.after(delay, lambda: self.tell(ServingStopped(version)))
             case Finished():
                 self._finished(effect)
@@ -151,7 +151,7 @@ class Process:
         self.cluster.world.note(self.name, f"call {effect.number} ended: {outcome}")
         self.called_until = None
         if effect.error is None and effect.version is not None:
-            self.cluster.oracles.first_success(self, effect.version)
+            self.cluster.oracles.first_success(self, effect.number, effect.version)
         on_finished, self.on_finished = self.on_finished, None
         if on_finished is not None:
             self.cluster.world.after(0.0, lambda: on_finished(effect))

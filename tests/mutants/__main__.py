@@ -1,0 +1,101 @@
+"""Removes one protective line after another and lets the simulator look for the damage.
+
+    python -m tests.mutants [--seeds N] [--only TEXT]
+
+Each mutant is a copy of the package with one replacement, run by fresh processes over the seeds from 0 on until one
+fails. The exit status is 1 if a mutant survives all of them.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from .mutants import MUTANTS, Mutant
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "tensorhub"
+RUN = """
+import sys
+from tensorhub.sim.runner import run_seed
+first, stop, step = map(int, sys.argv[1:])
+for seed in range(first, stop, step):
+    result = run_seed(seed)
+    if not result.ok:
+        print(seed, result.error.splitlines()[0][:150], flush=True)
+        break
+"""
+
+
+def mutate(mutant: Mutant, into: Path) -> None:
+    """A copy of the package with the mutant's line removed."""
+    shutil.copytree(PACKAGE, into / "tensorhub", ignore=shutil.ignore_patterns("__pycache__"))
+    file = into / "tensorhub" / mutant.file
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"mutant {mutant.name!r}: its line occurs {text.count(mutant.old)} times in {mutant.file}")
+    file.write_text(text.replace(mutant.old, mutant.new))
+
+
+def hunt(mutant: Mutant, seeds: int, jobs: int) -> tuple[int, str] | None:
+    """The first seed that was found to fail, and how; None if the mutant survived."""
+    with tempfile.TemporaryDirectory() as folder:
+        mutate(mutant, Path(folder))
+        environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        hunters = [
+            subprocess.Popen(
+                [sys.executable, "-c", RUN, str(job), str(seeds), str(jobs)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for job in range(jobs)
+        ]
+        found = None
+        waiting = list(hunters)
+        while waiting and found is None:
+            for hunter in list(waiting):
+                try:
+                    line = hunter.communicate(timeout=0.2)[0].strip()
+                except subprocess.TimeoutExpired:
+                    continue
+                waiting.remove(hunter)
+                if hunter.returncode != 0:
+                    raise SystemExit(f"mutant {mutant.name!r} does not run")
+                if line:
+                    seed, _, error = line.partition(" ")
+                    found = (int(seed), error)
+                    break
+        for hunter in waiting:
+            hunter.kill()
+            hunter.communicate()
+        return found
+
+
+def main() -> int:
+    """Hunt them all; print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--only", default="", help="mutants whose name contains this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    survivors = []
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    for mutant in chosen:
+        started = time.monotonic()
+        found = hunt(mutant, options.seeds, options.jobs)
+        took_s = time.monotonic() - started
+        if found is None:
+            survivors.append(mutant)
+            print(f"SURVIVED  {mutant.name}  ({options.seeds} seeds, {took_s:.0f} s)", flush=True)
+        else:
+            print(f"found     {mutant.name}  (seed {found[0]}, {took_s:.0f} s): {found[1]}", flush=True)
+    print(f"{len(chosen) - len(survivors)} passed, {len(survivors)} failed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Protective lines of the protocol, each with what stands there when it is removed.
+
+A mutant is one replacement in one file of the package. The simulator must find every one of them within its seeds: a
+mutant that survives is a line that protects nothing, or an oracle that does not bite. `python -m tests.mutants` runs them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` occurs exactly once in `file` (below the package) and becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    protects: str
+
+
+MUTANTS = (
+    Mutant(
+        "a closed ticket may be begun",
+        "core/read_slot.py",
+        "        is_closed = grant is not None and grant.ticket <= self.closed\n",
+        "        is_closed = False\n",
+        "a worker never begins a ticket that it has called closed",
+    ),
+    Mutant(
+        "the lease counts from the answer",
+        "core/worker.py",
+        "            self.slot.extend_trust(sent_at + orders.trust_s)\n",
+        "            self.slot.extend_trust(now + orders.trust_s)\n",
+        "a lease counts from when the acknowledged report was sent",
+    ),
+    Mutant(
+        "reads outlive the lease",
+        "core/read_slot.py",
+        "        if now < self.trust_until:\n            return False\n",
+        "        if now < self.trust_until + 1e9:\n            return False\n",
+        "what is read after the own lease ended does not count",
+    ),
+    Mutant(
+        "drained is believed from before the withdrawal",
+        "core/worker.py",
+        "        if is_going and is_answer_to_withdrawal:\n",
+        "        if is_going:\n",
+        "drained counts only in answer to a report that said so",
+    ),
+    Mutant(
+        "two reads write at once",
+        "core/read_slot.py",
+        "        return is_wanted and self.reading is None and now < self.trust_until\n",
+        "        return is_wanted and (self.reading is None or self.is_stopping) and now < self.trust_until\n",
+        "a new read starts only after the old one has ended",
+    ),
+    Mutant(
+        "a failed fill is refilled while it is read",
+        "core/worker.py",
+        "            self.buffer = Poisoned(self.serving)\n",
+        "            self.buffer, self.serving = Poisoned(), None\n",
+        "nobody reads a buffer when it changes from one version to another",
+    ),
+    Mutant(
+        "publish while readers of the old version remain",
+        "core/worker.py",
+        "        if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient and now >= call.impatient_at:\n"
+        "            self._withdraw(impatient=True, now=now)\n",
+        "        if isinstance(self.buffer, Withdrawing) and now >= call.started + 0.2:\n            self._stop_serving(now)\n",
+        "a buffer changes only after the server has said that it is drained",
+    ),
+    Mutant(
+        "workers keep what they know to themselves",
+        "core/worker.py",
+        "            newest=self.newest,\n",
+        "            newest=None,\n",
+        "latest survives a restart of the server",
+    ),
+    Mutant(
+        "drained right after a restart",
+        "core/granting.py",
+        "Withdrawing | Poisoned) or server.is_recovering or",
+        "Withdrawing | Poisoned) or",
+        "for one lease after a restart nothing is drained: old reads are unknown",
+    ),
+    Mutant(
+        "latest is answered right after a restart",
+        "core/operations.py",
+        'def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:\n'
+        "    if server.is_recovering:\n",
+        'def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:\n    if False:\n',
+        "for one lease after a restart nothing is resolved: newer versions may be unknown",
+    ),
+    Mutant(
+        "publishing right after a restart",
+        "core/operations.py",
+        "        return\n    if server.is_recovering:\n        operation.waiting = _recovering(server)\n        return\n"
+        "    version = Version(int(operation.spec))\n",
+        "        return\n    version = Version(int(operation.spec))\n",
+        "for one lease after a restart nothing is published: the number may be taken",
+    ),
+    Mutant(
+        "reads of a former life are forgotten",
+        "core/server.py",
+        "        if reading is not None and not is_known and self.is_recovering and reading.ticket > report.closed:\n",
+        "        if False:\n",
+        "reads granted before a restart stay open for their source",
+    ),
+    Mutant(
+        "a read that was taken back counts as closed",
+        "core/granting.py",
+        "    read.is_void = True\n",
+        "    read.is_void = True\n    server.reads.close(read.reader, read.ticket)\n",
+        "a read is open until its reader says that it is closed",
+    ),
+    Mutant(
+        "the end of a source's lease ends the reads from it",
+        "core/server.py",
+        "        self._close_reads(member, None)\n        model.move",
+        "        self._close_reads(member, None)\n"
+        "        for read in self.reads.from_source(member.worker):\n"
+        "            self.reads.close(read.reader, read.ticket)\n"
+        "        model.move",
+        "the end of a source's lease does not end the reads open on it",
+    ),
+    Mutant(
+        "a dead reader is waited for",
+        "core/server.py",
+        "        self._close_reads(member, None)\n        model.move",
+        "        model.move",
+        "the end of a reader's lease ends its reads",
+    ),
+    Mutant(
+        "old reports are believed",
+        "core/server.py",
+        "        if report.number <= member.report.number:\n",
+        "        if False:\n",
+        "a report that comes late is dropped",
+    ),
+    Mutant(
+        "each shard gets the latest of its own moment",
+        "core/groups.py",
+        "        version = operation.version\n        return Answer",
+        "        version = operation.version\n"
+        '        operation.version = None if operation.verb == "update" else version\n'
+        "        return Answer",
+        "the first shard to arrive fixes the version for all",
+    ),
+    Mutant(
+        "finished before all shards are",
+        "core/operations.py",
+        "        if member is None or told is None or told.number != operation.number:\n            return False\n",
+        "        if member is None or told is None or told.number != operation.number:\n            continue\n",
+        "an operation is finished when every shard of the replica is",
+    ),
+    Mutant(
+        "a member's death is not told",
+        "core/groups.py",
+        "        if self.operation is not None and shard in self.operation.arrived:\n",
+        "        if False:\n",
+        "an operation fails on all shards when one of them dies",
+    ),
+    Mutant(
+        "readers form rings",
+        "core/granting.py",
+        "        if member is None or worker in behind or",
+        "        if member is None or worker == reader.worker or",
+        "nobody reads from somebody who reads from him",
+    ),
+    Mutant(
+        "numbers may go back",
+        "core/operations.py",
+        "    conflict = model.conflict(replica, version, operation.arrived)\n",
+        "    conflict = None\n",
+        "a lower number, or the same with other content, is refused",
+    ),
+    Mutant(
+        "numbers begin anew after a restart",
+        "core/server.py",
+        "        self._number = max(self._number, report.seen, report.session, report.closed,"
+        " reading.ticket if reading else 0)\n",
+        "",
+        "numbers rise over the lives of the server",
+    ),
+    Mutant(
+        "latest is what is held now",
+        "core/references.py",
+        "        known = sorted((v for v, record in self.versions.items() if record.exists), reverse=True)\n",
+        "        known = sorted((v for v, record in self.versions.items() if any(record.holders.values())), reverse=True)\n",
+        "latest never goes backwards, whoever leaves",
+    ),
+    Mutant(
+        "the rest of the lease is trusted in full",
+        "core/settings.py",
+        "        return self.lease_s * (1.0 - self.drift)\n",
+        "        return self.lease_s * 1.1\n",
+        "a worker's lease ends before the server's, whatever their clocks",
+    ),
+)
