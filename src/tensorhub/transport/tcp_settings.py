@@ -65,6 +65,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def format_endpoint(host: str, port: int) -> str:
+    """`tcp://host:port`; the inverse of `parse_endpoint`."""
     return f"{SCHEME}://[{host}]:{port}" if ":" in host else f"{SCHEME}://{host}:{port}"
 
 
