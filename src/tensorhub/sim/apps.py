@@ -130,7 +130,7 @@ class TrainerApp(App):
     def _publish(self) -> None:
         self.version += 1
         self._content += 1
-        for shard, process in self.shards.items():
+        for process in self.shards.values():
             if process.worker.held is not None:  # an unpublish failed here: the memory may not be changed
                 self.phase = "unpublish"
                 self.next_step()

@@ -87,9 +87,9 @@ class Cluster:
         weather, chance = self.weather, self.world.chance
         step_s = 0.25
         if self.world.happens(weather.partition * step_s):
-            self._cut("is_cut", "control")
+            self._cut(chance.choice((("is_mute", "is_deaf"), ("is_mute",), ("is_deaf",))))
         if self.world.happens(weather.data_partition * step_s):
-            self._cut("is_data_cut", "data")
+            self._cut(("is_data_cut",))
         if self.world.happens(weather.crash * step_s) and self.workers:
             self.kill(chance.choice(list(self.workers.values())))
         if self.world.happens(weather.restart * step_s) and self.control.server is not None:
@@ -101,18 +101,21 @@ class Cluster:
         if self.control.server is None:
             self.control.start_server()
 
-    def _cut(self, flag: str, what: str) -> None:
+    def _cut(self, flags: tuple[str, ...]) -> None:
+        """Some worker is cut off for a while: from the server in one direction or both, or from its peers."""
         if not self.workers:
             return
         process = self.world.chance.choice(list(self.workers.values()))
-        setattr(process, flag, True)
-        self.world.note(process.name, f"is cut off ({what})")
+        for flag in flags:
+            setattr(process, flag, True)
+        self.world.note(process.name, f"cut off: {' '.join(flags)}")
         length_s = self.world.chance.uniform(0.1, 2.5 * self.weather.settings.lease_s)
 
         def heal() -> None:
-            if process.is_alive and getattr(process, flag):
-                setattr(process, flag, False)
-                self.world.note(process.name, f"is back ({what})")
+            if process.is_alive:
+                for flag in flags:
+                    setattr(process, flag, False)
+                self.world.note(process.name, f"no longer cut off: {' '.join(flags)}")
 
         self.world.after(length_s, heal)
 
@@ -120,7 +123,7 @@ class Cluster:
         self.world.note("weather", "calm")
         self.is_stormy = self.control.is_stormy = self.data.is_stormy = False
         for process in list(self.workers.values()):
-            process.is_cut = process.is_data_cut = False
+            process.is_mute = process.is_deaf = process.is_data_cut = False
         self._restart_server()
         for app in self.apps:
             app.calm()

@@ -1,8 +1,8 @@
 """The data plane: reads that take time, fail, corrupt, and take what is in the source's memory at that very moment.
 
-Two kinds, as the seed decides. A two-sided source (sockets) refuses what it no longer serves. A one-sided source (RDMA)
-does not notice that it is read, so only the protocol keeps a reader off a buffer that has changed. In both, a chunk that
-is under way when its read is stopped still lands; only then has the read ended.
+Two kinds, as the seed decides. A two-sided source (sockets) refuses what it no longer serves. A one-sided source
+(RDMA) does not notice that it is read, so only the protocol keeps a reader off a buffer that has changed. In both, a
+chunk that is under way when its read is stopped still lands; only then has the read ended.
 """
 
 from typing import TYPE_CHECKING

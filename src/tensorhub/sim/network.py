@@ -102,7 +102,7 @@ class ControlPlane:
 
     def _arrive(self, process: "Process", hello: Hello, layout: LayoutInfo | None, message: ToServer) -> None:
         server = self.server
-        if server is None or process.is_cut:
+        if server is None or process.is_mute:
             return
         if self.weather.codec:
             message = _to_server.decode(msgspec.msgpack.encode(message))
@@ -126,7 +126,7 @@ class ControlPlane:
         server = self.server
 
         def notice() -> None:
-            if server is not None and server is self.server and not process.is_cut:
+            if server is not None and server is self.server and not process.is_mute:
                 self._deliver(server.disconnected(process.sender, now=self.server_now))
 
         self.world.after(self.weather.delay_s, notice)
@@ -144,7 +144,7 @@ class ControlPlane:
                 self.world.after(delay, lambda p=process, m=message: self._hand_over(p, m))  # type: ignore[misc]
 
     def _hand_over(self, process: "Process", message: Orders | Refusal) -> None:
-        if process.is_alive and not process.is_cut:
+        if process.is_alive and not process.is_deaf:
             process.receive(message)
 
 
@@ -153,4 +153,5 @@ def _short(report: Report) -> str:
     call = f" op {operation.number} {operation.verb}({operation.spec})" if operation is not None else ""
     version = getattr(report.buffer, "version", None)
     reading = f" reads {report.reading.ticket} from {report.reading.source}" if report.reading is not None else ""
-    return f"#{report.number} {type(report.buffer).__name__.lower()} {version if version is not None else ''}{call}{reading}"
+    state = type(report.buffer).__name__.lower()
+    return f"#{report.number} {state} {version if version is not None else ''}{call}{reading}"

@@ -36,7 +36,7 @@ class Oracles:
         self.cluster = cluster
         self.existed: dict[tuple[ModelName, Version, Shard], str] = {}
         self.newest_of_server: tuple[int, dict[ModelName, Version]] = (0, {})
-        self.calls: dict[str, tuple[str, int | str, int, Version | None]] = {}
+        self.calls: dict[str, tuple[str, int | str, Version | None]] = {}
 
     def _broken(self, promise: str, what: str) -> None:
         self.cluster.world.note("oracle", f"{promise} broken: {what}")
@@ -101,16 +101,21 @@ class Oracles:
 
     def serving_stops(self, source: "Process", version: Version) -> None:
         """From now on the source may change its memory, so nobody may still be able to accept a byte of it."""
-        if source.worker.is_closing:
-            return  # it goes without the server's word when its time is up; its memory goes with it
+        if not source.worker.is_closing:  # who leaves without the server's word takes the memory along
+            self._nobody_reads(source, version, f"was told drained({version})")
+
+    def begins_to_change(self, source: "Process", version: Version) -> None:
+        """The source is about to be filled with this version; those behind it already wait for that."""
+        for old in range(version):
+            self._nobody_reads(source, Version(old), f"begins to fill with {version}")
+
+    def _nobody_reads(self, source: "Process", version: Version, what: str) -> None:
         for reader in self.cluster.workers.values():
             read = reader.read
             if read is None or read.source is not source or read.grant.version != version:
                 continue
             if not read.is_stopped and not read.is_ended and reader.now < reader.trust_until:
-                self._broken(
-                    "G1/G5 drained", f"{source.name} was told drained({version}) while {reader.name} reads from it"
-                )
+                self._broken("G1/G5 drained", f"{source.name} {what} while {reader.name} reads {version} from it")
 
     def _check_holder(self, process: "Process") -> None:
         buffer = process.worker.buffer
@@ -133,10 +138,10 @@ class Oracles:
     def called(self, app: App, verb: str, spec: int | str) -> None:
         newest = [p.worker.newest for p in app.shards.values() if p.worker.newest is not None]
         known = max(newest) if newest and len(app.shards) == self.cluster.weather.shards else None
-        self.calls[f"{app.model}/{app.replica}"] = (verb, spec, len(app.shards), known)
+        self.calls[f"{app.model}/{app.replica}"] = (verb, spec, known)
 
     def group_ended(self, app: App, outcomes: Outcomes) -> None:
-        verb, spec, members, known = self.calls[f"{app.model}/{app.replica}"]
+        verb, spec, known = self.calls[f"{app.model}/{app.replica}"]
         good = {shard: o.version for shard, o in outcomes.items() if o.error is None}
         codes = {o.error.code: None for o in outcomes.values() if o.error is not None}
         name = f"{verb}({spec!r}) of {app.model}/{app.replica}"

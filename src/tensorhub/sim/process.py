@@ -47,7 +47,8 @@ class Process:
         self.life = life
         self.sender = f"{me}#{life}"
         self.is_alive = True
-        self.is_cut = False
+        self.is_mute = False  # what it says is lost
+        self.is_deaf = False  # what it is told is lost
         self.is_data_cut = False
         self.memory = [0] * cluster.weather.chunks
         self.done = 0  # chunks accepted of the fill in hand
@@ -114,7 +115,7 @@ class Process:
         world = self.cluster.world
         match effect:
             case Send(message=message):
-                if isinstance(message, Report) and not self.is_cut:
+                if isinstance(message, Report) and not self.is_mute:
                     self.cluster.control.to_server(self, self.hello, self.layout, message)
             case StartRead(grant=grant):
                 world.note(
@@ -122,6 +123,7 @@ class Process:
                     f"reads version {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}",
                 )
                 if self.filled_version != grant.version:
+                    self.cluster.oracles.begins_to_change(self, grant.version)
                     self.filled_version, self.done = grant.version, 0
                 self.serving = grant.version
                 self.read = SimRead(self.cluster.data, self, grant)
@@ -203,9 +205,7 @@ class Process:
 
     # --- the caller ---------------------------------------------------------------------------------------------------
 
-    def call(
-        self, verb: str, spec: int | str, timeout_s: float, on_finished: OnFinished, root: Digest = Digest("")
-    ) -> None:
+    def call(self, verb: str, spec: int | str, timeout_s: float, on_finished: OnFinished, root: Digest) -> None:
         """As the user's code would: it waits until `on_finished`."""
         self.cluster.world.note(self.name, f"calls {verb}({spec!r}), timeout {timeout_s:.2f} s")
         self.on_finished = on_finished
