@@ -67,7 +67,7 @@ def good_run() -> list[AnyEvent]:
         updated(4.5, "rollout-2", 4, {"rollout-0": POLICY_BYTES}, is_first=True),
         generated(4.6, "rollout-2", 4),
         Fault(time=6.5, process=SERVER, what="killed", version=6),
-        Kept(time=6.9, process="rollout-2", version=4, stall_s=5.0, error="ServerUnreachable"),
+        Kept(time=6.9, process="rollout-2", version=4, stall_s=5.0, error="ServerUnreachable: nobody is there"),
         generated(6.95, "rollout-2", 4),
         Fault(time=7.5, process=SERVER, what="restarted", version=6),
         updated(20.4, "rollout-2", STEPS, {"rollout-0": POLICY_BYTES, TRAINER: POLICY_BYTES}),

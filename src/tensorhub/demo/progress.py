@@ -55,7 +55,8 @@ class Progress:
                     self.news.append(f"{event.process} joined with version {event.version}")
             case Kept():
                 self._row(event.process).stall_s = event.stall_s
-                self.news.append(f"{event.process} could not update ({event.error}), keeps version {event.version}")
+                why = event.error.partition(":")[0]
+                self.news.append(f"{event.process} could not update ({why}), keeps version {event.version}")
             case Generated():
                 row = self._row(event.process)
                 row.samples += event.samples
@@ -67,7 +68,8 @@ class Progress:
             case Fault():
                 if event.process in self.rollouts:
                     self._row(event.process).state = event.what
-                self.news.append(f"{event.process} {event.what}, at version {event.version}")
+                why_quiet = "; first it listens who is there" if event.what == "restarted" else ""
+                self.news.append(f"{event.process} {event.what}, at version {event.version}{why_quiet}")
 
     def _row(self, replica: str) -> RolloutRow:
         return self.rollouts.setdefault(replica, RolloutRow())

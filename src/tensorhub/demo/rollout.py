@@ -23,8 +23,8 @@ from .samples import Batch, Outbox
 from .sharded import MODEL, ShardedWeights
 
 PROMPTS = 16  # in a batch
-JOIN_S = 60.0
-UPDATE_S = 5.0  # then it is better to go on with the old version
+PATIENCE_S = 60.0  # to join, and to get the last version
+TRY_S = 5.0  # then it is better to go on with the version held, or to choose anew
 RETRY_S = 0.1
 RETRYABLE = (Unavailable, SessionLost, TransferError)
 
@@ -42,10 +42,10 @@ class Rollout:
 
     def join(self, choose: Callable[[], int | str]) -> None:
         """Get a policy for the first time, of the version that `choose` says."""
-        deadline = time.monotonic() + JOIN_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                version = self.weights.replicate(choose(), timeout_s=JOIN_S)
+                version = self.weights.replicate(choose(), timeout_s=TRY_S)
             except RETRYABLE:
                 if time.monotonic() > deadline:
                     raise
@@ -54,17 +54,14 @@ class Rollout:
                 self.tell_updated(version, is_first=True)
                 return
 
-    def update(self) -> None:
+    def update(self, *, timeout_s: float = TRY_S) -> None:
         """Get the newest policy, or keep the one there is if that cannot be had now. Returns only with one to run."""
         while True:
             try:
-                version = self.weights.update("latest", timeout_s=UPDATE_S)
+                version = self.weights.update("latest", timeout_s=timeout_s)
             except RETRYABLE as error:
-                held, stall_s = self.weights.version, self.weights.stall_s
-                self.log.write(
-                    Kept(time=now(), process=self.replica, version=held, stall_s=stall_s, error=type(error).__name__)
-                )
-                if held is not None:
+                self.tell_kept(error)
+                if self.weights.version is not None:
                     return
                 time.sleep(RETRY_S)
             else:
@@ -104,6 +101,18 @@ class Rollout:
             )
         )
 
+    def tell_kept(self, error: Exception) -> None:
+        """Write down that an update failed, and what this goes on with."""
+        self.log.write(
+            Kept(
+                time=now(),
+                process=self.replica,
+                version=self.weights.version,
+                stall_s=self.weights.stall_s,
+                error=f"{type(error).__name__}: {error}",
+            )
+        )
+
 
 def work(rollout: Rollout, outbox: Outbox, *, updates: bool) -> None:
     """Generate and update until the trainer wants no more; then run the last policy once."""
@@ -111,7 +120,7 @@ def work(rollout: Rollout, outbox: Outbox, *, updates: bool) -> None:
         if updates:
             rollout.update()
     if updates:
-        rollout.update()
+        rollout.update(timeout_s=PATIENCE_S)
     rollout.generate()
     rollout.log.write(Ended(time=now(), process=rollout.replica))
 
@@ -122,9 +131,10 @@ def common_to_rollouts(server: str, replica: str) -> int:
     At that moment nobody else is about to fetch it, so whoever reads it has the choice between idle rollouts, and the
     trainer if that still holds it.
     """
-    (model,) = tensorhub.connect(server).status(model=MODEL).models
-    others = {each.name for each in model.replicas if each.name.startswith("rollout") and each.name != replica}
-    common = [each.version for each in model.versions if others and others <= set(each.holders)]
+    common: list[int] = []
+    for model in tensorhub.connect(server).status(model=MODEL).models:
+        others = {each.name for each in model.replicas if each.name.startswith("rollout") and each.name != replica}
+        common += [each.version for each in model.versions if others and others <= set(each.holders)]
     if not common:
         raise VersionUnavailable("the rollouts hold different versions")
     return max(common)
@@ -146,7 +156,7 @@ def main() -> None:
     policy = Policy(given.seed)  # other weights than the trainer's, until the first replicate
     with (
         EventLog(given.events, given.replica) as log,
-        Outbox(given.samples, timeout_s=JOIN_S) as outbox,
+        Outbox(given.samples, timeout_s=PATIENCE_S) as outbox,
         ShardedWeights(policy, replica=given.replica, server=given.server, reliable=False) as weights,
     ):
         rollout = Rollout(given.replica, weights, policy, log, given.seed)

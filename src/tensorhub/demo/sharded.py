@@ -17,6 +17,7 @@ import tensorhub
 from .policy import SHARDS, Policy, split
 
 MODEL = "policy"
+CHUNK_BYTES = "256KiB"  # some chunks to each small shard, so that rollouts pass them on while they fill
 CONNECT_S = 60.0
 CALL_S = 60.0  # the reference server's restart takes a few seconds of it
 
@@ -29,7 +30,14 @@ class ShardedWeights:
     def __init__(self, policy: Policy, *, replica: str, server: str, reliable: bool) -> None:
         def join(shard: int) -> tensorhub.Weights:
             return tensorhub.open(
-                MODEL, replica=replica, shard=shard, shards=SHARDS, server=server, reliable=reliable, timeout=CONNECT_S
+                MODEL,
+                replica=replica,
+                shard=shard,
+                shards=SHARDS,
+                server=server,
+                reliable=reliable,
+                chunk_bytes=CHUNK_BYTES,
+                timeout=CONNECT_S,
             )
 
         self.stall_s = 0.0
