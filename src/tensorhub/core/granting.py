@@ -51,7 +51,8 @@ def serves(server: "Server", source: WorkerId, version: Version) -> bool:
         case Holding(version=held) | Filling(version=held):
             return held == version
         case Withdrawing(version=held, impatient=impatient):
-            return held == version and not impatient
+            has_heard_us = member.report.session == member.session  # no former server's "drained" can reach it any more
+            return held == version and not impatient and not member.is_drained and has_heard_us
         case Empty() | Poisoned():
             current = server.reads.current(source)  # it was granted the version, and is about to fill
             return current is not None and current.version == version
@@ -62,7 +63,7 @@ def drained_version(server: "Server", model: Model, member: Member) -> Version |
     buffer = member.report.buffer
     if not isinstance(buffer, Withdrawing | Poisoned) or server.is_recovering or server.reads.load(member.worker):
         return None
-    if isinstance(buffer, Poisoned) or buffer.impatient:
+    if isinstance(buffer, Poisoned) or buffer.impatient or member.is_drained:
         return buffer.version
     record = model.versions.get(buffer.version)
     if record is None or not record.promised:

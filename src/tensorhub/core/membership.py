@@ -35,6 +35,7 @@ class Member:
     operation_number: int = 0  # the operation that `avoided` and `failures` are about
     last_failed: Ticket = Ticket(0)
     sent: Orders | None = None
+    is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
     wakes_at: float = inf  # when to look at it again although nothing was heard
     queued_at: float = inf  # its one valid place in the queue of times
 

@@ -229,6 +229,8 @@ class Server:
         if report.newest is not None and model.note_exists(report.newest):
             self.touch_model(model)
         buffer = report.buffer
+        if type(buffer) is not type(before.buffer) or version_in(buffer) != version_in(before.buffer):
+            member.is_drained = False
         if isinstance(buffer, Holding | Withdrawing) and not model.pin(
             worker, buffer.version, buffer.root, report.layout
         ):
@@ -333,9 +335,9 @@ class Server:
         model, replica = self._place(member)
         told = member.report.operation
         answer = replica.answer(member.shard, told) if told is not None else None
-        orders = self._orders(
-            member, answer, None if self.is_recovering else replica.ended, granting.drained_version(self, model, member)
-        )
+        drained = granting.drained_version(self, model, member)
+        member.is_drained = drained is not None
+        orders = self._orders(member, answer, None if self.is_recovering else replica.ended, drained)
         news = replace(orders, number=Number(0), acknowledged=0)
         if not must_answer and news == member.sent:
             return []
