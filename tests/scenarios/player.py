@@ -1,0 +1,189 @@
+"""One life of one worker in a scenario: its memory, a data plane that moves a chunk when the script says so, and the
+shell that carries out what the real worker machine wants."""
+
+from collections.abc import Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+from tensorhub.core.events import (
+    Called,
+    Cancelled,
+    Closing,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Left,
+    ReadAdvanced,
+    ReadEnded,
+    Received,
+    Registered,
+    Send,
+    ServingStopped,
+    StartRead,
+    StartServing,
+    StopRead,
+    StopServing,
+    Tick,
+    Trust,
+)
+from tensorhub.core.manifest import Layout
+from tensorhub.core.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
+from tensorhub.core.names import Digest, Version
+from tensorhub.core.worker import Worker
+
+from .words import name_of
+
+if TYPE_CHECKING:
+    from .stage import Stage
+
+CHUNKS = 4
+
+
+class Player:
+    """A worker on the stage."""
+
+    def __init__(self, stage: "Stage", hello: Hello, layout: Layout) -> None:
+        self.stage = stage
+        self.hello = hello
+        self.me = hello.worker
+        self.name = name_of(hello.worker)
+        self.sender = hello.life
+        self.memory = ["-"] * CHUNKS
+        self.serving: Version | None = None
+        self.filling: Version | None = None  # what `done` counts
+        self.done = 0
+        self.grant: Grant | None = None  # of the open read
+        self.is_stuck = False  # a read that is asked to stop does not stop yet
+        self.is_asked_to_stop = False
+        self.trust_until = -inf
+        self.retry_at = inf
+        self.worker = Worker(self.me)
+        self._layout = layout
+        self.tell(Registered(LayoutInfo(layout), layout.digest(), layout.size_bytes))
+
+    # --- events in, effects out ---------------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        later: list[Event] = []
+        for effect in self.worker.handle(event, now=self.stage.now):
+            self.stage.say(self.stage.words.effect(self.name, effect))
+            later += self._carry_out(effect)
+        self.worker.check_invariants()
+        for follow in later:
+            self.tell(follow)
+
+    def _carry_out(self, effect: Effect) -> Sequence[Event]:
+        from .stage import Letter
+
+        match effect:
+            case Send(message=message):
+                self.stage.send(Letter(self, message, is_up=True))
+            case StartRead(grant=grant):
+                if self.filling != grant.version:
+                    self.filling, self.done = grant.version, 0
+                self.serving, self.grant, self.is_asked_to_stop = grant.version, grant, False
+            case Trust(until=until):
+                self.trust_until = until
+            case StopRead(ticket=ticket):
+                self.is_asked_to_stop = True
+                if not self.is_stuck:
+                    self.grant = None
+                    return [ReadEnded(ticket)]
+            case StartServing(version=version):
+                self.serving, self.filling = version, None
+            case StopServing(version=version):
+                self.serving, self.filling, self.done = None, None, 0
+                return [ServingStopped(version)]
+            case Left():
+                self.stage.crash_worker(self)
+        return []
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    def connected(self) -> None:
+        self.tell(Connected())
+
+    def disconnected(self) -> None:
+        self.tell(Disconnected())
+
+    def received(self, message: Orders | Refusal) -> None:
+        self.tell(Received(message))
+        if isinstance(message, Refusal):
+            self.tell(Disconnected())
+            if message.retry_s > 0:
+                self.retry_at = self.stage.now + message.retry_s
+
+    def tick(self) -> None:
+        self.tell(Tick())
+
+    # --- the caller ---------------------------------------------------------------------------------------------------
+
+    def call(self, verb: str, spec: int | str, timeout_s: float, content: str = "") -> None:
+        """As user code would; before a publish it writes the content into its tensors, if it may."""
+        root = Digest("")
+        if verb == "publish":
+            root = Digest(f"{content}/{self.me.shard}" if self.hello.shards > 1 else content)
+            values = [f"{content}.{chunk}" for chunk in range(CHUNKS)]
+            if self.worker.held is None:
+                self.memory = values
+            self.stage.contents[root] = list(self.memory)
+        self.tell(Called(verb, spec, self.stage.now + timeout_s, root))
+
+    def cancel(self) -> None:
+        self.tell(Cancelled())
+
+    def close(self, timeout_s: float) -> None:
+        self.tell(Closing(self.stage.now + timeout_s))
+
+    # --- the data plane -----------------------------------------------------------------------------------------------
+
+    def available(self, version: Version) -> int:
+        """Chunks of the version that others may read here now."""
+        if self.serving != version:
+            return 0
+        return self.done if self.filling == version else CHUNKS
+
+    def read_chunk(self, *, corrupt: bool = False) -> bool:
+        """The next chunk lands, or the read fails. False: there is nothing to be had now."""
+        grant = self.grant
+        assert grant is not None, f"{self.name} has no read open"
+        source = self.stage.players.get(name_of(grant.source))
+        if source is None:
+            return self.read_fails("source-lost", f"{name_of(grant.source)} is gone")
+        if source.serving != grant.version:
+            return self.read_fails("source-lost", f"{source.name} does not serve version {grant.version}")
+        if source.available(grant.version) <= self.done:
+            self.stage.say(f"{self.name} has {self.done} chunks, as many as {source.name}: it waits")
+            return False
+        value = "??" if corrupt else source.memory[self.done]
+        self.memory[self.done] = value
+        if self.stage.now >= self.trust_until:
+            return self.read_fails("session-lost", "the lease ended during the read")
+        if value != self.stage.contents[grant.root][self.done]:
+            return self.read_fails("corrupt-transfer", f"chunk {self.done} is {value}, which is not as published")
+        self.done += 1
+        self.stage.say(f"{self.name} has {self.done} of {CHUNKS} chunks of version {grant.version}: {self.content}")
+        self.tell(ReadAdvanced(grant.ticket, self.done, CHUNKS))
+        if self.done == CHUNKS:
+            self.grant = None
+            self.tell(ReadEnded(grant.ticket, complete=True))
+        return self.grant is grant
+
+    def read_fails(self, code: str, message: str) -> bool:
+        grant, self.grant = self.grant, None
+        assert grant is not None, f"{self.name} has no read open"
+        self.stage.say(f"{self.name} fails {self.stage.words.ticket(grant.ticket)}: {code}: {message}")
+        self.tell(ReadEnded(grant.ticket, failure=Failure(code, message)))
+        return False
+
+    def unstick(self) -> None:
+        """The read that was asked to stop has stopped."""
+        self.is_stuck = False
+        if self.is_asked_to_stop and self.grant is not None:
+            grant, self.grant = self.grant, None
+            self.tell(ReadEnded(grant.ticket))
+
+    @property
+    def content(self) -> str:
+        return " ".join(self.memory)

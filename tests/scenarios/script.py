@@ -1,0 +1,304 @@
+"""Runs a scenario: a text file of commands, each followed by what everybody said and did, indented.
+
+Lines that begin in the first column are the script: commands, and `#` comments. Indented lines are the transcript; they
+are rewritten by `make bless`. README.md in this folder lists the commands.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable
+
+from tensorhub.core.manifest import Layout, TensorSpec
+from tensorhub.core.messages import PROTOCOL, Hello
+from tensorhub.core.names import ModelName, ReplicaName, Shard
+from tensorhub.core.settings import Settings
+
+from .player import CHUNKS, Player
+from .stage import Letter, Stage
+from .states import content_of, state_of
+
+WIDTH = 112
+INDENT = "    "
+USUAL_TIMEOUT_S = 60.0
+
+
+class ScriptError(Exception):
+    """The script itself is wrong; the message names the line."""
+
+
+def run_script(text: str) -> str:
+    """The script with the transcript of what happens now under each command."""
+    stage = Stage()
+    written: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith(INDENT):
+            continue
+        written.append(line)
+        if not line or line.startswith("#"):
+            continue
+        try:
+            _run(stage, line)
+            stage.pump()
+        except (AssertionError, ValueError, KeyError, IndexError) as error:
+            raise ScriptError(f"line {number}: {line!r}: {error}") from error
+        for said in stage.lines:
+            written += textwrap.wrap(said, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT * 2)
+        stage.lines.clear()
+    return "\n".join(written) + "\n"
+
+
+def _run(stage: Stage, line: str) -> None:
+    words = line.split()
+    if words[0] == "quietly":
+        with stage.quietly():
+            _run(stage, line.removeprefix("quietly").strip())
+            stage.pump()
+        return
+    if words[0] not in COMMANDS:
+        raise ValueError(f"no command {words[0]!r}; there are {', '.join(COMMANDS)}")
+    COMMANDS[words[0]](stage, words[1:])
+
+
+def _seconds(word: str) -> float:
+    found = re.fullmatch(r"([0-9.]+)s", word)
+    if found is None:
+        raise ValueError(f"{word!r} is no time; write 2s or 0.5s")
+    return float(found[1])
+
+
+def _options(words: list[str], known: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """Plain words, then `key value` pairs."""
+    plain, options = list(words), {}
+    for key in known:
+        if key in plain:
+            at = plain.index(key)
+            options[key] = plain[at + 1]
+            del plain[at : at + 2]
+    return plain, options
+
+
+def _players(stage: Stage, name: str) -> list[Player]:
+    """`rollout/0`: that one; `rollout`: each shard of that replica."""
+    found = [p for p in stage.players.values() if name in (p.name, p.name.rpartition("/")[0])]
+    if not found:
+        raise ValueError(f"nobody is called {name}")
+    return found
+
+
+def _player(stage: Stage, name: str) -> Player:
+    (found,) = _players(stage, name)
+    return found
+
+
+# --- the cast ---------------------------------------------------------------------------------------------------------
+
+
+def _settings(stage: Stage, words: list[str]) -> None:
+    _, options = _options(words, ("lease", "report", "failures"))
+    lease_s = _seconds(options.get("lease", "10s"))
+    report_s = _seconds(options.get("report", "1s"))
+    stage.settings = Settings(lease_s=lease_s, report_s=report_s, most_failures=int(options.get("failures", "8")))
+
+
+def _server(stage: Stage, words: list[str]) -> None:
+    stage.start_server(fresh="restarted" not in words)
+
+
+def _worker(stage: Stage, words: list[str]) -> None:
+    tensors = "w:float32[4]"
+    if "with" in words:
+        at = words.index("with")
+        words, tensors = words[:at], " ".join(words[at + 1 :])
+    (name,), options = _options(words, ("of", "host"))
+    model, _, short = name.rpartition(":")
+    replica, _, shard = short.partition("/")
+    shards = int(options.get("of", "1"))
+    for number in [int(shard)] if shard else range(shards):
+        player_name = f"{name.rpartition('/')[0] or name}/{number}"
+        life = stage.life_of(player_name)
+        stage.start_worker(
+            Hello(
+                PROTOCOL,
+                ModelName(model or "policy"),
+                ReplicaName(replica),
+                Shard(number),
+                shards,
+                life,
+                endpoints=(f"link://{life}",),
+                host=options.get("host", life),
+            ),
+            _layout(tensors),
+        )
+        stage.pump()
+
+
+def _layout(text: str) -> Layout:
+    found = re.findall(r"(\w+):(\w+)\[([\d,]*)\]", text)
+    if not found:
+        raise ValueError(f"{text!r} is no tensors; write w:float32[4] b:int64[2,3]")
+    tensors = []
+    for index, (name, dtype, sizes) in enumerate(found):
+        shape = tuple(int(size) for size in sizes.split(",") if size)
+        tensors.append(TensorSpec(name, dtype, shape, (1,) * len(shape), index * CHUNKS, CHUNKS))
+    return Layout(tuple(tensors), CHUNKS * len(tensors))
+
+
+def _crash(stage: Stage, words: list[str]) -> None:
+    if words == ["server"]:
+        stage.crash_server()
+        return
+    for player in _players(stage, words[0]):
+        stage.crash_worker(player)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _call(stage: Stage, words: list[str]) -> None:
+    plain, options = _options(words, ("as", "within"))
+    name, verb, *rest = plain
+    spec: int | str = rest[0] if rest else ""
+    spec = int(spec) if isinstance(spec, str) and spec.isdigit() else spec
+    timeout_s = _seconds(options["within"]) if "within" in options else USUAL_TIMEOUT_S
+    for player in _players(stage, name):
+        player.call(verb, spec, timeout_s, options.get("as", f"v{spec}"))
+        stage.pump()
+
+
+def _cancel(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).cancel()
+
+
+def _close(stage: Stage, words: list[str]) -> None:
+    plain, options = _options(words, ("within",))
+    for player in _players(stage, plain[0]):
+        player.close(_seconds(options.get("within", "60s")))
+        stage.pump()
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _read(stage: Stage, words: list[str]) -> None:
+    for player in _players(stage, words[0]):
+        chunks = CHUNKS if words[1:] in ([], ["all"]) else int(words[1])
+        for _ in range(chunks):
+            if not player.read_chunk():
+                break
+            stage.pump()
+        stage.pump()
+
+
+def _corrupt(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).read_chunk(corrupt=True)
+
+
+def _fail(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).read_fails(words[1], " ".join(words[2:]) or "connection reset")
+
+
+def _stick(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).is_stuck = True
+
+
+def _unstick(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).unstick()
+
+
+def _write(stage: Stage, words: list[str]) -> None:
+    player = _player(stage, words[0])
+    player.memory = [f"{words[1]}.{chunk}" for chunk in range(CHUNKS)]
+
+
+# --- the link and time ------------------------------------------------------------------------------------------------
+
+
+def _lanes(words: list[str]) -> list[tuple[str, bool]]:
+    ways = {"to-server": [True], "from-server": [False]}.get(words[1] if len(words) > 1 else "", [True, False])
+    return [(words[0], way) for way in ways]
+
+
+def _hold(stage: Stage, words: list[str]) -> None:
+    for lane in _lanes(words):
+        stage.held.setdefault(lane, [])
+
+
+def _release(stage: Stage, words: list[str]) -> None:
+    for lane in _lanes(words):
+        for letter in stage.held.pop(lane, []):
+            stage.hand_over(letter, "  [late]")
+            stage.pump()
+
+
+def _pick(stage: Stage, words: list[str]) -> list[Letter]:
+    """The n-th message that is held on a lane; all of them without a number."""
+    (lane,) = _lanes(words)
+    letters = stage.held[lane]
+    if len(words) == 2:
+        found, stage.held[lane] = letters, []
+        return found
+    return [letters.pop(int(words[2]) - 1)]
+
+
+def _deliver(stage: Stage, words: list[str]) -> None:
+    for letter in _pick(stage, words):
+        stage.hand_over(letter, "  [late]")
+
+
+def _drop(stage: Stage, words: list[str]) -> None:
+    for letter in _pick(stage, words):
+        stage.lose(letter)
+
+
+def _cut(stage: Stage, words: list[str]) -> None:
+    for player in _players(stage, words[0]):
+        stage.cut[player.name] = None
+
+
+def _heal(stage: Stage, words: list[str]) -> None:
+    for player in _players(stage, words[0]):
+        del stage.cut[player.name]
+        player.disconnected()
+        stage.connect(player)
+
+
+def _advance(stage: Stage, words: list[str]) -> None:
+    stage.advance(_seconds(words[0]))
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+def _state(stage: Stage, words: list[str]) -> None:
+    stage.lines += state_of(stage)
+
+
+def _memory(stage: Stage, words: list[str]) -> None:
+    for player in _players(stage, words[0]):
+        stage.say(content_of(player))
+
+
+COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
+    "settings": _settings,
+    "server": _server,
+    "worker": _worker,
+    "crash": _crash,
+    "call": _call,
+    "cancel": _cancel,
+    "close": _close,
+    "read": _read,
+    "corrupt": _corrupt,
+    "fail": _fail,
+    "stick": _stick,
+    "unstick": _unstick,
+    "write": _write,
+    "hold": _hold,
+    "release": _release,
+    "deliver": _deliver,
+    "drop": _drop,
+    "cut": _cut,
+    "heal": _heal,
+    "advance": _advance,
+    "state": _state,
+    "memory": _memory,
+}

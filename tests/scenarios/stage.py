@@ -1,0 +1,223 @@
+"""The stage of a scenario: the real server and worker machines, a link between them, a data plane, and virtual time.
+
+Everything is perfect unless the script says otherwise: messages arrive at once and in order, reads stop when asked, and
+nothing happens between two commands. Both machines are asked for their invariants after every event.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+
+from tensorhub.core.manifest import Layout
+from tensorhub.core.messages import Hello, Orders, Refusal, Report, ToServer, ToWorker
+from tensorhub.core.server import Outbox, Server
+from tensorhub.core.settings import Settings
+
+from .player import Player
+from .words import Words, name_of
+
+MOST_STEPS = 20_000  # of one command; a conversation that does not end is a bug
+
+
+@dataclass
+class Letter:
+    """One message on its way."""
+
+    player: Player
+    message: ToServer | ToWorker
+    is_up: bool  # to the server
+
+    @property
+    def lane(self) -> tuple[str, bool]:
+        return self.player.name, self.is_up
+
+
+@dataclass
+class Stage:
+    """All that a script can move. Each method is one thing that happens; what follows from it is in `lines`."""
+
+    settings: Settings = field(default_factory=Settings)
+    now: float = 0.0
+    lines: list[str] = field(default_factory=list)
+    players: dict[str, Player] = field(default_factory=dict)
+    lives: dict[str, int] = field(default_factory=dict)
+    contents: dict[str, list[str]] = field(default_factory=dict)  # what was published, by root
+    held: dict[tuple[str, bool], list[Letter]] = field(default_factory=dict)
+    cut: dict[str, None] = field(default_factory=dict)
+    server: Server | None = None
+    server_lives: int = 0
+
+    def __post_init__(self) -> None:
+        self.words = Words()
+        self._queue: deque[Letter] = deque()
+        self._shown_at = 0.0
+        self._is_quiet = False
+
+    def say(self, line: str | None) -> None:
+        """One line of the transcript."""
+        if line is None or self._is_quiet:
+            return
+        if self.now != self._shown_at:
+            self._shown_at = self.now
+            self.lines.append(f"at {self.now:g} s")
+        self.lines.append(line)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """What happens meanwhile is not shown."""
+        self._is_quiet = True
+        try:
+            yield
+        finally:
+            self._is_quiet = False
+            self._shown_at = self.now
+
+    # --- the server ---------------------------------------------------------------------------------------------------
+
+    def start_server(self, *, fresh: bool) -> None:
+        assert self.server is None, "the server is running"
+        self.server_lives += 1
+        self.server = Server(self.settings, self.now, first_number=self.server_lives * 100_000, fresh=fresh)
+        for player in self.players.values():
+            if player.name not in self.cut:
+                self.connect(player)
+
+    def crash_server(self) -> None:
+        assert self.server is not None, "the server is not running"
+        self.server = None
+        self._queue.clear()
+        self.held = {lane: [] for lane in self.held}
+        for player in self.players.values():
+            if player.name not in self.cut:
+                player.disconnected()
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def start_worker(self, hello: Hello, layout: Layout) -> None:
+        name = name_of(hello.worker)
+        assert name not in self.players, f"{name} is alive"
+        player = self.players[name] = Player(self, hello, layout)
+        self.connect(player)
+
+    def life_of(self, name: str) -> str:
+        """A name for the next life of this worker."""
+        self.lives[name] = self.lives.get(name, 0) + 1
+        return f"{name}#{self.lives[name]}"
+
+    def crash_worker(self, player: Player) -> None:
+        del self.players[player.name]
+        self.held.pop((player.name, True), None)
+        self.held.pop((player.name, False), None)
+        self._queue = deque(letter for letter in self._queue if letter.player is not player)
+        if self.server is not None and player.name not in self.cut:
+            self._send_all(self.server.disconnected(player.sender, now=self.now))
+        self.cut.pop(player.name, None)
+
+    def connect(self, player: Player) -> None:
+        """The player makes a new connection and says hello on it."""
+        self.words.forget(player.name)
+        player.retry_at = inf
+        if self.server is not None:
+            self.send(Letter(player, player.hello, is_up=True))
+            player.connected()
+
+    # --- the link -----------------------------------------------------------------------------------------------------
+
+    def send(self, letter: Letter) -> None:
+        if letter.player.name in self.cut:
+            return
+        if letter.lane in self.held:
+            text = self._text(letter)
+            self.say(f"{text}  [held]" if text is not None else None)
+            self.held[letter.lane].append(letter)
+        else:
+            self._queue.append(letter)
+
+    def hand_over(self, letter: Letter, note: str = "") -> None:
+        """The message arrives."""
+        if letter.player is not self.players.get(letter.player.name):
+            return
+        if letter.is_up:
+            self._to_server(letter, note)
+        else:
+            self._show(letter, note)
+            assert isinstance(letter.message, Orders | Refusal)
+            letter.player.received(letter.message)
+
+    def lose(self, letter: Letter) -> None:
+        """The message never arrives."""
+        self._show(letter, "  [lost]")
+
+    def _to_server(self, letter: Letter, note: str) -> None:
+        if self.server is None:
+            return
+        self._show(letter, note)
+        message = letter.message
+        assert isinstance(message, ToServer)
+        self._send_all(self.server.handle(message, sender=letter.player.sender, now=self.now))
+        self.server.check_invariants()
+
+    def _text(self, letter: Letter) -> str | None:
+        who, message = letter.player.name, letter.message
+        if isinstance(message, Orders | Refusal):
+            return self.words.to_worker(who, message)
+        return self.words.to_server(who, message)
+
+    def _show(self, letter: Letter, note: str) -> None:
+        if note:
+            self.words.is_news(letter.player.name, "report" if letter.is_up else "orders", None)
+        text = self._text(letter)
+        self.say(f"{text}{note}" if text is not None else None)
+
+    def _send_all(self, outbox: Outbox) -> None:
+        senders = {player.sender: player for player in self.players.values()}
+        for sender, message in outbox:
+            if sender in senders:
+                self.send(Letter(senders[sender], message, is_up=False))
+
+    def pump(self) -> None:
+        """Whatever is on its way arrives, and whatever that brings about."""
+        for _ in range(MOST_STEPS):
+            if not self._queue:
+                return
+            self.hand_over(self._queue.popleft())
+        raise AssertionError(f"{MOST_STEPS} messages and no end")
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Time goes on; whoever asked to be called at some time is called."""
+        until = self.now + seconds
+        for _ in range(MOST_STEPS):
+            at = min([self.server.next_deadline() if self.server is not None else inf, *self._times()])
+            if at > until:
+                break
+            self.now = max(self.now, round(at, 6))
+            self._tick_all()
+        else:
+            raise AssertionError("deadlines that do not move")
+        self.now = until
+
+    def _times(self) -> list[float]:
+        players = self.players.values()
+        return [min(player.worker.next_deadline(), player.retry_at) for player in players]
+
+    def _tick_all(self) -> None:
+        if self.server is not None and self.server.next_deadline() <= self.now:
+            self._send_all(self.server.tick(now=self.now))
+            self.server.check_invariants()
+        for player in list(self.players.values()):
+            if player.retry_at <= self.now:
+                self.connect(player)
+            if player.worker.next_deadline() <= self.now:
+                player.tick()
+        self.pump()
+
+    # --- for people ---------------------------------------------------------------------------------------------------
+
+    def reports_of(self, player: Player) -> Report | None:
+        """The report that the server has of this worker."""
+        member = self.server.members.get(player.me) if self.server is not None else None
+        return member.report if member is not None else None

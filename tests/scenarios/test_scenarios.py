@@ -1,0 +1,58 @@
+"""Each text file in this folder, run and compared with what it says happened. `make bless` rewrites them."""
+
+import difflib
+import os
+from pathlib import Path
+
+import pytest
+
+from .script import COMMANDS, ScriptError, run_script
+
+HERE = Path(__file__).parent
+FILES = sorted(HERE.glob("*.txt"))
+PROMISES = ("G1", "G2", "G3", "G4", "G5", "G7", "G8", "G9")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_conversation(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    now = run_script(text)
+    if now == text:
+        return
+    if os.environ.get("TENSORHUB_BLESS"):
+        file.write_text(now, encoding="utf-8")
+        return
+    lines = difflib.unified_diff(text.splitlines(), now.splitlines(), f"{file.name} as written", "as it is", lineterm="")
+    pytest.fail("\n".join([*lines, "", "if that is meant: make bless, and read the difference"]), pytrace=False)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_title_says_the_promise_in_a_sentence(file: Path) -> None:
+    title = file.read_text(encoding="utf-8").splitlines()[0]
+    assert title.startswith("# ")
+    assert title.endswith("."), title
+
+
+def test_every_promise_has_a_scenario() -> None:
+    titles = " ".join(file.read_text(encoding="utf-8").splitlines()[0] for file in FILES)
+    assert [promise for promise in PROMISES if f"({promise})" not in titles] == []
+
+
+def test_every_command_is_explained_and_used() -> None:
+    explained = (HERE / "README.md").read_text(encoding="utf-8")
+    used = {line.split()[0] for file in FILES for line in file.read_text(encoding="utf-8").splitlines() if line.split()}
+    used |= {
+        words[1]
+        for file in FILES
+        for words in (line.split() for line in file.read_text(encoding="utf-8").splitlines())
+        if words[:1] == ["quietly"]
+    }
+    assert [name for name in COMMANDS if f"`{name}" not in explained] == []
+    assert [name for name in COMMANDS if name not in used] == []
+
+
+def test_a_mistake_in_a_script_names_the_line() -> None:
+    with pytest.raises(ScriptError, match=r"line 2: 'frobnicate'.*no command"):
+        run_script("server\nfrobnicate\n")
+    with pytest.raises(ScriptError, match="nobody is called rollout/0"):
+        run_script("server\nread rollout/0\n")
