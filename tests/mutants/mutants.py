@@ -196,4 +196,18 @@ MUTANTS = (
         "        return self.lease_s * 1.1\n",
         "a worker's lease ends before the server's, whatever their clocks",
     ),
+    Mutant(
+        "a drained source is granted again",
+        "core/granting.py",
+        "            return held == version and not impatient and not member.is_drained and has_heard_us\n",
+        "            return held == version and not impatient\n",
+        "who was told drained is nobody's source any more",
+    ),
+    Mutant(
+        "content is granted that nobody vouched for",
+        "core/granting.py",
+        "    if root is None:\n        return  #",
+        "    if root is None:\n        root = record.layouts.setdefault(member.shard, member.report.layout)  #",
+        "a grant names the root that a holder or publisher has reported",
+    ),
 )

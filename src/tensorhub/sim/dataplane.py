@@ -24,7 +24,9 @@ class SimRead:
         self.plane = plane
         self.reader = reader
         self.grant = grant
-        self.source = plane.cluster.living(grant.source)
+        source = plane.cluster.living(grant.source)
+        is_same_life = source is not None and source.hello.endpoints == grant.endpoints
+        self.source = source if is_same_life else None
         self.is_stopped = False
         self.is_ended = False
         self.limit = 0  # chunks that the source has told of
