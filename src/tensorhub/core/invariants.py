@@ -36,7 +36,7 @@ def server_contradiction(server: "Server") -> str | None:
             return f"{read.reader} may read {granted[read.reader]} and {read.ticket} at once"
         if not read.is_void:
             granted[read.reader] = read.ticket
-            if read.reader in server.reads.readers_behind(read.reader, without_itself=True):
+            if read.reader in server.reads.chain(read.reader):
                 return f"{read.reader} reads from itself in the end, ticket {read.ticket}"
     for model in server.models.values():
         for record in model.versions.values():

@@ -70,15 +70,24 @@ class OpenReads:
             _forget(self._from_source, read.source, (reader, read.ticket))
         return over
 
-    def readers_behind(self, worker: WorkerId, *, without_itself: bool = False) -> dict[WorkerId, None]:
+    def readers_behind(self, worker: WorkerId) -> dict[WorkerId, None]:
         """The worker itself, who reads from it, who reads from those, and so on."""
-        found: dict[WorkerId, None] = {} if without_itself else {worker: None}
+        found: dict[WorkerId, None] = {worker: None}
         queue = [worker]
         while queue:
             for read in self._from_source.get(queue.pop(), {}).values():
                 if read.reader not in found:
                     found[read.reader] = None
                     queue.append(read.reader)
+        return found
+
+    def chain(self, reader: WorkerId) -> list[WorkerId]:
+        """Whom the reader may read from now, whom that one may read from, and so on; ends where it comes round."""
+        found: list[WorkerId] = []
+        read = self.current(reader)
+        while read is not None and read.source not in found:
+            found.append(read.source)
+            read = self.current(read.source)
         return found
 
     def all(self) -> list[OpenRead]:

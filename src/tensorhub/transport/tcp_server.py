@@ -40,16 +40,21 @@ class Served:
         self.export = export
         self.generation = secrets.randbits(62) + 1  # no other export has it, not even in another life of this worker
         self.chunk_count = chunk_count(export.stream.size_bytes, export.chunk_bytes)
-        self.inside: dict[Wire, None] = {}
+        self.inside: dict[Wire, int] = {}  # and the bytes that this reader says it has read
         self.ended: str | None = None
         self.sent_bytes = 0
 
     def has_ended(self) -> bool:
         return self.ended is not None
 
+    def end(self, reason: str) -> None:
+        self.ended = reason
+
 
 class TcpServer:
     """Serves exports to whoever connects and is welcome."""
+
+    kind = "tcp"
 
     def __init__(self, settings: TcpSettings) -> None:
         self._settings = settings
@@ -62,10 +67,50 @@ class TcpServer:
         )
         self._is_closed = False
         self._closing = threading.Event()
-        self._listener = listen(settings)
-        self.endpoint = advertised_endpoint(settings, self._listener.getsockname()[1])
-        self._acceptor = threading.Thread(target=self._accept, name="tensorhub-tcp-accept", daemon=True)
+        self._listener = self.listen()
+        self.endpoint = self.advertised(self._listener)
+        self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{self.kind}-accept", daemon=True)
         self._acceptor.start()
+
+    # -- what another transport that speaks over a socket does in its own way -----------------------------------------
+
+    def listen(self) -> socket.socket:
+        return listen(self._settings)
+
+    def advertised(self, listener: socket.socket) -> str:
+        return advertised_endpoint(self._settings, listener.getsockname()[1])
+
+    def make_served(self, export: Export) -> Served:
+        return Served(export)
+
+    def why_refused(self, wire: Wire, hello: Hello) -> Refusal | None:
+        """A reason to refuse whoever has just said hello."""
+        if self._settings.token is None or hmac.compare_digest(hello.token.encode(), self._settings.token.encode()):
+            return None
+        return Refusal("token", "the token is not the one that this worker was given")
+
+    def introduce(self, wire: Wire, served: Served) -> None:
+        """What a reader has to know before it asks for chunks."""
+        wire.send_frame(tcp_wire.MANIFEST, payload=[served.export.manifest])
+
+    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
+        """Send chunk `start`, which is there, and more of [start, stop) if that is easy; return the next one."""
+        export = served.export
+        first = start * export.chunk_bytes
+        last = min(first + export.chunk_bytes, export.stream.size_bytes)
+        with export.stream.reading(first, last) as views:
+            wire.send_frame(tcp_wire.CHUNK, start, views)
+        self.count_sent(served, 1, last - first)
+        return start + 1
+
+    def heard(self, wire: Wire, served: Served, number: int) -> None:
+        """The number that came with a request."""
+
+    def count_sent(self, served: Served, chunks: int, size_bytes: int) -> None:
+        with self._changed:
+            served.sent_bytes += size_bytes
+            self._counts["sent_bytes"] += size_bytes
+            self._counts["sent_chunks"] += chunks
 
     # -- exports -------------------------------------------------------------------------------------------------------
 
@@ -76,7 +121,7 @@ class TcpServer:
             raise UsageError(
                 f"export {export.key!r}: a manifest of {len(export.manifest)} B is over the limit of 64 MiB"
             )
-        served = Served(export)
+        served = self.make_served(export)
         if served.chunk_count != export.progress.chunk_count:
             progress_count = export.progress.chunk_count
             raise UsageError(
@@ -84,9 +129,10 @@ class TcpServer:
             )
         with self._changed:
             if self._is_closed:
-                raise Closed("this tcp transport was closed")
+                raise Closed(f"this {self.kind} transport was closed")
             self._end(export.key, "it was replaced")
             self._exports[export.key] = served
+            self._changed.notify_all()  # a reader may have come before it
 
     def withdraw(self, key: str, *, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -111,7 +157,7 @@ class TcpServer:
         served = self._exports.pop(key, None)
         if served is None:
             return
-        served.ended = reason
+        served.end(reason)
         if served.inside:
             self._leaving.setdefault(key, []).append(served)
         for wire in served.inside:
@@ -164,7 +210,7 @@ class TcpServer:
         with self._changed:
             here, limit = len(self._connections), self._settings.max_connections
             thread = threading.Thread(
-                target=self._run, args=(wire, here >= limit), name="tensorhub-tcp-serve", daemon=True
+                target=self._run, args=(wire, here >= limit), name=f"tensorhub-{self.kind}-serve", daemon=True
             )
             try:
                 if here < limit + _REFUSERS and not self._is_closed:
@@ -187,7 +233,7 @@ class TcpServer:
         except WireError:
             self._count("connections_dropped")
         except Exception:  # noqa: BLE001 the top of a thread: our bug is reported and ends this connection only
-            _log.exception("tcp transport: a serving thread failed")
+            _log.exception("%s transport: a serving thread failed", self.kind)
         finally:
             wire.close(politely=True)
             with self._changed:
@@ -222,40 +268,36 @@ class TcpServer:
             return Refusal("stranger", str(error))
         if not isinstance(hello, Hello):
             return Refusal("malformed", "a reader begins with Hello")
-        if self._settings.token is not None and not hmac.compare_digest(
-            hello.token.encode(), self._settings.token.encode()
-        ):
-            return Refusal("token", "the token is not the one that this worker was given")
+        refusal = self.why_refused(wire, hello)
+        if refusal is not None:
+            return refusal
         if is_busy:
             return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
         with self._changed:
+            if not hello.generation:
+                expect_s = min(self._settings.expect_s, hello.silence_ms / 2000)
+                self._changed.wait_for(lambda: hello.key in self._exports or self._is_closed, expect_s)
             served = self._exports.get(hello.key)
             if hello.generation and (served is None or hello.generation != served.generation):
                 return Refusal("gone", "it was withdrawn or replaced")
             if served is None:
                 return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
-            served.inside[wire] = None
+            served.inside[wire] = 0
             return served, hello
 
     def _serve(self, wire: Wire, served: Served, hello: Hello) -> tuple[str, str] | None:
         """Send what is asked for until the reader leaves (None) or the export ends (code and reason)."""
         export, settings = served.export, self._settings
         wire.send_greeting(Welcome(served.generation, export.chunk_bytes, export.stream.size_bytes))
-        if hello.wants_manifest:
-            wire.send_frame(tcp_wire.MANIFEST, payload=[export.manifest])
-        wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
-        keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
         try:
-            for chunk in self._asked(wire, served):
-                while not export.progress.wait(chunk, keepalive_s, served.has_ended):
-                    if served.ended is not None or export.progress.failed is not None:
-                        break
-                    wire.send_frame(tcp_wire.WAITING)
-                if served.ended is not None:
-                    break
-                if not export.progress.has(chunk):
-                    return "gone", export.progress.failed or "no further chunk will come"
-                self._send_chunk(wire, served, chunk)
+            if hello.wants_manifest:
+                self.introduce(wire, served)
+            wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
+            keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
+            for start, stop in self._asked(wire, served):
+                reason = self._serve_range(wire, served, start, stop, keepalive_s)
+                if reason is not None:
+                    return "gone", reason
         except Garbled as error:
             return error.code, str(error)
         except WireError:
@@ -265,22 +307,27 @@ class TcpServer:
             return "failed", f"the source cannot read its memory: {error!r}"
         return ("gone", served.ended) if served.ended is not None else None
 
-    def _asked(self, wire: Wire, served: Served) -> Iterator[int]:
-        """The chunks asked for, one by one. The next request is read when the last one is served: readers ask ahead."""
-        while True:
-            for start, stop in wire.receive_want(served.chunk_count):
-                yield from range(start, stop)
+    def _serve_range(self, wire: Wire, served: Served, start: int, stop: int, keepalive_s: float) -> str | None:
+        """Send chunks [start, stop), each as soon as it is there. Returns why no further one will come, or None."""
+        progress = served.export.progress
+        while start < stop:
+            while not progress.wait(start, keepalive_s, served.has_ended):
+                if served.ended is not None or progress.failed is not None:
+                    break
+                wire.send_frame(tcp_wire.WAITING)
+            if served.ended is not None:
+                return served.ended
+            if not progress.has(start):
+                return progress.failed or "no further chunk will come"
+            start = self.send(wire, served, start, stop)
+        return None
 
-    def _send_chunk(self, wire: Wire, served: Served, chunk: int) -> None:
-        export = served.export
-        start = chunk * export.chunk_bytes
-        stop = min(start + export.chunk_bytes, export.stream.size_bytes)
-        with export.stream.reading(start, stop) as views:
-            wire.send_frame(tcp_wire.CHUNK, chunk, views)
-        with self._changed:
-            served.sent_bytes += stop - start
-            self._counts["sent_bytes"] += stop - start
-            self._counts["sent_chunks"] += 1
+    def _asked(self, wire: Wire, served: Served) -> Iterator[tuple[int, int]]:
+        """The ranges asked for. The next request is read when the last one is served: readers ask ahead."""
+        while True:
+            number, ranges = wire.receive_want(served.chunk_count)
+            self.heard(wire, served, number)
+            yield from ranges
 
     def _count(self, name: str) -> None:
         with self._changed:
