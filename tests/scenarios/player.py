@@ -154,7 +154,7 @@ class Player:
         if source.serving != grant.version:
             return self.read_fails("source-lost", f"{source.name} does not serve version {grant.version}")
         if source.available(grant.version) <= self.done:
-            self.stage.say(f"{self.name} has {self.done} chunks, as many as {source.name}: it waits")
+            self.stage.say(f"{self.name} waits for {source.name}, which has no more than it")
             return False
         value = "??" if corrupt else source.memory[self.done]
         self.memory[self.done] = value

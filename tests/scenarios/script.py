@@ -213,26 +213,27 @@ def _write(stage: Stage, words: list[str]) -> None:
 # --- the link and time ------------------------------------------------------------------------------------------------
 
 
-def _lanes(words: list[str]) -> list[tuple[str, bool]]:
+def _lanes(stage: Stage, words: list[str]) -> list[tuple[str, bool]]:
     ways = {"to-server": [True], "from-server": [False]}.get(words[1] if len(words) > 1 else "", [True, False])
-    return [(words[0], way) for way in ways]
+    return [(_player(stage, words[0]).name, way) for way in ways]
 
 
 def _hold(stage: Stage, words: list[str]) -> None:
-    for lane in _lanes(words):
+    for lane in _lanes(stage, words):
         stage.held.setdefault(lane, [])
 
 
 def _release(stage: Stage, words: list[str]) -> None:
-    for lane in _lanes(words):
-        for letter in stage.held.pop(lane, []):
+    for lane in _lanes(stage, words):
+        waiting = stage.held.pop(lane, [])
+        for letter in waiting:
             stage.hand_over(letter, "  [late]")
             stage.pump()
 
 
 def _pick(stage: Stage, words: list[str]) -> list[Letter]:
     """The n-th message that is held on a lane; all of them without a number."""
-    (lane,) = _lanes(words)
+    (lane,) = _lanes(stage, words)
     letters = stage.held[lane]
     if len(words) == 2:
         found, stage.held[lane] = letters, []

@@ -174,8 +174,12 @@ class Stage:
     def _send_all(self, outbox: Outbox) -> None:
         senders = {player.sender: player for player in self.players.values()}
         for sender, message in outbox:
-            if sender in senders:
-                self.send(Letter(senders[sender], message, is_up=False))
+            if sender not in senders:
+                continue
+            player = senders[sender]
+            if isinstance(message, Refusal):  # and then the connection ends
+                self._queue = deque(letter for letter in self._queue if letter.lane != (player.name, True))
+            self.send(Letter(player, message, is_up=False))
 
     def pump(self) -> None:
         """Whatever is on its way arrives, and whatever that brings about."""
