@@ -130,7 +130,15 @@ def _advance_fill(server: "Server", model: Model, replica: Replica, operation: G
         if member is not None and not operation.is_over:
             failure = _why_hopeless(server, model, record, member)
             if failure is not None:
-                operation.fail(failure)
+                _give_up(replica, operation, failure)
+
+
+def _give_up(replica: Replica, operation: GroupOperation, failure: Failure) -> None:
+    """It cannot succeed. All shards hear so together: one that came later would be counted as making the next call."""
+    if replica.missing():
+        operation.waiting = failure
+    else:
+        operation.fail(failure)
 
 
 def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
@@ -144,7 +152,7 @@ def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupO
     if version is None:
         assert failure is not None
         if isinstance(operation.spec, int):
-            operation.fail(failure)
+            _give_up(replica, operation, failure)
         else:
             operation.waiting = failure
         return
@@ -153,9 +161,9 @@ def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupO
     if absent is None:
         operation.version = version
     elif isinstance(operation.spec, int):
-        operation.fail(_unavailable(model, record, absent))
+        _give_up(replica, operation, _unavailable(server, model, record, absent))
     else:
-        operation.waiting = _unavailable(model, record, absent)
+        operation.waiting = _unavailable(server, model, record, absent)
 
 
 def _held_by_all(server: "Server", replica: Replica) -> Version | None:
@@ -177,8 +185,10 @@ def _absent_shard(server: "Server", replica: Replica, record: VersionRecord) -> 
     return None
 
 
-def _unavailable(model: Model, record: VersionRecord, shard: int) -> Failure:
-    last = f"; {record.last_holder} held it last" if record.last_holder else ""
+def _unavailable(server: "Server", model: Model, record: VersionRecord, shard: int) -> Failure:
+    holders = (server.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
+    leaving = [str(member.worker) for member in holders if member is not None and member.is_full]
+    last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""
     text = f"nobody holds shard {shard} of version {record.version} of {model.name} now{last}"
     older = [
         v for v, r in sorted(model.versions.items(), reverse=True) if v != record.version and any(r.holders.values())
@@ -204,7 +214,7 @@ def _why_hopeless(server: "Server", model: Model, record: VersionRecord, member:
     full = [server.members.get(worker) for worker in record.holders.get(member.shard, {})]
     if any(m is not None and m.is_full and granting.serves(server, m.worker, record.version) for m in full):
         return _all_corrupt(server, record, member)
-    return _unavailable(model, record, member.shard)
+    return _unavailable(server, model, record, member.shard)
 
 
 def _all_corrupt(server: "Server", record: VersionRecord, member: Member) -> Failure | None:

@@ -52,7 +52,7 @@ def _rank(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _reason(best: Candidate, usable: int) -> str:
-    what = "full" if best.is_full else f"filling, {best.done} chunks ahead"
+    what = "full" if best.is_full else f"filling, {best.done} chunks in place"
     role = "publisher" if best.published else "relay"
     load = "idle" if best.load == 0 else f"serves {best.load} more"
     where = "same host" if best.is_near else ("same site" if best.is_same_site else "other site")

@@ -260,8 +260,8 @@ class Server:
         is_known = reading is None or any(read.ticket == reading.ticket for read in self.reads.of(worker))
         if reading is not None and not is_known and self.is_recovering and reading.ticket > report.closed:
             grant = Grant(reading.ticket, reading.version, Digest(""), reading.source, (), "granted before a restart")
-            makes_ring = reading.source in self.reads.readers_behind(worker)
-            self.reads.add(OpenRead(grant, worker, is_void=makes_ring))
+            is_void = reading.source in self.reads.readers_behind(worker) or self.reads.current(worker) is not None
+            self.reads.add(OpenRead(grant, worker, is_void))
         number = report.operation.number if report.operation is not None else 0
         if number != member.operation_number:
             member.operation_number, member.failures, member.avoided = number, 0, {}

@@ -91,7 +91,7 @@ class Director:
     def _serve(self, *more: str) -> None:
         host, _, port = self._server.rpartition(":")
         where = ["--host", host, "--port", port, "--lease", str(LEASE_S)]
-        self._processes.start(SERVER, [sys.executable, "-m", "tensorhub.cli", "serve", *where, *more])
+        self._processes.start(SERVER, [sys.executable, "-m", "tensorhub.demo.server", "serve", *where, *more])
 
     def _run(self, module: str, name: str, *arguments: str) -> None:
         addresses = ["--server", self._server, "--samples", self._samples, "--events", str(self._events)]

@@ -7,7 +7,8 @@ contract suite checks for each:
 1. A chunk is sent only when the export's `Progress` has it; a source that is itself filling serves what it has and the
    rest as it comes, in whatever order its reader asked.
 2. When `Read.on_end` is called, or `Transport.withdraw` has returned, no thread of this transport touches that memory
-   again. Until then the memory may not be reused.
+   again. Until then the memory may not be reused. Where the reader fetches the bytes itself, it cannot be called back:
+   there nothing that it reads once `withdraw` has begun to return counts, not even to be judged by the sink.
 3. No wait is unbounded: a peer that says nothing for `silence_s` is lost. A source that has nothing to send says so at
    least every `silence_s / 4`.
 4. Whatever a peer sends, nothing but its own connection suffers.
@@ -86,6 +87,11 @@ class Read(Protocol):
         """Payload bytes received so far, good or bad."""
         ...
 
+    @property
+    def path(self) -> str:
+        """How the bytes travel, in a few words for people; more exact once they do."""
+        ...
+
 
 class Transport(Protocol):
     """Moves registered bytes between two workers."""
@@ -103,11 +109,16 @@ class Transport(Protocol):
         """Let nobody read it any more, cut those who do, and wait until no thread touches it. False: time ran out."""
         ...
 
+    def why_not(self, endpoint: str) -> str | None:
+        """Why nothing can be read from there by this transport, where that is known without trying."""
+        ...
+
     def read(self, endpoint: str, key: str, sink: Sink, on_end: OnEnd) -> Read:
         """Start reading. Never raises for what the network does: that comes with `on_end`, exactly once.
 
         `on_end` gets None when all wanted chunks were accepted or the read was stopped, `SourceLost` when the source
-        vanished, fell silent, refused or withdrew, and otherwise what `sink.begin` or `sink.accept` raised.
+        vanished, fell silent, refused or withdrew, `TransportMissing` when this transport cannot work between these two
+        workers (another may: the source is not to blame), and otherwise what `sink.begin` or `sink.accept` raised.
         """
         ...
 

@@ -16,6 +16,7 @@ with a round trip of 100 ms and 25 MB/s for each stream: 1 stream 24 MB/s, 4 str
 """
 
 import threading
+from collections.abc import Callable
 
 from ..core.errors import Closed, TensorHubError
 from .base import Export, OnEnd, Read, Sink, Transport
@@ -29,13 +30,24 @@ _JOIN_S = 5.0  # a read's threads return at once when cut, but may be inside the
 class TcpTransport(Transport):
     """Moves registered bytes between two workers over TCP. Listens from the start."""
 
+    kind = "tcp"
+
     def __init__(self, settings: TcpSettings | None = None) -> None:
         self.settings = settings or TcpSettings()
-        self._server = TcpServer(self.settings)
+        self._server = self.make_server()
         self._lock = threading.Lock()
         self._reads: dict[TcpRead, None] = {}
         self._is_closed = False
         self._counts = dict.fromkeys(("received_bytes", "received_chunks", "reads_ended", "reads_failed"), 0)
+
+    def make_server(self) -> TcpServer:
+        return TcpServer(self.settings)
+
+    def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
+        return TcpRead(self.settings, endpoint, key, sink, ending)
+
+    def why_not(self, endpoint: str) -> str | None:
+        return None
 
     @property
     def endpoint(self) -> str:
@@ -52,10 +64,10 @@ class TcpTransport(Transport):
         return self._server.served_bytes(key)
 
     def read(self, endpoint: str, key: str, sink: Sink, on_end: OnEnd) -> Read:
-        read = TcpRead(self.settings, endpoint, key, sink, lambda read: self._ending(read, on_end))
+        read = self.make_read(endpoint, key, sink, lambda read: self._ending(read, on_end))
         with self._lock:
             if self._is_closed:
-                raise Closed("this tcp transport was closed")
+                raise Closed(f"this {self.kind} transport was closed")
             self._reads[read] = None
         try:
             read.start()

@@ -9,12 +9,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from ..core.errors import SourceLost, TensorHubError
 from ..core.manifest import chunk_count
 from .base import OnEnd, Read, Sink
 from .tcp_settings import TcpSettings
-from .tcp_stream import Claims, Job, NoRoom, opened
+from .tcp_stream import Claims, Job, NoRoom, Stream, dial, opened
 from .tcp_wire import Welcome
 
 
@@ -24,13 +25,31 @@ class TcpRead(Read):
     def __init__(
         self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, ending: Callable[["TcpRead"], OnEnd]
     ) -> None:
-        self.job = Job(settings, endpoint, key, sink)
+        self.job = self.make_job(settings, endpoint, key, sink)
         self.error: TensorHubError | None = None
         self._threads: list[threading.Thread] = []
         self._on_end = ending(self)
         self._lock = threading.Lock()
         self._running = 0
         self._is_stopped = False
+        self.streams = 1
+
+    # -- what another transport that speaks over a socket does in its own way -----------------------------------------
+
+    kind = "tcp"
+
+    def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
+        return Job(settings, endpoint, key, sink)
+
+    def opened(self, index: int) -> AbstractContextManager[Stream]:
+        """One more connection to the source."""
+        return opened(self.job, index, dial, Stream)
+
+    @property
+    def path(self) -> str:
+        return counted(self.streams, "stream")
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._start(self._lead, 0)
@@ -54,7 +73,9 @@ class TcpRead(Read):
         return self.job.received_bytes
 
     def _start(self, body: Callable[[int], None], index: int) -> None:
-        thread = threading.Thread(target=self._run, args=(body, index), name=f"tensorhub-tcp-read-{index}", daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(body, index), name=f"tensorhub-{self.kind}-read-{index}", daemon=True
+        )
         with self._lock:
             self._running += 1
             self._threads.append(thread)
@@ -81,6 +102,7 @@ class TcpRead(Read):
             self._running -= 1
             is_last = self._running == 0
         if is_last:
+            self.job.close()
             self._on_end(self.error)
 
     def _fail(self, error: TensorHubError) -> None:
@@ -93,7 +115,7 @@ class TcpRead(Read):
     def _lead(self, index: int) -> None:
         """The first stream: learn what there is, decide what is wanted, start the others."""
         job, sink = self.job, self.job.sink
-        with opened(job, index) as stream:
+        with self.opened(index) as stream:
             welcome = stream.greet(wants_manifest=True)
             wanted = tuple(sink.begin(stream.receive_manifest()))
             self._check(welcome, wanted)
@@ -104,13 +126,14 @@ class TcpRead(Read):
             job.generation = welcome.generation
             job.claims = Claims(wanted, streams)
             job.missing = len(wanted)
+            self.streams = streams
             for further in range(1, streams):
                 self._start(self._follow, further)
             stream.pump()
 
     def _follow(self, index: int) -> None:
         """A further stream. That the source has no connection to spare is no error: the others do its work."""
-        with contextlib.suppress(NoRoom), opened(self.job, index) as stream:
+        with contextlib.suppress(NoRoom), self.opened(index) as stream:
             stream.greet(wants_manifest=False)
             stream.pump()
 
@@ -125,3 +148,7 @@ class TcpRead(Read):
         count = chunk_count(size_bytes, chunk_bytes)
         if not all(0 <= chunk < count for chunk in wanted):
             raise TensorHubError(f"the sink wants chunks of {self.job.key!r} that are not within 0..{count - 1}")
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

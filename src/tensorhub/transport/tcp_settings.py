@@ -27,7 +27,9 @@ class TcpSettings:
         None  # "host" or "host:port" as peers see it; None: what `host` says, or the outward address
     )
     token: str | None = None  # shared secret that a reader must show; None: everybody who can connect may read
-    expect_s: float = 2.0  # for a key that is not there yet: a reader may be told of a source that is only just starting
+    expect_s: float = (
+        2.0  # for a key that is not there yet: a reader may be told of a source that is only just starting
+    )
     silence_s: float = 5.0  # the keepalive comes every 1.25 s: three may be lost to a GC or a stopped machine
     connect_s: float = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
     streams: int = 2  # two idle cores: 1 stream 6.8 GiB/s, 2 streams 10.3, 4 no more; across sites set 8

@@ -11,10 +11,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
-from ..core.errors import Refused, SourceLost
+from ..core.errors import Refused, SourceLost, TensorHubError
 from . import tcp_wire
 from .base import Sink
 from .tcp_settings import TcpSettings, parse_endpoint
@@ -28,6 +29,9 @@ _HINTS = {
     "stranger": "the endpoint belongs to another program",
     "busy": "read from another source, or raise max_connections",
 }
+
+
+AnyStream = TypeVar("AnyStream", bound="Stream")
 
 
 class NoRoom(SourceLost):
@@ -116,13 +120,16 @@ class Job:
         if is_whole:
             self.finish()  # a stream that is still connecting is not waited for
 
+    def close(self) -> None:
+        """The last stream has ended."""
+
     def lost(self, why: str) -> SourceLost:
         missing = "" if self.missing is None else f", {self.missing} chunks missing"
         return SourceLost(
             f"{self.endpoint} lost while reading {self.key!r} ({self.received_bytes} B done{missing}): {why}"
         )
 
-    def refused(self, refusal: Refusal) -> SourceLost:
+    def refused(self, refusal: Refusal) -> TensorHubError:
         kind = NoRoom if refusal.code == "busy" else SourceLost
         error = kind(
             f"{self.endpoint} does not serve {self.key!r} ({self.received_bytes} B done): {refusal.message}",
@@ -134,12 +141,12 @@ class Job:
 
 
 @contextmanager
-def opened(job: Job, index: int) -> Iterator["Stream"]:
+def opened(job: Job, index: int, dial: Callable[[Job], Wire], kind: type[AnyStream]) -> Iterator[AnyStream]:
     """A connection to the source, closed at the end. What goes wrong with it is raised as `SourceLost`."""
     wire: Wire | None = None
     try:
-        wire = _dial(job)
-        yield Stream(job, wire, index)
+        wire = dial(job)
+        yield kind(job, wire, index)
     except Silent as error:
         raise job.lost(f"{error} for {job.settings.silence_s:g} s") from error
     except WireError as error:
@@ -150,7 +157,8 @@ def opened(job: Job, index: int) -> Iterator["Stream"]:
             wire.close()
 
 
-def _dial(job: Job) -> Wire:
+def dial(job: Job) -> Wire:
+    """Reach the source over tcp."""
     try:
         host, port = parse_endpoint(job.endpoint)
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -185,6 +193,7 @@ class Stream:
         self.job = job
         self.wire = wire
         self.index = index
+        self.asked = deque[tuple[int, float]]()  # chunks asked for and not there yet, and when
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         """Ask to be served; raises `SourceLost` with the source's reason if it does not want to."""
@@ -201,14 +210,14 @@ class Stream:
         return answer
 
     def receive_manifest(self) -> bytes:
-        kind, length, _ = self._next_frame()
+        kind, length, _ = self.next_frame()
         if kind != tcp_wire.MANIFEST:
             raise Garbled(f"a frame of kind {kind} where the manifest was due")
         return bytes(self.wire.receive_body(length, tcp_wire.MAX_MANIFEST_BYTES))
 
     def pump(self) -> None:
         """Ask and receive until nothing is left to ask for, or the read is over."""
-        job, asked = self.job, deque[tuple[int, float]]()
+        job, asked = self.job, self.asked
         ahead = Ahead(job.settings, job.sink.chunk_bytes)
         while not job.is_over:
             if len(asked) <= ahead.chunks // 2:
@@ -216,7 +225,7 @@ class Stream:
                 if claimed:
                     now = time.monotonic()
                     with suppress(Vanished):  # it may have said farewell: what it said can still be read
-                        self.wire.send_want(claimed)
+                        self.ask(claimed)
                     asked.extend((chunk, now) for chunk in claimed)
             if not asked:
                 return
@@ -225,23 +234,35 @@ class Stream:
             if len(asked) <= ahead.chunks // 2:
                 ahead.adjust(time.monotonic() - asked_at)
 
+    def ask(self, chunks: Sequence[int]) -> None:
+        """Request chunks."""
+        self.wire.send_want(chunks)
+
+    def await_chunk(self, chunk: int, size_bytes: int) -> None:
+        """Wait until this chunk, which is the next due, comes."""
+        kind, length, number = self.next_frame()
+        if (kind, length, number) != (tcp_wire.CHUNK, size_bytes, chunk):
+            raise Garbled(
+                f"frame {kind} with {length} B of chunk {number}, where {size_bytes} B of chunk {chunk} were due"
+            )
+
+    def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+        """Put bytes [start, stop) of the stream into `views`."""
+        self.wire.receive_into(views)
+
     def _receive_chunk(self, chunk: int) -> None:
         job, sink = self.job, self.job.sink
         start = chunk * sink.chunk_bytes
         stop = min(start + sink.chunk_bytes, sink.stream.size_bytes)
-        kind, length, number = self._next_frame()
-        if (kind, length, number) != (tcp_wire.CHUNK, stop - start, chunk):
-            raise Garbled(
-                f"frame {kind} with {length} B of chunk {number}, where {stop - start} B of chunk {chunk} were due"
-            )
+        self.await_chunk(chunk, stop - start)
         with sink.stream.writing(start, stop) as views:
-            self.wire.receive_into(views)
-            job.count_received(length)
+            self.take_bytes(start, stop, views)
+            job.count_received(stop - start)
             sink.accept(chunk, views)
         sink.stored(chunk)
         job.count_stored()
 
-    def _next_frame(self) -> tuple[int, int, int]:
+    def next_frame(self) -> tuple[int, int, int]:
         """The header of the next frame that says something. Raises `SourceLost` if the source says farewell."""
         while True:
             kind, length, number = self.wire.receive_header()

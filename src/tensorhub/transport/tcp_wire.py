@@ -110,7 +110,7 @@ class Wire:
     """One connected socket."""
 
     def __init__(self, sock: socket.socket, settings: TcpSettings) -> None:
-        self._sock = sock
+        self.sock = sock
         self._settings = settings
         self._lock = threading.Lock()  # between cut and close, so that no other socket with this number is hit
         self._is_closed = False
@@ -121,10 +121,10 @@ class Wire:
     def connect(self, address: tuple[object, ...]) -> None:
         """Reach the peer within `connect_s`."""
         try:
-            tune(self._sock, self._settings)
-            self._sock.settimeout(self._settings.connect_s)
-            self._sock.connect(address)
-            self._sock.settimeout(None)
+            tune(self.sock, self._settings)
+            self.sock.settimeout(self._settings.connect_s)
+            self.sock.connect(address)
+            self.sock.settimeout(None)
         except OSError as error:
             raise Vanished(f"cannot connect: {error}") from error
         if self.is_cut:  # the cut came before there was a connection to shut down
@@ -132,7 +132,7 @@ class Wire:
 
     def limit_waits(self, *, receive_s: float, send_s: float) -> None:
         try:
-            limit_waits(self._sock, receive_s=receive_s, send_s=send_s)
+            limit_waits(self.sock, receive_s=receive_s, send_s=send_s)
         except OSError as error:
             raise Vanished(str(error)) from error
 
@@ -150,24 +150,22 @@ class Wire:
                 self.is_cut = True
             if not self._is_closed:
                 with contextlib.suppress(OSError):
-                    self._sock.shutdown(how)
+                    self.sock.shutdown(how)
 
     def close(self, *, politely: bool = False) -> None:
         """By the owner only. Politely: let the peer read our last words before its own turn this into a reset."""
         if politely and not self.is_cut:
             with contextlib.suppress(OSError):
-                limit_waits(self._sock, receive_s=_LINGER_S, send_s=_LINGER_S)
-                self._sock.shutdown(socket.SHUT_WR)
+                limit_waits(self.sock, receive_s=_LINGER_S, send_s=_LINGER_S)
+                self.sock.shutdown(socket.SHUT_WR)
                 deadline, left = time.monotonic() + _LINGER_S, _LINGER_BYTES
-                while left > 0 and time.monotonic() < deadline and (heard := len(self._sock.recv(16384))):
+                while left > 0 and time.monotonic() < deadline and (heard := len(self.sock.recv(16384))):
                     left -= heard
         with self._lock:
             self._is_closed = True
             with contextlib.suppress(OSError):
-                self._sock.shutdown(
-                    socket.SHUT_RDWR
-                )  # a forked child may have the descriptor too: the peer must notice
-            self._sock.close()
+                self.sock.shutdown(socket.SHUT_RDWR)  # a forked child may have the descriptor too: the peer must notice
+            self.sock.close()
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -177,7 +175,7 @@ class Wire:
         first = 0
         try:
             while first < len(pending):
-                sent = self._sock.sendmsg(pending[first : first + _IOV_MAX])
+                sent = self.sock.sendmsg(pending[first : first + _IOV_MAX])
                 first = _advance(pending, first, sent)
         except BlockingIOError as error:
             raise Silent("the peer takes no byte") from error
@@ -193,7 +191,7 @@ class Wire:
                 if deadline is not None and time.monotonic() > deadline:
                     raise Silent("the peer takes too long over its words")
                 batch = pending[first : first + _IOV_MAX]
-                got = self._sock.recv_into(batch[0]) if len(batch) == 1 else self._sock.recvmsg_into(batch)[0]
+                got = self.sock.recv_into(batch[0]) if len(batch) == 1 else self.sock.recvmsg_into(batch)[0]
                 if got == 0:
                     raise Vanished("the peer closed the connection")
                 first = _advance(pending, first, got)
@@ -243,13 +241,15 @@ class Wire:
             raise Garbled(f"a frame of {length} B, where {limit_bytes} B are the limit")
         return self._receive(length)
 
-    def send_want(self, chunks: Sequence[int]) -> None:
+    def send_want(self, chunks: Sequence[int], number: int = 0) -> None:
+        """Ask for chunks. No chunks: nothing is asked for, only `number` told."""
         ranges = as_ranges(chunks)
-        for first in range(0, len(ranges), MAX_WANT_RANGES):
-            self.send_frame(WANT, payload=[_encode(ranges[first : first + MAX_WANT_RANGES])])
+        for first in range(0, max(1, len(ranges)), MAX_WANT_RANGES):
+            self.send_frame(WANT, number, [_encode(ranges[first : first + MAX_WANT_RANGES])])
 
-    def receive_want(self, chunk_count: int) -> list[tuple[int, int]]:
-        kind, length, _ = self.receive_header()
+    def receive_want(self, chunk_count: int) -> tuple[int, list[tuple[int, int]]]:
+        """The request's number and its ranges."""
+        kind, length, number = self.receive_header()
         if kind != WANT:
             raise Garbled(f"a frame of kind {kind} from a reader")
         try:
@@ -259,7 +259,7 @@ class Wire:
         for start, stop in ranges:
             if not 0 <= start < stop <= chunk_count:
                 raise Garbled(f"a request for chunks [{start}, {stop}) of {chunk_count}")
-        return ranges
+        return number, ranges
 
     def send_gone(self, code: str, message: str) -> None:
         self.send_frame(GONE, payload=[_encode(Refusal(code, message[:MAX_TEXT]))])
