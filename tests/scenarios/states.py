@@ -44,5 +44,7 @@ def _server(stage: Stage) -> list[str]:
             lines.append(f"version {version} {exists}; with {', '.join(holders) or 'nobody'}")
     for read in server.reads.all():
         void = ", void" if read.is_void else ""
-        lines.append(f"open: {stage.words.ticket(read.ticket)}, {name_of(read.reader)} from {name_of(read.source)}{void}")
+        lines.append(
+            f"open: {stage.words.ticket(read.ticket)}, {name_of(read.reader)} from {name_of(read.source)}{void}"
+        )
     return lines

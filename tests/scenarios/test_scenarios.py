@@ -22,7 +22,9 @@ def test_conversation(file: Path) -> None:
     if os.environ.get("TENSORHUB_BLESS"):
         file.write_text(now, encoding="utf-8")
         return
-    lines = difflib.unified_diff(text.splitlines(), now.splitlines(), f"{file.name} as written", "as it is", lineterm="")
+    lines = difflib.unified_diff(
+        text.splitlines(), now.splitlines(), f"{file.name} as written", "as it is", lineterm=""
+    )
     pytest.fail("\n".join([*lines, "", "if that is meant: make bless, and read the difference"]), pytrace=False)
 
 

@@ -1,7 +1,7 @@
 """Messages, effects and states in the short form that transcripts use.
 
-Numbers of the server (tickets, sessions) are shown in the order in which they first appear: t1, t2, s1. A line that says
-no more than the one before it in the same direction is not shown, so what is left is news.
+Numbers of the server (tickets, sessions) are shown in the order in which they first appear: t1, t2, s1. A line that
+says no more than the one before it in the same direction is not shown, so what is left is news.
 """
 
 from tensorhub.core.events import Effect, Finished, Left, StartRead, StartServing, StopRead, StopServing
