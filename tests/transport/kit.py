@@ -3,12 +3,14 @@
 Also run by the helper processes (`peer.py`), so it imports nothing of the test package.
 """
 
+import ctypes
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +18,9 @@ import xxhash
 
 from tensorhub.core.errors import CorruptTransfer, TensorHubError
 from tensorhub.core.manifest import chunk_count
+from tensorhub.transport import local_host
 from tensorhub.transport.base import Export, Read, Transport
+from tensorhub.transport.local import LocalSettings, LocalTransport
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_settings import TcpSettings
@@ -31,6 +35,7 @@ class Kind:
 
     name: str
     make: Callable[[float], Transport]
+    mute: Callable[[], AbstractContextManager[str]]  # an endpoint where somebody listens and never says a word
 
 
 def _tcp(streams: int) -> Callable[[float], Transport]:
@@ -38,7 +43,33 @@ def _tcp(streams: int) -> Callable[[float], Transport]:
     return lambda silence_s: TcpTransport(TcpSettings(silence_s=silence_s, streams=streams, stream_bytes=1024))
 
 
-KINDS = {kind.name: kind for kind in (Kind("tcp-1", _tcp(1)), Kind("tcp-3", _tcp(3)))}
+def _local(threads: int) -> Callable[[float], Transport]:
+    return lambda silence_s: LocalTransport(LocalSettings(silence_s=silence_s, threads=threads, thread_bytes=1024))
+
+
+@contextmanager
+def _mute_tcp() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        yield f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+
+
+@contextmanager
+def _mute_local() -> Iterator[str]:
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(local_host.socket_address(name := local_host.new_name()))
+        mute.listen()
+        yield local_host.format_endpoint(local_host.here(), name)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("tcp-1", _tcp(1), _mute_tcp),
+        Kind("tcp-3", _tcp(3), _mute_tcp),
+        Kind("local-1", _local(1), _mute_local),
+        Kind("local-3", _local(3), _mute_local),
+    )
+}
 
 
 def content(size_bytes: int, seed: int = 1) -> bytearray:
@@ -87,6 +118,11 @@ class Pieces:
                 self.inside -= 1
 
     writing = reading
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The same as (address, length)."""
+        with self.reading(start, stop) as views:
+            return [(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)) for view in views if len(view)]
 
     def _cut(self, start: int, stop: int) -> list[memoryview]:
         step = self.piece_bytes or max(1, stop - start)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -214,10 +213,9 @@ def test_forgotten_close_does_not_hang_the_interpreter(kind: kit.Kind) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
-def test_nobody_at_the_endpoint(make: Make) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    endpoint = make().endpoint.rpartition(":")[0] + f":{port}"
+def test_nobody_at_the_endpoint(kind: kit.Kind, make: Make) -> None:
+    with kind.mute() as endpoint:
+        pass
     error = read_all(make(), endpoint, "k", Target(content(1), CHUNK))
     assert isinstance(error, SourceLost)
     assert error.retryable
@@ -225,15 +223,14 @@ def test_nobody_at_the_endpoint(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://a:1"]
+    "endpoint", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://a:1", "local://a.1.2.3/"]
 )
 def test_an_endpoint_that_is_none(make: Make, endpoint: str) -> None:
     assert isinstance(read_all(make(), endpoint, "k", Target(content(1), CHUNK)), SourceLost)
 
 
-def test_somebody_who_never_answers(make: Make) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        endpoint = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+def test_somebody_who_never_answers(kind: kit.Kind, make: Make) -> None:
+    with kind.mute() as endpoint:
         error = read_all(make(0.3), endpoint, "k", Target(content(1), CHUNK))
         assert isinstance(error, SourceLost)
         assert "0.3 s" in str(error)

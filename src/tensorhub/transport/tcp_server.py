@@ -89,6 +89,10 @@ class TcpServer:
             return None
         return Refusal("token", "the token is not the one that this worker was given")
 
+    def why_not(self, served: Served) -> Refusal | None:
+        """A reason why this export cannot be read by this transport."""
+        return None
+
     def introduce(self, wire: Wire, served: Served) -> None:
         """What a reader has to know before it asks for chunks."""
         wire.send_frame(tcp_wire.MANIFEST, payload=[served.export.manifest])
@@ -282,6 +286,9 @@ class TcpServer:
                 return Refusal("gone", "it was withdrawn or replaced")
             if served is None:
                 return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
+            refusal = self.why_not(served)
+            if refusal is not None:
+                return refusal
             served.inside[wire] = 0
             return served, hello
 

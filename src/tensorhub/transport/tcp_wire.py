@@ -118,7 +118,7 @@ class Wire:
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def connect(self, address: tuple[object, ...]) -> None:
+    def connect(self, address: tuple[object, ...] | bytes) -> None:
         """Reach the peer within `connect_s`."""
         try:
             tune(self.sock, self._settings)

@@ -1,0 +1,213 @@
+"""The target's side of the local transport: one read, whose threads copy out of the source's memory by themselves.
+
+It is the tcp transport's read with other ends: it dials an abstract unix socket, learns from MEMORY where bytes are,
+proves with the seal that it can read them and that they are the right process's, and for each chunk that is READY lets
+the kernel copy it into the sink's memory. The seal is read again after each chunk and before the sink judges it, so
+what the source may have changed meanwhile is neither stored nor taken for corrupt.
+
+If the kernel refuses, nothing was begun and the read ends with `TransportMissing`, which says why: the same two workers
+can still use tcp. It must never: let a chunk be judged whose seal was not seen after the copy.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from ..core.errors import TensorHubError, TransportMissing
+from . import tcp_wire
+from .base import OnEnd, Sink
+from .local_host import Place, parse_endpoint, remedy, socket_address
+from .local_memory import SEAL_BYTES, Addresses, Lost, Process
+from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, SEAL, AddressBook, credentials_of
+from .tcp_reader import TcpRead, counted
+from .tcp_settings import TcpSettings
+from .tcp_stream import Job, Stream, opened
+from .tcp_wire import Garbled, Refusal, Vanished, Welcome, Wire
+
+_CANNOT = ("user", "memory")  # refusals that are no fault of the source: another transport may do
+
+
+class Remote:
+    """The source's memory. Shared by the threads of a read."""
+
+    def __init__(self, process: Process, addresses: Addresses, seal_address: int, seal: bytes) -> None:
+        self.process = process
+        self.addresses = addresses
+        self._seal_address = seal_address
+        self._seal = seal
+
+    @property
+    def is_sealed(self) -> bool:
+        """The export has not ended, and this is still the process that made it."""
+        return self.process.read_bytes(self._seal_address, SEAL_BYTES) == self._seal
+
+    def read(self, start: int, stop: int, ours: Addresses) -> None:
+        """Raises `Lost` unless the bytes are those that the source exports; `TransportMissing` if they never can be."""
+        try:
+            self.process.read(start, stop, self.addresses, ours)
+        except Lost as error:
+            if self.is_sealed:  # it is there and means it, and yet these pages are not for the kernel to read
+                text = f"the memory that process {self.process.pid} exports cannot be read from outside: {error}"
+                raise TransportMissing(text, hint="memory of a device's driver? tcp reads it from inside") from error
+            raise
+        if not self.is_sealed:
+            raise Lost("it has taken its promise back")
+
+
+class LocalJob(Job):
+    """What the threads of one read share."""
+
+    def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, book: AddressBook) -> None:
+        super().__init__(settings, endpoint, key, sink)
+        self.book = book
+        self.remote: Remote | None = None
+        self.process: Process | None = None
+
+    def refused(self, refusal: Refusal) -> TensorHubError:
+        if refusal.code in _CANNOT:
+            return TransportMissing(f"{self.endpoint} cannot serve {self.key!r} this way: {refusal.message}")
+        return super().refused(refusal)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+
+
+class LocalRead(TcpRead):
+    """One read from one source on this host."""
+
+    kind = "local"
+
+    def __init__(
+        self,
+        settings: TcpSettings,
+        endpoint: str,
+        key: str,
+        sink: Sink,
+        ending: Callable[[TcpRead], OnEnd],
+        place: Place,
+        book: AddressBook,
+    ) -> None:
+        self._place = place
+        self._book = book
+        super().__init__(settings, endpoint, key, sink, ending)
+
+    def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
+        return LocalJob(settings, endpoint, key, sink, self._book)
+
+    def opened(self, index: int) -> AbstractContextManager[Stream]:
+        return opened(self.job, index, self._dial, LocalStream)
+
+    @property
+    def path(self) -> str:
+        return f"process_vm_readv, {counted(self.streams, 'thread')}"
+
+    def _dial(self, job: Job) -> Wire:
+        try:
+            place, name = parse_endpoint(job.endpoint)
+        except ValueError as error:
+            raise Garbled(str(error)) from error
+        difference = self._place.difference(place)
+        if difference is not None:
+            raise TransportMissing(f"{job.endpoint} cannot be read from here: {difference}")
+        wire = Wire(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), job.settings)
+        job.enter(wire)
+        try:
+            wire.connect(socket_address(name))
+            wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
+        except Vanished:
+            job.leave(wire)
+            wire.close()
+            raise
+        return wire
+
+
+class LocalStream(Stream):
+    """One connection, and the thread that copies what is announced on it."""
+
+    def __init__(self, job: Job, wire: Wire, index: int) -> None:
+        super().__init__(job, wire, index)
+        assert isinstance(job, LocalJob)
+        self._its = job
+        self._ready = range(0)  # announced, and not yet begun
+        self._read_bytes = self._told_bytes = 0
+        self._size_bytes = 0
+
+    def greet(self, *, wants_manifest: bool) -> Welcome:
+        welcome = super().greet(wants_manifest=wants_manifest)
+        self._size_bytes = welcome.size_bytes
+        return welcome
+
+    def receive_manifest(self) -> bytes:
+        """And where the bytes are; proves that they can be read before anybody counts on it."""
+        manifest = super().receive_manifest()
+        kind, length, _ = self.next_frame()
+        if kind != MEMORY:
+            raise Garbled(f"a frame of kind {kind} where the addresses were due")
+        body = memoryview(self.wire.receive_body(length, MAX_MEMORY_BYTES + SEAL.size))
+        if length < SEAL.size:
+            raise Garbled(f"addresses of {length} B")
+        try:
+            addresses = Addresses.decode(body[SEAL.size :])
+        except ValueError as error:
+            raise Garbled(f"malformed addresses: {error}") from error
+        if addresses.stop != self._size_bytes:
+            raise Garbled(f"addresses of {addresses.stop} B for content of {self._size_bytes} B")
+        self._its.remote = self._prove(addresses, *SEAL.unpack_from(body))
+        return manifest
+
+    def _prove(self, addresses: Addresses, seal_address: int, seal: bytes) -> Remote:
+        pid, _, _ = credentials_of(self.wire.sock)
+        if pid == 0:
+            raise TransportMissing("the source's process is not of our PID namespace", hint=remedy())
+        try:
+            self._its.process = Process(pid)
+            remote = Remote(self._its.process, addresses, seal_address, seal)
+            if not remote.is_sealed:
+                raise self._left()
+        except Lost as error:
+            raise Vanished(str(error)) from error
+        return remote
+
+    def ask(self, chunks: Sequence[int]) -> None:
+        self._told_bytes = self._read_bytes
+        self.wire.send_want(chunks, self._read_bytes)
+
+    def await_chunk(self, chunk: int, size_bytes: int) -> None:
+        if not self._ready:
+            kind, length, first = self.next_frame()
+            if kind != READY or length != COUNT.size:
+                raise Garbled(f"frame {kind} with {length} B where chunk {chunk} was due")
+            (count,) = COUNT.unpack(self.wire.receive_body(length, COUNT.size))
+            if count < 1 or first + count > 1 << 62:
+                raise Garbled(f"chunks {first} and {count} more are announced")
+            self._ready = range(first, first + count)
+        if self._ready[0] != chunk:
+            raise Garbled(f"chunk {self._ready[0]} is announced where chunk {chunk} was due")
+        self._ready = self._ready[1:]
+
+    def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+        remote = self._its.remote
+        assert remote is not None, "bytes before addresses"
+        ours = self._its.book.of(self.job.sink.stream) or Addresses.of_views(views, start)
+        try:
+            remote.read(start, stop, ours)
+        except Lost as error:
+            raise self._left() from error
+        self._read_bytes += stop - start
+        if not self.asked and self._read_bytes > self._told_bytes:  # perhaps the last: nothing may be left to ask for
+            self._tell()
+
+    def _tell(self) -> None:
+        try:
+            self.ask(())
+        except Vanished:
+            return  # what it said last can still be read
+
+    def _left(self) -> Exception:
+        """What ended the export, as the source says it, or else that it is gone."""
+        while True:
+            kind, length, _ = self.wire.receive_header()
+            if kind == tcp_wire.GONE:
+                return self.job.refused(self.wire.receive_gone(length))
+            self.wire.receive_body(length, COUNT.size)

@@ -1,0 +1,152 @@
+"""The source's side of the local transport: says where the bytes lie and which chunks are there; sends none.
+
+It is the tcp transport's server over an abstract unix socket: the same greetings, requests, keepalives and farewells
+(`tcp_wire`), the same threads and the same ways for an export to end. In place of chunks a reader gets, once
+
+    source  MEMORY  the seal's address, the seal, and (address, length) of every piece of the stream, in order
+    source  READY   chunks [`number`, number + n) are there; n is the body
+
+and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is counted.
+It must never: serve another user, or let an export's seal stand when the export has ended.
+"""
+
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import MutableMapping
+from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+from ..core.errors import UsageError
+from .base import ByteStream, Export
+from .local_host import Place, format_endpoint, new_name, socket_address
+from .local_memory import Addresses, Seal
+from .tcp_server import Served, TcpServer
+from .tcp_settings import TcpSettings
+from .tcp_wire import Hello, Refusal, Wire
+
+_log = logging.getLogger(__name__)
+
+READY, MEMORY = 16, 17
+SEAL = struct.Struct("=Q16s")  # both ends are one machine: its own byte order
+COUNT = struct.Struct("=Q")
+MAX_MEMORY_BYTES = 64 << 20  # 4 million pieces
+CREDENTIALS = struct.Struct("@iII")  # struct ucred: process, user, group
+_BACKLOG = 1024
+
+
+@runtime_checkable
+class Located(Protocol):
+    """A stream whose bytes have addresses in this process."""
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Bytes [start, stop) as (address, length), in order."""
+        ...
+
+
+class AddressBook:
+    """Where the streams of this process lie. Found out once for each: ten thousand pieces take milliseconds."""
+
+    def __init__(self) -> None:
+        self._known: MutableMapping[ByteStream, Addresses] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def of(self, stream: ByteStream) -> Addresses | None:
+        """None for a stream without addresses, like one that is staged from a device."""
+        if not isinstance(stream, Located):
+            return None
+        with self._lock:
+            known = self._known.get(stream)
+        if known is None:
+            known = Addresses.of_ranges(stream.ranges(0, stream.size_bytes))
+            with self._lock:
+                self._known[stream] = known
+        return known
+
+
+class LocalServed(Served):
+    """An export with a seal."""
+
+    def __init__(self, export: Export) -> None:
+        super().__init__(export)
+        self.seal = Seal()
+
+    def end(self, reason: str) -> None:
+        self.seal.break_()
+        super().end(reason)
+
+
+class LocalServer(TcpServer):
+    """Tells whoever of this user connects where the exports are."""
+
+    kind = "local"
+
+    def __init__(self, settings: TcpSettings, place: Place, book: AddressBook) -> None:
+        self._place = place
+        self._book = book
+        self._name = new_name()
+        super().__init__(settings)
+
+    def listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(socket_address(self._name))
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def advertised(self, listener: socket.socket) -> str:
+        return format_endpoint(self._place, self._name)
+
+    def make_served(self, export: Export) -> Served:
+        return LocalServed(export)
+
+    def why_refused(self, wire: Wire, hello: Hello) -> Refusal | None:
+        _, user, _ = credentials_of(wire.sock)
+        if user != os.geteuid():
+            return Refusal("user", f"this worker runs as user {os.geteuid()}, its reader as user {user}")
+        return super().why_refused(wire, hello)
+
+    def why_not(self, served: Served) -> Refusal | None:
+        if isinstance(served.export.stream, Located):
+            return None
+        return Refusal("memory", "its tensors are in a device's memory, which only that device's driver can read")
+
+    def introduce(self, wire: Wire, served: Served) -> None:
+        assert isinstance(served, LocalServed)
+        super().introduce(wire, served)
+        addresses = self._book.of(served.export.stream)
+        if addresses is None or len(addresses.pairs) * 8 > MAX_MEMORY_BYTES:
+            raise UsageError(f"{served.export.key!r} lies in too many pieces, or in none")
+        seal = SEAL.pack(served.seal.address, served.seal.value)
+        wire.send_frame(MEMORY, payload=[seal, addresses.pairs.tobytes()])
+
+    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
+        """Announce all of [start, stop) that is there, up to the first gap."""
+        progress = served.export.progress
+        end = start + 1
+        while end < stop and progress.has(end):
+            end += 1
+        wire.send_frame(READY, start, [COUNT.pack(end - start)])
+        return end
+
+    def heard(self, wire: Wire, served: Served, number: int) -> None:
+        """The reader has read that many bytes on this connection, so it says."""
+        with self._changed:
+            news = number - served.inside.get(wire, 0)
+            if 0 < news <= served.export.stream.size_bytes:
+                served.inside[wire] = number
+                served.sent_bytes += news
+                self._counts["sent_bytes"] += news
+                self._counts["sent_chunks"] += -(-news // served.export.chunk_bytes)
+
+
+def credentials_of(sock: socket.socket) -> tuple[int, int, int]:
+    """Process (0: not of our PID namespace), user and group of the other end, as the kernel knows them."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    process, user, group = CREDENTIALS.unpack(found)
+    return process, user, group
