@@ -1,0 +1,40 @@
+"""Fixed seeds of the cluster simulator, and every seed that ever failed: all promises are kept."""
+
+import pytest
+
+from tensorhub.sim.runner import run_seed
+
+from .kit import FIXED, histories, regressions
+
+pytestmark = pytest.mark.simulation
+
+TWICE = [0, 3, 17, 40, 58]  # one and several models, shards, kinds of source
+
+
+@pytest.mark.parametrize("seed", FIXED)
+def test_every_promise_is_kept(seed: int) -> None:
+    result = run_seed(seed)
+    assert result.ok, f"tensorhub simulate --seed {seed}\n{result.error}"
+
+
+@pytest.mark.parametrize("seed", regressions())
+def test_what_failed_once_does_not_fail_again(seed: int) -> None:
+    result = run_seed(seed)
+    assert result.ok, f"tensorhub simulate --seed {seed}; it once found: {regressions()[seed]}\n{result.error}"
+
+
+def test_every_regression_says_what_was_wrong() -> None:
+    assert [seed for seed, why in regressions().items() if len(why) < 20] == []
+
+
+def test_the_same_seed_is_the_same_history_under_any_hash_seed() -> None:
+    assert histories(TWICE, hash_seed=1) == histories(TWICE, hash_seed=4242)
+
+
+def test_a_history_is_kept_as_lines_when_asked_for() -> None:
+    plain, traced = run_seed(7), run_seed(7, trace=True)
+    assert plain.digest == traced.digest
+    assert plain.lines == ()
+    assert any("calls publish" in line for line in traced.lines)
+    assert any("reads version" in line for line in traced.lines)
+    assert [float(line[:10]) for line in traced.lines] == sorted(float(line[:10]) for line in traced.lines)
