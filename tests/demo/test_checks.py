@@ -40,6 +40,8 @@ def test_the_facts_of_a_good_run() -> None:
     assert rollouts["rollout-2"].stall.updates == 2, "the first fill is no stall: there was nothing to compute with"
     assert (summary.reward_start, summary.reward_end) == (0.0, 1.0)
     assert summary.last_version == STEPS
+    copies = {"rollout-0": STEPS + 1, "rollout-1": 3, "rollout-2": 1}
+    assert summary.trainer_copies == sum(copies.values()) / (STEPS + 1), "of 21 versions that were fetched at all"
 
 
 def no_learning(event: AnyEvent) -> AnyEvent:

@@ -88,7 +88,7 @@ def _sentence(summary: Summary) -> str:
         f"Reward {summary.reward_start:.3f} at the start, {summary.reward_end:.3f} at the end. "
         f"Samples were {summary.mean_lag:.1f} versions old on average. "
         f"Publishing stalled the trainer for {_milliseconds(stall.median_s)} a step (median), "
-        f"{stall.total_s:.1f} s in all."
+        f"{stall.total_s:.1f} s in all; it sent each version {summary.trainer_copies:.2f} times, peers did the rest."
     )
 
 

@@ -57,6 +57,7 @@ class Summary(msgspec.Struct, frozen=True):
     reward_end: float
     mean_lag: float
     trainer_stall: Stall
+    trainer_copies: float  # that the trainer sent of each version that some rollout fetched, on average
     rollouts: list[RolloutSummary]
     faults: list[FaultSummary]
     hashes_compared: int
@@ -71,6 +72,7 @@ def summarise(events: Iterable[AnyEvent], *, steps: int, seed: int, updates: boo
     rewards = [event.reward for event in events if isinstance(event, Trained)]
     replicas = sorted({event.process for event in events if isinstance(event, Updated)})
     compared, wrong = compare_hashes(events)
+    rollouts = [_rollout(name, events) for name in replicas]
     return Summary(
         steps=steps,
         seed=seed,
@@ -81,7 +83,8 @@ def summarise(events: Iterable[AnyEvent], *, steps: int, seed: int, updates: boo
         reward_end=_mean(rewards[-END_STEPS:]),
         mean_lag=_mean([event.lag for event in events if isinstance(event, Trained)]),
         trainer_stall=_stall([event.stall_s for event in published if event.version > 0]),
-        rollouts=[_rollout(name, events) for name in replicas],
+        trainer_copies=_trainer_copies(rollouts, {e.version for e in events if isinstance(e, Updated)}),
+        rollouts=rollouts,
         faults=[_fault(event, events) for event in events if isinstance(event, Fault)],
         hashes_compared=compared,
         hashes_wrong=wrong,
@@ -135,6 +138,12 @@ def _rollout(name: str, events: Sequence[AnyEvent]) -> RolloutSummary:
         bytes_by_source=updated[-1].bytes_by_source if updated else {},
         first_bytes_by_source=updated[0].bytes_by_source if updated else {},
     )
+
+
+def _trainer_copies(rollouts: Sequence[RolloutSummary], fetched: set[int]) -> float:
+    policy_bytes = max((sum(rollout.first_bytes_by_source.values()) for rollout in rollouts), default=0)
+    sent_bytes = sum(bytes_from(rollout.bytes_by_source, trainer=True) for rollout in rollouts)
+    return sent_bytes / (policy_bytes * len(fetched)) if policy_bytes else 0.0
 
 
 def _fault(fault: Fault, events: Sequence[AnyEvent]) -> FaultSummary:
