@@ -1,0 +1,119 @@
+"""The reference server dies, falls silent, or starts again and again: transfers go on, calls wait or end in time."""
+
+import contextlib
+import time
+
+import pytest
+
+import tensorhub
+
+from .cluster import LATE_S, eventually
+from .midway import STREAMS, held_midway, read_again, release
+
+pytestmark = pytest.mark.processes
+
+
+def test_the_server_is_killed_in_mid_transfer_and_the_transfer_ends_without_it(start, figures):
+    """All chunks arrive and are verified while nobody answers; what comes next waits for the server's return."""
+    cluster = start(lease_s=6)
+    trainer, reader = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    reads, at = held_midway(cluster, reader)
+    killed = cluster.server.kill()
+    release(reader)
+    eventually(lambda: all(look["version"] == 1 for look in reader.looks()), "all chunks are in place", within_s=5.5)
+    ended_s = time.monotonic() - killed
+    cluster.judge(reader, 1)
+    assert not any(read.is_over for read in reads)  # nobody could say yet that all shards have it
+    update = trainer.start("unpublish")
+    cluster.restart_server()
+    assert [read.result() for read in reads] == [1, 1]
+    assert [call.result() for call in update] == [None, None]
+    took_s = max(call.ended for call in update) - killed
+    cluster.write(trainer, 2)
+    assert trainer.call("publish", version=2) == 2
+    assert reader.call("update", spec="latest") == 2
+    cluster.judge(reader, 2)
+    figures(
+        f"server killed at {at:.0f} %: the transfer ended {ended_s:.1f} s later without it; the next operation waited "
+        f"and succeeded {took_s:.1f} s after the kill (lease {cluster.lease_s} s)",
+        ended_s=ended_s,
+        took_s=took_s,
+    )
+
+
+def test_a_transfer_that_outlives_its_lease_stops_and_goes_on_where_it_was(start, figures):
+    """Nobody renews the lease, so what is read later does not count. The restarted server grants it again."""
+    cluster = start()
+    trainer, reader = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    reads, at = held_midway(cluster, reader)
+    cluster.server.kill()
+    eventually(lambda: all(look["lease_is_over"] for look in reader.looks()), "the lease has ended")
+    release(reader)
+    before = reader.looks()
+    cluster.restart_server()
+    assert [read.result() for read in reads] == [1, 1]
+    cluster.judge(reader, 1)
+    again = read_again(reader)
+    assert all(look["version"] is None for look in before)
+    assert again <= 2 * STREAMS * cluster.shards
+    line = f"server away from {at:.0f} % on for longer than the lease: resumed after its return"
+    figures(f"{line}, re-read {again} of {cluster.chunks} chunks", chunks_read_again=again)
+
+
+def test_calls_on_a_server_that_stands_still_end_by_their_deadline(start, figures):
+    cluster = start()
+    trainer, reader, idle = cluster.replicas("trainer", "rollout-1", "rollout-2")
+    cluster.publish(trainer, 1)
+    assert reader.call("replicate", spec="latest") == 1
+    cluster.server.stop()
+    began = time.monotonic()
+    calls = trainer.start("unpublish", timeout=1.5) + reader.start("update", spec="latest", timeout=1.5)
+    calls += idle.start("replicate", spec="latest", timeout=1.5)
+    found = [call.outcome() for call in calls]
+    late_s = max(call.ended for call in calls) - began - 1.5
+    assert all(isinstance(each, tensorhub.Unavailable) for each in found), found
+    assert late_s < LATE_S + 0.5  # each call is also held to its deadline by its own clock
+    waiting = idle.start("wait_for", spec=2, timeout=1.5) + trainer.start("check", timeout=10)
+    found = [call.outcome() for call in waiting]
+    assert [type(each) for each in found[:2]] == [tensorhub.ServerUnreachable] * 2 or all(
+        isinstance(each, tensorhub.Unavailable) for each in found[:2]
+    )
+    assert found[2:] == [None, None]  # asks nobody
+    calls = idle.start("close", timeout=1)
+    assert [call.result() for call in calls] == [None, None]
+    cluster.server.go_on()
+    cluster.publish(trainer, 2)
+    assert reader.call("update", spec="latest") == 2
+    cluster.judge(reader, 2)
+    figures(f"server stopped: every call of 1.5 s ended at most {late_s:.2f} s after its deadline", late_s=late_s)
+
+
+def test_the_server_is_restarted_three_times_in_a_row_while_versions_go_on(start, figures):
+    """`latest` never goes backwards, no number is used twice, and everybody ends with the newest."""
+    cluster = start()
+    trainer, *rollouts = cluster.replicas("trainer", "rollout-1", "rollout-2")
+    cluster.publish(trainer, 1)
+    for rollout in rollouts:
+        assert rollout.call("replicate", spec="latest") == 1
+    began = time.monotonic()
+    for version in (2, 3, 4):
+        cluster.server.kill()
+        cluster.restart_server()
+        with contextlib.suppress(tensorhub.Unavailable):  # a view has no patience: it may come while nobody listens
+            assert cluster.view().models() in ([], ["policy"])
+        trainer.call("unpublish")
+        cluster.write(trainer, version)
+        publish = trainer.start("publish", version=version)
+        cluster.server.kill()  # in mid-publish
+        cluster.restart_server()
+        assert [call.result() for call in publish] == [version] * 2
+        for rollout in rollouts:
+            assert rollout.call("update", spec="latest") == version
+            cluster.judge(rollout, version)
+    trainer.call("unpublish")
+    calls = trainer.start("publish", version=3, timeout=10)
+    assert all(isinstance(call.outcome(), tensorhub.VersionConflict) for call in calls)
+    took_s = time.monotonic() - began
+    figures(f"server killed and restarted six times during three versions: all right, in {took_s:.1f} s", took_s=took_s)
