@@ -69,6 +69,17 @@ class ReadAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadMeasured:
+    """How the open read goes, for people: by which transport, how and why so, and at what rate of late."""
+
+    ticket: Ticket
+    transport: str
+    path: str
+    why: str
+    rate_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadEnded:
     """No byte of this read can land any more. `complete`: every chunk of the version is in place, verified in time.
 
@@ -101,6 +112,7 @@ Event = (
     | Cancelled
     | Closing
     | ReadAdvanced
+    | ReadMeasured
     | ReadEnded
     | ServingStopped
     | Tick

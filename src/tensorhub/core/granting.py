@@ -61,7 +61,7 @@ def serves(server: "Server", source: WorkerId, version: Version) -> bool:
 def drained_version(server: "Server", model: Model, member: Member) -> Version | None:
     """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
     buffer = member.report.buffer
-    if not isinstance(buffer, Withdrawing | Poisoned) or server.is_recovering or server.reads.load(member.worker):
+    if not isinstance(buffer, Withdrawing | Poisoned) or server.is_recovering or _has_readers(server, member):
         return None
     if isinstance(buffer, Poisoned) or buffer.impatient or member.is_drained:
         return buffer.version
@@ -71,6 +71,19 @@ def drained_version(server: "Server", model: Model, member: Member) -> Version |
     is_last = operations.is_last_holder(server, record, member)
     is_needed = is_last and operations.is_awaited(server, model, record, member)
     return None if is_needed else buffer.version
+
+
+def _has_readers(server: "Server", source: Member) -> bool:
+    """Somebody must be waited for before the source may change its buffer.
+
+    A source that can cut its readers off itself waits neither for those whose read was taken back (they have another
+    source, or none can help them) nor for those whose connection is gone; the others wait for everybody's word.
+    """
+    reads = server.reads.from_source(source.worker)
+    if not source.hello.revocable:
+        return bool(reads)
+    readers = [server.members.get(read.reader) for read in reads if not read.is_void]
+    return any(reader is not None and reader.is_connected for reader in readers)
 
 
 def _candidates(server: "Server", record: VersionRecord, reader: Member) -> list[Candidate]:

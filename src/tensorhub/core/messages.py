@@ -82,6 +82,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     shards: int
     life: str
     endpoints: tuple[str, ...] = ()  # best first: "tcp://host:port"
+    revocable: bool = False  # it can cut its readers off itself, by every one of its endpoints
     reliable: bool = True
     site: str = ""
     host: str = ""
@@ -109,11 +110,15 @@ class Operation(_Message, frozen=True):
 
 
 class Reading(_Message, frozen=True):
-    """The one read that this worker has open; it may be about to stop."""
+    """The one read that this worker has open; it may be about to stop. The rest is for people, and may be empty yet."""
 
     ticket: Ticket
     source: WorkerId
     version: Version
+    transport: str = ""  # "local", "tcp", …
+    path: str = ""  # how that transport moves the bytes, in a few words
+    why: str = ""  # why this transport, and none that is usually better
+    rate_bytes_per_s: int = 0  # over the last second or so
 
 
 class TicketFailure(_Message, frozen=True):

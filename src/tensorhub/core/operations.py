@@ -275,7 +275,7 @@ def is_awaited(server: "Server", model: Model, record: VersionRecord, leaver: Me
         replica = model.replicas.get(name)
         worker = replica.members.get(leaver.shard) if replica is not None else None
         member = server.members.get(worker) if worker is not None else None
-        if member is None or member.worker == leaver.worker:
+        if member is None or not member.is_connected or member.worker == leaver.worker:
             continue
         buffer = member.report.buffer
         if not (isinstance(buffer, Holding | Withdrawing) and buffer.version == record.version):

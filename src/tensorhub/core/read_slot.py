@@ -7,8 +7,10 @@ to the watermark `closed` will never be read again; the server may rely on that 
 from dataclasses import dataclass, field
 from math import inf
 
+from msgspec.structs import replace
+
 from .errors import InvariantViolation
-from .events import Effect, StartRead, StopRead, Trust
+from .events import Effect, ReadMeasured, StartRead, StopRead, Trust
 from .messages import Grant, Reading
 from .names import Digest, Number, Ticket, Version, WorkerId
 
@@ -76,6 +78,12 @@ class ReadSlot:
         if self.reading is not None and not self.is_stopping:
             self.is_stopping, self.stop_reason = True, why
             self.effects.append(StopRead(self.reading.ticket))
+
+    def measured(self, event: ReadMeasured) -> None:
+        """How the open read goes: for people, nothing is decided by it."""
+        if self.reading is not None and self.reading.ticket == event.ticket:
+            told = {name: getattr(event, name) for name in ("transport", "path", "why", "rate_bytes_per_s")}
+            self.reading = replace(self.reading, **told)
 
     def ended(self, ticket: Ticket) -> tuple[Reading, bool]:
         """The read has ended, no byte of it can land any more. Returns it, and whether it ended by itself."""

@@ -16,7 +16,10 @@ MOST_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is lo
 def news_of(report: Report) -> Report:
     """What of a report is worth telling at once: all but the counters that move by themselves."""
     buffer = Filling(report.buffer.version) if isinstance(report.buffer, Filling) else report.buffer
-    return replace(report, number=0, seen=Number(0), closed=Ticket(0), buffer=buffer, received_bytes={})
+    reading = replace(report.reading, rate_bytes_per_s=0) if report.reading is not None else None
+    return replace(
+        report, number=0, seen=Number(0), closed=Ticket(0), buffer=buffer, reading=reading, received_bytes={}
+    )
 
 
 class ReportBook:

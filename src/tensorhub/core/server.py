@@ -95,13 +95,14 @@ class Server:
         return outbox + self._settle()
 
     def disconnected(self, sender: str, *, now: float) -> Outbox:
-        """The connection is gone. Nobody has died by that."""
+        """The connection is gone. Nobody has died by that, but a source that can cut this reader off need not wait."""
         outbox = self.tick(now=now)
         hello = self._hellos.pop(sender, None)
         member = self.members.get(hello.worker) if hello is not None else None
         if member is not None and member.sender == sender:
             member.is_connected = False
-        return outbox
+            self.touch_model(self.models[member.hello.model])  # a source need not wait for it any more
+        return outbox + self._settle()
 
     def tick(self, *, now: float) -> Outbox:
         """Time has passed (see `next_deadline`)."""

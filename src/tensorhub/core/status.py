@@ -32,6 +32,8 @@ def _transfers(server: "Server") -> tuple[Transfer, ...]:
         reader = server.members.get(read.reader)
         buffer = reader.report.buffer if reader is not None else Empty()
         done, chunks = (buffer.done, buffer.chunks) if isinstance(buffer, Filling) else (0, 0)
+        reading = reader.report.reading if reader is not None else None
+        told = reading if reading is not None and reading.ticket == read.ticket else None
         found.append(
             Transfer(
                 model=read.reader.model,
@@ -45,6 +47,10 @@ def _transfers(server: "Server") -> tuple[Transfer, ...]:
                 size_bytes=reader.report.size_bytes if reader is not None else 0,
                 reason=read.grant.reason,
                 is_void=read.is_void,
+                transport=told.transport if told is not None else "",
+                path=told.path if told is not None else "",
+                why=told.why if told is not None else "",
+                rate_bytes_per_s=told.rate_bytes_per_s if told is not None else 0,
             )
         )
     return tuple(sorted(found, key=lambda t: (t.model, t.version, t.target, t.shard, t.ticket)))

@@ -20,6 +20,10 @@ class Transfer(msgspec.Struct, frozen=True):
     size_bytes: int
     reason: str
     is_void: bool = False  # taken back; the target has not yet confirmed that it stopped
+    transport: str = ""  # as the target last said: which it uses, how, and why no better one
+    path: str = ""
+    why: str = ""
+    rate_bytes_per_s: int = 0  # over the target's last second or so
 
 
 class WorkerView(msgspec.Struct, frozen=True):

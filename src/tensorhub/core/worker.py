@@ -103,6 +103,8 @@ class Worker:
                 self._begin_closing(deadline, now)
             case events.ReadAdvanced():
                 self._read_advanced(event)
+            case events.ReadMeasured():
+                self.slot.measured(event)
             case events.ReadEnded():
                 self._read_ended(event, now)
             case events.ServingStopped(version=version):

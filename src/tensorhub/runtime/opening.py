@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -10,16 +11,20 @@ from functools import partial
 from uuid import uuid4
 from weakref import WeakSet
 
-from ..core.errors import ServerUnreachable, TensorHubError, UsageError
+from ..core.errors import ServerUnreachable, TensorHubError, TransportMissing, UsageError
 from ..core.messages import PROTOCOL, Hello
 from ..core.names import ModelName, ReplicaName, Shard
 from ..transport.base import Transport
+from ..transport.local import LocalSettings, LocalTransport
 from ..transport.tcp import TcpTransport
 from ..transport.tcp_settings import TcpSettings
 from .client import Client
 from .config import Options
 from .loops import in_thread, loop_thread
 
+_log = logging.getLogger(__name__)
+
+TRY_TCP = "add tcp to transports= or TENSORHUB_TRANSPORTS, and see `tensorhub doctor`"
 EXIT_S = 0.5  # for everybody together: the interpreter must not hang
 
 _clients: "WeakSet[Client]" = WeakSet()  # those that live are kept alive by the loop
@@ -32,7 +37,7 @@ async def open_client(
     try:
         async with asyncio.timeout_at(deadline):
             host = options.host or await in_thread(partial(_address_towards, options.server), name="resolve")
-            transports = await in_thread(partial(_listen, host, options.token), name="listen")
+            transports = await in_thread(partial(_listen, host, options), name="listen")
     except TimeoutError as error:
         text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
         raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
@@ -44,6 +49,7 @@ async def open_client(
         shards=shards,
         life=uuid4().hex,
         endpoints=tuple(transport.endpoint for transport in transports.values()),
+        revocable=all(transport.is_revocable for transport in transports.values()),
         reliable=reliable,
         site=options.site,
         host=socket.gethostname(),
@@ -55,14 +61,39 @@ async def open_client(
     return client
 
 
-def _listen(host: str, token: str) -> dict[str, Transport]:
-    """Listen for peers."""
+def _listen(host: str, options: Options) -> dict[str, Transport]:
+    """The transports that are wanted and can be had, in the order wanted. Those that cannot be had are logged."""
+    found: dict[str, Transport] = {}
+    missing: list[str] = []
     try:
-        tcp = TcpTransport(TcpSettings(host=host, token=token or None))
-    except OSError as error:
-        text = f"cannot listen for peers on host={host!r}: {error.strerror or error}"
-        raise UsageError(text, hint="set host= or TENSORHUB_HOST to an address of this machine") from error
-    return {"tcp": tcp}
+        for scheme in options.transports:
+            try:
+                found[scheme] = _make(scheme, host, options)
+            except TransportMissing as error:
+                missing.append(f"{scheme}: {error}")
+                _log.info("no %s transport here: %s%s", scheme, error, f" ({error.hint})" if error.hint else "")
+        if not found:
+            raise TransportMissing(f"none of the wanted transports is here: {'; '.join(missing)}", hint=TRY_TCP)
+    except BaseException:
+        for transport in found.values():
+            transport.close()
+        raise
+    return found
+
+
+def _make(scheme: str, host: str, options: Options) -> Transport:
+    token = options.token or None
+    match scheme:
+        case "local":
+            return LocalTransport(LocalSettings(token=token, allow_readers=options.ptrace))
+        case "tcp":
+            try:
+                return TcpTransport(TcpSettings(host=host, token=token))
+            except OSError as error:
+                text = f"cannot listen for peers on host={host!r}: {error.strerror or error}"
+                raise UsageError(text, hint="set host= or TENSORHUB_HOST to an address of this machine") from error
+        case _:
+            raise TransportMissing(f"this version of tensorhub has no transport {scheme!r}")
 
 
 def _address_towards(server: str) -> str:

@@ -71,6 +71,7 @@ class Process:
             shards,
             self.sender,
             endpoints=(f"sim://{self.sender}",),
+            revocable=not cluster.weather.is_one_sided,
             host=self.sender,
         )
         layout = Layout(

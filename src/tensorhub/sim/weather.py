@@ -63,7 +63,7 @@ def draw_weather(chance: Random) -> Weather:
         restart=sometimes(0.5, 0.15),
         read_error=sometimes(0.4, 0.02),
         corruption=sometimes(0.5, 0.03) if verifies else 0.0,
-        is_one_sided=chance.random() < 0.5,
+        is_one_sided=chance.random() < 0.6,
         verifies=verifies,
         drift=chance.choice((0.0, 0.02, 0.04)),
         clock_goes_back=chance.random() < 0.3,

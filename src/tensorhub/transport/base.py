@@ -96,6 +96,8 @@ class Read(Protocol):
 class Transport(Protocol):
     """Moves registered bytes between two workers."""
 
+    is_revocable: bool = False  # once `withdraw` has returned True, nothing that a peer took later ever counts there
+
     @property
     def endpoint(self) -> str:
         """Where peers reach this worker, e.g. `tcp://10.0.0.7:41234`."""

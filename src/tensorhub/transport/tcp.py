@@ -31,6 +31,7 @@ class TcpTransport(Transport):
     """Moves registered bytes between two workers over TCP. Listens from the start."""
 
     kind = "tcp"
+    is_revocable = True
 
     def __init__(self, settings: TcpSettings | None = None) -> None:
         self.settings = settings or TcpSettings()
