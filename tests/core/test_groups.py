@@ -1,0 +1,133 @@
+"""What the shards of one replica do together."""
+
+from tensorhub.core.groups import Replica
+from tensorhub.core.messages import Failure
+from tensorhub.core.names import Digest, ReplicaName, Shard, Version
+
+from .kit import told, worker
+
+ZERO, ONE = Shard(0), Shard(1)
+
+
+def replica(shards: int = 2) -> Replica:
+    members = {Shard(shard): worker("rollout", shard) for shard in range(shards)}
+    return Replica(ReplicaName("rollout"), shards, members)
+
+
+def code(failure: Failure | None) -> str:
+    return failure.code if failure is not None else ""
+
+
+def test_the_first_to_arrive_begins_it_and_the_others_join() -> None:
+    group = replica()
+    group.arrive(ZERO, told(1))
+    assert group.operation is not None
+    assert group.missing() == [1]
+    group.arrive(ONE, told(1))
+    assert group.missing() == []
+
+
+def test_the_stored_answer_is_everybodys() -> None:
+    group = replica()
+    group.arrive(ZERO, told(1))
+    assert group.operation is not None
+    group.operation.version = Version(7)
+    group.arrive(ONE, told(1))
+    assert group.answer(ZERO, told(1)).version == group.answer(ONE, told(1)).version == 7
+
+
+def test_another_verb_or_spec_is_a_mismatch_for_all() -> None:
+    for other in (told(1, "replicate"), told(1, spec="latest-1"), told(1, spec=7)):
+        group = replica()
+        group.arrive(ZERO, told(1))
+        group.arrive(ONE, other)
+        assert code(group.answer(ZERO, told(1)).error) == "group-mismatch"
+        assert code(group.answer(ONE, other).error) == "group-mismatch"
+
+
+def test_a_shard_that_gives_up_fails_it_for_the_others() -> None:
+    group = replica()
+    group.arrive(ZERO, told(1))
+    group.arrive(ONE, told(1))
+    group.note_ended(ZERO, 1, 0)
+    assert code(group.answer(ONE, told(1)).error) == "group-incomplete"
+
+
+def test_a_shard_that_saw_it_end_well_is_believed() -> None:
+    group = replica()
+    group.arrive(ONE, told(1))
+    group.note_ended(ZERO, 1, 1)
+    assert group.answer(ONE, told(1)).finished
+
+
+def test_after_a_restart_a_late_shard_hears_that_it_had_finished() -> None:
+    group = replica()
+    group.note_ended(ZERO, 5, 5)
+    group.arrive(ONE, told(5, resolved=Version(7)))
+    answer = group.answer(ONE, told(5, resolved=Version(7)))
+    assert (answer.finished, answer.version) == (True, 7)
+
+
+def test_after_a_restart_a_late_shard_hears_that_it_had_failed() -> None:
+    group = replica()
+    group.note_ended(ZERO, 5, 4)
+    group.arrive(ONE, told(5))
+    assert code(group.answer(ONE, told(5)).error) == "group-incomplete"
+
+
+def test_one_that_goes_on_fails_the_operation_it_left() -> None:
+    group = replica()
+    group.arrive(ZERO, told(1))
+    group.arrive(ONE, told(1))
+    group.arrive(ZERO, told(2))
+    assert code(group.answer(ONE, told(1)).error) == "group-incomplete"
+    assert group.answer(ZERO, told(2)).error is None
+
+
+def test_a_position_long_past_is_over() -> None:
+    group = replica()
+    for number in (1, 2, 3):
+        group.arrive(ZERO, told(number))
+    answer = group.answer(ONE, told(1))
+    assert code(answer.error) == "group-incomplete"
+
+
+def test_a_death_fails_what_the_dead_had_arrived_at() -> None:
+    group = replica()
+    group.arrive(ZERO, told(1))
+    group.arrive(ONE, told(1))
+    group.lose(ONE, "died")
+    assert code(group.answer(ZERO, told(1)).error) == "group-incomplete"
+    assert ONE not in group.members
+
+
+def test_a_death_before_it_arrived_leaves_room_for_its_next_life() -> None:
+    group = replica()
+    group.arrive(ZERO, told(1))
+    group.lose(ONE, "died")
+    assert group.answer(ZERO, told(1)).error is None
+
+
+def test_what_is_over_does_not_change() -> None:
+    group = replica()
+    group.arrive(ZERO, told(1))
+    assert group.operation is not None
+    group.operation.is_finished = True
+    group.lose(ZERO, "died")
+    group.note_ended(ONE, 1, 0)
+    assert group.operation.error is None
+
+
+def test_what_was_resolved_before_a_restart_is_believed() -> None:
+    group = replica()
+    group.arrive(ZERO, told(3, resolved=Version(7)))
+    group.arrive(ONE, told(3))
+    assert group.answer(ONE, told(3)).version == 7
+
+
+def test_roots_of_a_publish_are_kept_by_shard() -> None:
+    group = replica()
+    group.arrive(ZERO, told(1, "publish", 7, root=Digest("a")))
+    group.arrive(ONE, told(1, "publish", 7, root=Digest("b")))
+    assert group.operation is not None
+    assert group.operation.arrived == {0: "a", 1: "b"}

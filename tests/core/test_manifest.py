@@ -1,0 +1,119 @@
+"""What a shard is made of, and how two layouts differ, in words."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.core.errors import UsageError
+from tensorhub.core.manifest import (
+    DIGEST_BYTES,
+    Layout,
+    Manifest,
+    TensorSpec,
+    chunk_count,
+    decode_manifest,
+    layout_difference,
+)
+from tensorhub.core.names import Digest
+
+W = TensorSpec("w", "float32", (2, 3), (3, 1), 0, 24)
+B = TensorSpec("b", "bfloat16", (4,), (1,), 24, 8)
+
+
+def layout(*tensors: TensorSpec, size_bytes: int = 32) -> Layout:
+    return Layout(tensors, size_bytes)
+
+
+def changed(spec: TensorSpec, **more: object) -> TensorSpec:
+    return msgspec.structs.replace(spec, **more)
+
+
+DIFFERENCES = {
+    "dtype": (layout(W, changed(B, dtype="float16")), "tensor 'b' has dtype bfloat16 here and float16 there"),
+    "shape": (layout(changed(W, shape=(3, 2)), B), "tensor 'w' has shape [2, 3] here and [3, 2] there"),
+    "strides": (layout(changed(W, strides=(1, 2)), B), "tensor 'w' has strides [3, 1] here and [1, 2] there"),
+    "order": (layout(B, W), "order differs: tensor 0 is 'w' here and 'b' there"),
+    "name": (layout(W, changed(B, name="c")), "tensor 'b': bfloat16[4] exists here but not there"),
+    "fewer": (layout(W), "tensor 'b': bfloat16[4] exists here but not there"),
+    "sharing": (layout(W, changed(B, offset_bytes=0)), "tensor 'b' shares memory with other tensors in another way"),
+    "size": (layout(W, B, size_bytes=40), "the layouts differ in their total size"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_the_first_difference_names_the_tensor(what: str) -> None:
+    theirs, words = DIFFERENCES[what]
+    mine = layout(W, B)
+    assert mine.digest() != theirs.digest()
+    assert words in (layout_difference(mine, theirs) or "")
+    assert layout_difference(theirs, mine) is not None
+
+
+def test_a_tensor_more_on_the_other_side() -> None:
+    text = layout_difference(layout(W), layout(W, B), here="in a", there="in b")
+    assert text == "tensor 'b': bfloat16[4] exists in b but not in a"
+
+
+specs = st.builds(
+    TensorSpec,
+    st.sampled_from("wxyz"),
+    st.sampled_from(["float32", "int8"]),
+    st.tuples(st.integers(0, 3)),
+    st.just((1,)),
+    st.integers(0, 8),
+    st.integers(0, 8),
+)
+layouts = st.builds(Layout, st.lists(specs, max_size=4).map(tuple), st.integers(0, 16))
+
+
+@given(layouts, layouts)
+def test_a_difference_is_found_exactly_when_there_is_one(mine: Layout, theirs: Layout) -> None:
+    assert (layout_difference(mine, theirs) is None) == (mine == theirs) == (mine.digest() == theirs.digest())
+
+
+def manifest(size_bytes: int = 10, chunk_bytes: int = 4) -> Manifest:
+    digests = b"d" * (DIGEST_BYTES * chunk_count(size_bytes, chunk_bytes))
+    return Manifest(Digest("layout"), size_bytes, chunk_bytes, "xxh3-128", digests)
+
+
+def changed_manifest(**more: object) -> Manifest:
+    return msgspec.structs.replace(manifest(), **more)
+
+
+@given(st.integers(0, 100), st.integers(1, 40))
+def test_chunks_cover_the_stream_without_gap_or_overlap(size_bytes: int, chunk_bytes: int) -> None:
+    found = manifest(size_bytes, chunk_bytes)
+    ranges = [found.chunk_range(chunk) for chunk in range(found.chunk_count)]
+    assert [start for start, _ in ranges] == list(range(0, size_bytes, chunk_bytes))
+    assert [stop for _, stop in ranges] == [*[start for start, _ in ranges[1:]], *([size_bytes] if ranges else [])]
+
+
+def test_the_root_covers_everything() -> None:
+    others = [
+        changed_manifest(salt="x"),
+        changed_manifest(layout=Digest("other")),
+        changed_manifest(digests=b"e" * 48),
+        changed_manifest(chunk_bytes=5),
+        changed_manifest(size_bytes=11),
+        changed_manifest(algorithm="none"),
+    ]
+    roots = [found.root() for found in [manifest(), *others]]
+    assert len(dict.fromkeys(roots)) == len(roots)
+
+
+def test_it_travels() -> None:
+    assert decode_manifest(manifest().encode()) == manifest()
+    assert manifest().digest_of(1) == b"d" * DIGEST_BYTES
+
+
+@pytest.mark.parametrize("wrong", [{"digests": b"short"}, {"chunk_bytes": 0}, {"size_bytes": -1}])
+def test_one_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="manifest with"):
+        decode_manifest(changed_manifest(**wrong).encode())
+
+
+@given(st.binary(max_size=60))
+def test_bytes_from_a_stranger_are_refused(data: bytes) -> None:
+    with pytest.raises(UsageError, match="manifest"):
+        decode_manifest(data)

@@ -1,0 +1,102 @@
+"""The one place through which a buffer is written."""
+
+import pytest
+
+from tensorhub.core.errors import InvariantViolation
+from tensorhub.core.events import StartRead, StopRead, Trust
+from tensorhub.core.names import Number, Ticket, Version
+from tensorhub.core.read_slot import ReadSlot
+
+from .kit import grant, worker
+
+ONE = Version(1)
+
+
+def slot(*, ticket: int = 5, trust_until: float = 10.0) -> ReadSlot:
+    found = ReadSlot(worker("rollout"))
+    found.extend_trust(trust_until)
+    found.take_grant(grant(ticket))
+    return found
+
+
+def test_a_granted_read_starts_when_it_is_wanted_and_trusted() -> None:
+    found = slot()
+    assert found.may_start(ONE, 9.9)
+    assert not found.may_start(ONE, 10.0)
+    assert not found.may_start(Version(2), 0.0)
+    assert not found.may_start(None, 0.0)
+    found.start()
+    assert [type(effect) for effect in found.take_effects()] == [Trust, Trust, StartRead]
+    assert not found.may_start(ONE, 0.0)
+
+
+def test_a_ticket_that_was_closed_is_never_begun() -> None:
+    found = slot(ticket=5)
+    found.start()
+    found.ended(Ticket(5))
+    found.take_grant(grant(5))
+    assert found.grant is None
+    found.take_grant(grant(6))
+    assert found.may_start(ONE, 0.0)
+
+
+def test_a_void_grant_stops_its_read_once() -> None:
+    found = slot()
+    found.start()
+    found.take_effects()
+    found.take_grant(None)
+    found.stop_unless_granted(ONE)
+    found.stop_unless_granted(ONE)
+    assert found.take_effects() == [StopRead(Ticket(5))]
+
+
+def test_a_read_goes_on_while_its_grant_stands() -> None:
+    found = slot()
+    found.start()
+    found.take_effects()
+    found.take_grant(grant(5))
+    found.stop_unless_granted(ONE)
+    assert found.take_effects() == []
+
+
+def test_the_end_of_the_lease_stops_the_read() -> None:
+    found = slot()
+    found.start()
+    found.take_effects()
+    assert not found.lapse(9.9)
+    assert found.lapse(10.0)
+    assert found.take_effects() == [StopRead(Ticket(5))]
+
+
+def test_trust_only_grows() -> None:
+    found = slot(trust_until=10.0)
+    found.extend_trust(8.0)
+    assert found.trust_until == 10.0
+
+
+def test_how_a_read_ended_is_told() -> None:
+    found = slot()
+    found.start()
+    assert found.ended(Ticket(5))[1] is True
+    found.take_grant(grant(6))
+    found.start()
+    found.stop("for the test")
+    assert found.ended(Ticket(6))[1] is False
+
+
+def test_the_end_of_a_read_that_is_not_open_is_our_bug() -> None:
+    with pytest.raises(InvariantViolation):
+        slot().ended(Ticket(5))
+
+
+def test_the_watermark_rises_to_just_below_what_is_open() -> None:
+    found = slot(ticket=5)
+    assert found.raise_watermark(Number(9)) == 4  # waits to be begun
+    found.start()
+    found.take_grant(grant(8))
+    assert found.raise_watermark(Number(9)) == 4
+    found.ended(Ticket(5))
+    assert found.raise_watermark(Number(9)) == 7
+    found.take_grant(None)
+    assert found.raise_watermark(Number(9)) == 9
+    assert found.raise_watermark(Number(3)) == 9

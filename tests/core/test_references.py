@@ -1,0 +1,143 @@
+"""Which versions exist, what their content is, and who has them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.core.groups import Replica
+from tensorhub.core.messages import Buffer, Empty, Filling, Holding, Poisoned, Withdrawing
+from tensorhub.core.names import Digest, ModelName, ReplicaName, Shard, Version
+from tensorhub.core.references import Model, version_in
+
+from .kit import worker
+
+ROOT, OTHER, LAYOUT = Digest("root"), Digest("other"), Digest("layout")
+
+
+def model(most_versions: int = 256) -> Model:
+    return Model(ModelName("policy"), 1, most_versions)
+
+
+def trainer() -> Replica:
+    return Replica(ReplicaName("trainer"), 1)
+
+
+def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
+    failure = found.conflict(trainer(), Version(version), {Shard(0): root})
+    return failure.code if failure is not None else ""
+
+
+def test_a_number_is_free_until_somebody_uses_it() -> None:
+    assert code_of(model(), 7) == ""
+
+
+def test_a_lower_number_is_a_conflict_for_ever() -> None:
+    found = model()
+    found.note_exists(Version(7))
+    assert code_of(found, 6) == "version-conflict"
+    assert code_of(found, 8) == ""
+
+
+def test_the_same_number_stands_for_the_same_content_only() -> None:
+    found = model()
+    found.pin(worker("trainer"), Version(7), ROOT, LAYOUT)
+    found.note_exists(Version(7))
+    assert code_of(found, 7, ROOT) == ""
+    assert code_of(found, 7, OTHER) == "version-conflict"
+
+
+def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
+    found = model()
+    record = found.record(Version(7))
+    record.roots[Shard(0)] = ROOT
+    assert code_of(found, 7, OTHER) == ""  # whoever began it gave up
+    record.claims[ReplicaName("second")] = None
+    assert code_of(found, 7, OTHER) == "version-conflict"
+
+
+def test_a_holder_of_other_content_is_not_believed() -> None:
+    found = model()
+    assert found.pin(worker("a"), Version(7), ROOT, LAYOUT)
+    assert found.pin(worker("b"), Version(7), ROOT, LAYOUT)
+    assert not found.pin(worker("c"), Version(7), OTHER, LAYOUT)
+
+
+def test_latest_counts_back_over_versions_that_exist() -> None:
+    found = model()
+    for version in (3, 5, 9):
+        found.note_exists(Version(version))
+    found.record(Version(12))  # being published
+    assert found.resolve("latest") == (9, None)
+    assert found.resolve("latest-2") == (3, None)
+    assert found.resolve(5) == (5, None)
+    for spec in ("latest-3", 12, 4):
+        version, failure = found.resolve(spec)
+        assert version is None
+        assert failure is not None
+        assert failure.code == "version-unavailable"
+
+
+def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
+    found = model()
+    assert found.awaited("latest") is None
+    found.note_exists(Version(5))
+    assert [found.awaited(spec) for spec in ("latest", 4, 5, 6, "latest-1")] == [5, 5, 5, None, None]
+
+
+def test_news_is_told_once() -> None:
+    found = model()
+    assert found.note_exists(Version(5))
+    assert not found.note_exists(Version(5))
+
+
+def test_the_last_holder_is_remembered() -> None:
+    found = model()
+    held = Holding(Version(7), ROOT)
+    found.move(worker("a"), Empty(), held)
+    found.move(worker("a"), held, Empty())
+    assert found.versions[Version(7)].last_holder == "policy/a[0]"
+
+
+def test_a_failed_fill_does_not_make_a_last_holder() -> None:
+    found = model()
+    found.move(worker("a"), Empty(), Filling(Version(7)))
+    found.move(worker("a"), Filling(Version(7)), Poisoned())
+    assert found.versions[Version(7)].last_holder == ""
+
+
+def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
+    found = model(most_versions=3)
+    for version in range(1, 4):
+        found.note_exists(Version(version))
+    found.move(worker("a"), Empty(), Holding(Version(1), ROOT))
+    found.note_exists(Version(4))
+    assert sorted(found.versions) == [1, 3, 4]
+    assert found.newest == 4
+
+
+def test_the_newest_is_known_however_many_come_and_go() -> None:
+    found = model(most_versions=2)
+    found.note_exists(Version(100))
+    for version in range(1, 20):
+        found.record(Version(version))
+    assert found.resolve("latest") == (100, None)
+
+
+buffers = st.one_of(
+    st.just(Empty()),
+    st.just(Poisoned()),
+    st.builds(Filling, st.integers(1, 3)),
+    st.builds(Holding, st.integers(1, 3), st.just(ROOT)),
+    st.builds(Withdrawing, st.integers(1, 3), st.just(ROOT)),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), buffers)))
+def test_the_index_of_holders_is_what_was_last_said(moves: list[tuple[str, Buffer]]) -> None:
+    found, now = model(), {}
+    for name, buffer in moves:
+        found.move(worker(name), now.get(name), buffer)
+        now[name] = buffer
+    for version in (1, 2, 3):
+        record = found.versions.get(Version(version))
+        indexed = [who.replica for held in record.holders.values() for who in held] if record is not None else []
+        assert sorted(indexed) == sorted(name for name, buffer in now.items() if version_in(buffer) == version)

@@ -1,0 +1,246 @@
+"""Whatever is said to the reference server, in whatever order: it never raises and never contradicts itself.
+
+Two kinds of worker speak. Liars send reports that mean something (the codec lets no others through) and need not be
+true, consistent, in order, or their own. Followers do what they were told, which may rest on lies.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorhub.core.messages import (
+    Empty,
+    Filling,
+    Holding,
+    LayoutInfo,
+    Operation,
+    Orders,
+    Poisoned,
+    Reading,
+    Report,
+    TicketFailure,
+    ToServer,
+    Withdrawing,
+)
+from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
+from tensorhub.runtime.codec import decode_to_server, decode_to_worker, encode
+
+from .kit import LAYOUT, hello, worker
+
+SETTINGS = Settings(lease_s=4.0, report_s=1.0, most_versions=4, most_workers=8, most_models=2, most_failures=2)
+WORKERS = [worker(replica, shard) for replica in ("trainer", "a", "b") for shard in (0, 1)]
+FIRST_NUMBER = 100
+
+workers = st.sampled_from(WORKERS)
+versions = st.integers(1, 5).map(Version)
+roots = st.sampled_from([Digest("r"), Digest("s")])
+numbers = st.integers(0, 2 * FIRST_NUMBER)
+buffers = st.one_of(
+    st.just(Empty()),
+    st.builds(Filling, versions, st.integers(0, 4), st.integers(0, 4)),
+    st.builds(Holding, versions, roots, st.booleans()),
+    st.builds(Withdrawing, versions, roots, st.booleans(), st.booleans()),
+    st.builds(Poisoned, st.none() | versions),
+)
+specs = st.sampled_from(["latest", "latest-1", 1, 2, 3])
+operations = st.one_of(
+    st.builds(Operation, st.integers(0, 4), st.just("publish"), st.integers(1, 5), roots, st.none() | versions),
+    st.builds(Operation, st.integers(0, 4), st.just("unpublish"), st.just("")),
+    st.builds(
+        Operation,
+        st.integers(0, 4),
+        st.sampled_from(["replicate", "update"]),
+        specs,
+        st.just(Digest("")),
+        st.none() | versions,
+    ),
+)
+failures = st.builds(
+    TicketFailure,
+    numbers.map(Ticket),
+    workers,
+    st.sampled_from(["source-lost", "corrupt-transfer", "layout-mismatch", "no-such-code"]),
+    st.just("why"),
+)
+reports = st.builds(
+    Report,
+    number=st.integers(1, 60),
+    session=numbers.map(Number),
+    seen=numbers.map(Number),
+    buffer=buffers,
+    layout=st.sampled_from([Digest(""), Digest("l"), LAYOUT.digest()]),
+    size_bytes=st.integers(0, 100),
+    operation=st.none() | operations,
+    ended=st.integers(0, 4),
+    finished=st.integers(0, 4),
+    reading=st.none() | st.builds(Reading, numbers.map(Ticket), workers, versions),
+    closed=numbers.map(Ticket),
+    newest=st.none() | versions,
+    failures=st.lists(failures, max_size=3).map(tuple),
+    leaving=st.sampled_from([False, False, False, True]),
+)
+lives = st.sampled_from(["1", "2"])
+
+
+@dataclass
+class Listener:
+    """What one worker that follows its orders would say next."""
+
+    number: int = 0
+    position: int = 0
+    ended: int = 0
+    orders: Orders | None = None
+    report: Report = field(default_factory=lambda: Report(0))
+
+    def hear(self, orders: Orders) -> None:
+        if self.orders is None or orders.number > self.orders.number:
+            self.orders = orders
+            self.position = max(self.position, orders.position or 0)
+
+    def next_report(self, wish: Operation) -> Report:
+        """It fills with what is granted, holds it the next time, withdraws when it is to publish, and so on."""
+        self.number += 1
+        orders, buffer, operation = self.orders, self.report.buffer, self.report.operation
+        reading, closed = None, self.report.closed
+        answer = orders.answer if orders is not None else None
+        resolved = answer.version if answer is not None else None
+        if operation is not None and answer is not None and (answer.finished or answer.error is not None):
+            self.ended, operation = operation.number, None
+        elif operation is None:
+            operation = Operation(max(self.ended, self.position) + 1, wish.verb, wish.spec, wish.root)
+        if orders is not None and orders.grant is not None:
+            grant = orders.grant
+            if self.report.reading is not None and self.report.reading.ticket == grant.ticket:
+                buffer, closed = Holding(grant.version, grant.root), grant.ticket
+            elif isinstance(buffer, Empty | Filling) and grant.ticket > closed:
+                buffer, reading = Filling(grant.version, 1, 4), Reading(grant.ticket, grant.source, grant.version)
+        elif orders is not None and orders.drained is not None and isinstance(buffer, Withdrawing | Poisoned):
+            buffer = Empty()
+        elif operation is not None and operation.verb == "unpublish" and isinstance(buffer, Holding):
+            buffer = Withdrawing(buffer.version, buffer.root, buffer.published)
+        elif operation is not None and operation.verb == "publish" and resolved is not None:
+            buffer = Holding(resolved, operation.root, True)
+        session = orders.session if orders is not None else Number(0)
+        seen = orders.number if orders is not None else Number(0)
+        self.report = Report(
+            self.number,
+            session=session,
+            seen=seen,
+            buffer=buffer,
+            operation=operation,
+            ended=self.ended,
+            reading=reading,
+            closed=closed,
+        )
+        return self.report
+
+
+@dataclass
+class Audience:
+    """A server and all who talk to it."""
+
+    fresh: bool
+    now: float = 0.0
+    seen: dict[str, int] = field(default_factory=dict)
+    listeners: dict[str, Listener] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.server = Server(SETTINGS, self.now, FIRST_NUMBER, fresh=self.fresh)
+
+    def say(self, message: ToServer, sender: str) -> None:
+        decoded = decode_to_server(encode(message))
+        self.take(self.server.handle(decoded, sender=sender, now=self.now))
+
+    def take(self, outbox: list) -> None:
+        for sender, message in outbox:
+            assert decode_to_worker(encode(message)) == message
+            if isinstance(message, Orders):
+                assert message.number > self.seen.get(sender, 0), "orders rise"
+                self.seen[sender] = message.number
+                self.listeners.setdefault(sender, Listener()).hear(message)
+        self.server.check_invariants()
+        assert self.server.next_deadline() > self.now, "nothing is due any more"
+
+    def do(self, step: tuple) -> None:
+        what, who, life, value = step
+        sender = f"{who}#{life}"
+        match what:
+            case "hello":
+                self.say(hello(who, shards=2, life=life), sender)
+            case "lie":
+                self.say(value, sender)
+            case "follow":
+                listener = self.listeners.setdefault(sender, Listener())
+                self.say(listener.next_report(value), sender)
+            case "layout":
+                self.say(LayoutInfo(LAYOUT), sender)
+            case "disconnect":
+                self.take(self.server.disconnected(sender, now=self.now))
+            case "time":
+                self.now += value
+                self.take(self.server.tick(now=self.now))
+
+
+def step(what: str, values: st.SearchStrategy) -> st.SearchStrategy:
+    return st.tuples(st.just(what), workers, lives, values)
+
+
+nothing = st.none()
+steps = st.one_of(
+    step("hello", nothing),
+    step("lie", reports),
+    step("follow", operations),
+    step("follow", operations),
+    step("layout", nothing),
+    step("disconnect", nothing),
+    step("time", st.sampled_from([0.1, 1.0, 2.5, 5.0])),
+)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@settings(max_examples=150)
+@given(st.lists(steps, max_size=60))
+def test_it_never_raises_and_never_contradicts_itself(fresh: bool, history: list) -> None:
+    audience = Audience(fresh)
+    for who in WORKERS:
+        audience.do(("hello", who, "1", None))
+    for one in history:
+        audience.do(one)
+    audience.server.status(now=audience.now)
+    audience.do(("time", WORKERS[0], "1", 5.0))
+    audience.do(("time", WORKERS[0], "1", 5.0))
+    assert len(audience.server.members) == 0, "whoever is silent for a lease is gone"
+    assert audience.server.reads.all() == []
+
+
+@settings(max_examples=50)
+@given(st.lists(step("follow", operations), min_size=10, max_size=60))
+def test_workers_that_do_as_they_are_told_get_somewhere(history: list) -> None:
+    audience = Audience(fresh=True)
+    for who in WORKERS:
+        audience.do(("hello", who, "1", None))
+    for what, who, _, value in history:
+        audience.do((what, who, "1", value))
+
+
+def a_listener(audience: Audience, who: WorkerId) -> Listener:
+    return audience.listeners[f"{who}#1"]
+
+
+def test_the_followers_of_this_test_do_publish_and_replicate() -> None:
+    """Without this, the properties above might hold because nothing ever happens."""
+    audience = Audience(fresh=True)
+    publish, fill = Operation(0, "publish", 1, Digest("r")), Operation(0, "replicate", "latest")
+    for who in WORKERS:
+        audience.do(("hello", who, "1", None))
+    for _ in range(8):
+        for who in WORKERS:
+            audience.do(("follow", who, "1", publish if who.replica == "trainer" else fill))
+    for who in WORKERS:
+        assert isinstance(a_listener(audience, who).report.buffer, Holding), who
+    assert audience.server.models[WORKERS[0].model].newest == 1
+    assert audience.server.counters["grants"] >= 4
