@@ -7,7 +7,7 @@ tensor in the caller's thread: milliseconds for ten thousand.)
 
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -47,6 +47,7 @@ async def open(
     host: str | None = None,
     verify: str | None = None,
     chunk_bytes: int | str | None = None,
+    transports: str | Sequence[str] | None = None,
     timeout: float | None = None,  # noqa: ASYNC109 - a deadline of ours, told to the server too
     call_timeout: float | None = None,
 ) -> "Weights":
@@ -58,6 +59,7 @@ async def open(
         host=host,
         verify=verify,
         chunk_bytes=chunk_bytes,
+        transports=transports,
         connect_s=_seconds(timeout, "timeout"),
         timeout_s=_seconds(call_timeout, "call_timeout"),
     )

@@ -5,7 +5,7 @@ only waits for it, until its timeout at the latest. An interrupt (Ctrl-C) of the
 """
 
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -37,13 +37,15 @@ def open(
     host: str | None = None,
     verify: str | None = None,
     chunk_bytes: int | str | None = None,
+    transports: str | Sequence[str] | None = None,
     timeout: float | None = None,
     call_timeout: float | None = None,
 ) -> "Weights":
     """Join `model` as one shard of one replica, and connect to the reference server.
 
-    What is None comes from TENSORHUB_SERVER, _SITE, _TOKEN, _HOST, _VERIFY, _CHUNK_BYTES, _CONNECT_S (`timeout`) and
-    _TIMEOUT_S (`call_timeout`), else from its default. `timeout` is how long this call may take in seconds,
+    What is None comes from TENSORHUB_SERVER, _SITE, _TOKEN, _HOST, _VERIFY, _CHUNK_BYTES, _TRANSPORTS, _CONNECT_S
+    (`timeout`) and _TIMEOUT_S (`call_timeout`), else from its default. `transports` limits and orders the ways in which
+    this worker moves bytes, e.g. "local,tcp". `timeout` is how long this call may take in seconds,
     `call_timeout` what every later call may take unless told otherwise. `host` is the address on which peers read from
     this worker. `reliable=False` is a worker that may vanish at any time, on which nobody should rely.
 
@@ -63,6 +65,7 @@ def open(
         host=host,
         verify=verify,
         chunk_bytes=chunk_bytes,
+        transports=transports,
         timeout=timeout,
         call_timeout=call_timeout,
     )

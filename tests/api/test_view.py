@@ -24,7 +24,8 @@ def test_models_versions_and_replicas(server, join):
     assert (replica.name, replica.shards) == ("t", 1)
     (worker,) = replica.workers
     assert (worker.state, worker.version, worker.size_bytes) == ("holding", 3, array.nbytes)
-    assert worker.endpoints[0].startswith("tcp://127.0.0.1:")
+    assert [endpoint.partition("://")[0] for endpoint in worker.endpoints] == ["local", "tcp"]
+    assert worker.endpoints[1].startswith("tcp://127.0.0.1:")
     assert [model.name for model in view.status(model="other").models] == ["other"]
 
 

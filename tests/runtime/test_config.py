@@ -23,6 +23,22 @@ def test_a_variable_beats_the_default_and_an_argument_beats_both():
     assert server_settings({"TENSORHUB_LEASE_S": "20"}, lease_s=30).lease_s == 30.0
 
 
+def test_transports_are_named_in_their_order():
+    assert worker_options({}).transports == ("local", "nixl", "tcp")
+    assert worker_options({"TENSORHUB_TRANSPORTS": "tcp, local"}).transports == ("tcp", "local")
+    assert worker_options({"TENSORHUB_TRANSPORTS": "tcp"}, transports=["local"]).transports == ("local",)
+    for wrong in ([], (), [1], 5, {"tcp": 1}):
+        with pytest.raises(UsageError, match="transports"):
+            worker_options({}, transports=wrong)
+
+
+def test_a_switch():
+    assert worker_options({}).ptrace
+    assert not worker_options({"TENSORHUB_PTRACE": "no"}).ptrace
+    assert worker_options({"TENSORHUB_PTRACE": "no"}, ptrace=True).ptrace
+    assert {row.name: row.default for row in table()}["ptrace"] == "yes"
+
+
 def test_an_empty_variable_is_none():
     assert worker_options({"TENSORHUB_SERVER": ""}) == Options()
 
@@ -48,6 +64,8 @@ BAD = {
     "connect_s": ["0", "never"],
     "token": ["a\nb", "x" * 2000],
     "site": ["\x00"],
+    "transports": ["smoke", "tcp,tcp", ",", "tcp,", "TCP"],
+    "ptrace": ["maybe", "1", "True"],
 }
 
 

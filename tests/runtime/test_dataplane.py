@@ -5,13 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import SourceLost
-from tensorhub.core.events import ReadAdvanced, ReadEnded, ServingStopped
+from tensorhub.core.errors import SourceLost, TransportMissing
+from tensorhub.core.events import ReadAdvanced, ReadEnded, ReadMeasured, ServingStopped
 from tensorhub.core.messages import Grant
 from tensorhub.core.names import Digest, Ticket, Version, worker_id
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import register
 from tensorhub.runtime.dataplane import DataPlane
+from tensorhub.runtime.routes import Meter
 
 ME, SOURCE = worker_id("m", "r", 0), worker_id("m", "t", 0)
 CHUNK, CHUNKS = 100, 200
@@ -22,6 +23,8 @@ class FakeRead:
         self.sink, self.on_end = sink, on_end
         self.received_bytes = 0
         self.is_stopped = False
+
+    path = "by hand"
 
     def stop(self):
         self.is_stopped = True
@@ -44,6 +47,9 @@ class FakeTransport:
         self.may_withdraw = True
 
     endpoint = "fake://here"
+
+    def why_not(self, endpoint):
+        return "it is on the moon" if "moon" in endpoint else None
 
     def export(self, export):
         self.exports[export.key] = export
@@ -70,8 +76,9 @@ class Story:
 
     def __init__(self):
         self.told = []
-        self.transport = FakeTransport()
-        self.data = DataPlane(ME, {"fake": self.transport}, verify="full", tell=self.told.append)
+        self.transport, self.better = FakeTransport(), FakeTransport()
+        transports = {"better": self.better, "fake": self.transport}
+        self.data = DataPlane(ME, transports, verify="full", tell=self.told.append)
         self.source = np.random.default_rng(1).integers(0, 256, CHUNK * CHUNKS, dtype=np.uint8)
         self.target = np.zeros(CHUNK * CHUNKS, dtype=np.uint8)
         self.data.registration = register({"w": self.target})
@@ -252,3 +259,98 @@ def test_the_same_version_with_other_content_is_another_fill():
             read.sink.begin(s.manifest.encode())
 
     run(story)
+
+
+BOTH = ("better://there", "fake://there")
+
+
+def test_a_transport_that_cannot_work_between_these_two_is_left_for_the_next_within_the_same_grant(caplog):
+    async def story(s):
+        s.data.start_read(s.grant(10, endpoints=BOTH))
+        (first,) = s.better.reads
+        assert s.transport.reads == []
+        first.sink.begin(s.manifest.encode())
+        first.take(s.source, 0)
+        first.on_end(TransportMissing("the kernel does not let us", hint="ask it"))
+        async with asyncio.timeout(5):
+            while not s.transport.reads:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        (second,) = s.transport.reads
+        assert not any(isinstance(event, ReadEnded) for event in s.told)
+        for chunk in second.sink.begin(s.manifest.encode()):
+            assert chunk != 0
+            second.take(s.source, chunk)
+        second.on_end(None)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10), complete=True)]
+        assert s.data.received_bytes == {"t": s.source.nbytes}
+        assert s.data.bytes_by_transport == {"better": CHUNK, "fake": s.source.nbytes - CHUNK}
+        s.told.clear()
+        s.data.start_read(s.grant(11, endpoints=BOTH))
+        assert (len(s.better.reads), len(s.transport.reads)) == (1, 2)
+        (measured, *_) = await s.until(ReadMeasured)
+        assert (measured.transport, measured.path) == ("fake", "by hand")
+        assert "the kernel does not let us" in measured.why
+        s.data.start_read(s.grant(12, endpoints=("better://another peer",)))
+        assert len(s.better.reads) == 2
+
+    with caplog.at_level("INFO", "tensorhub.runtime.routes"):
+        run(story)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{ME}: no better from {SOURCE}: the kernel does not let us (ask it)"
+    ]
+
+
+def test_a_source_that_is_lost_is_not_tried_on_another_way():
+    async def story(s):
+        s.data.start_read(s.grant(10, endpoints=BOTH))
+        s.better.reads[0].on_end(SourceLost("gone"))
+        (ended,) = await s.until(ReadEnded)
+        assert ended.failure.code == "source-lost"
+        assert s.transport.reads == []
+
+    run(story)
+
+
+def test_a_way_that_its_endpoint_excludes_is_not_tried():
+    async def story(s):
+        s.data.start_read(s.grant(10, endpoints=("better://moon", "fake://there")))
+        assert (len(s.better.reads), len(s.transport.reads)) == (0, 1)
+        (measured, *_) = await s.until(ReadMeasured)
+        assert measured.why == "better: it is on the moon"
+        s.transport.reads[0].on_end(None)
+        await s.until(ReadEnded)
+        s.told.clear()
+        s.data.start_read(s.grant(11, endpoints=("better://moon",)))
+        (ended,) = await s.until(ReadEnded)
+        assert ended.failure.code == "transport-missing"
+        assert "moon" in ended.failure.message
+
+    run(story)
+
+
+def test_a_read_that_is_stopped_while_its_transport_fails_tries_no_other():
+    async def story(s):
+        s.data.start_read(s.grant(10, endpoints=BOTH))
+        s.data.stop_read(Ticket(10))
+        s.better.reads[0].on_end(TransportMissing("too late"))
+        (ended,) = await s.until(ReadEnded)
+        assert s.transport.reads == []
+        assert not ended.complete
+
+    run(story)
+
+
+def test_the_rate_is_that_of_the_last_second():
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    clock, read = Clock(), FakeRead(None, None)
+    meter = Meter(read, clock)
+    for tenth in range(1, 51):
+        clock.now, read.received_bytes = tenth / 10, tenth * 100 if tenth <= 30 else 3000
+        rate = meter.look().rate_bytes_per_s
+        assert rate == (1000 if tenth <= 30 else max(0, round(1000 - (tenth - 30) * 100)))
+    assert meter.average().rate_bytes_per_s == 600

@@ -174,12 +174,19 @@ def _reading(transfer: Transfer, rates: dict[int, float]) -> Text:
     if transfer.is_void:
         return Text(f"stops reading from {transfer.source}", style="dim")
     text = Text.assemble("reads from ", (transfer.source, "bold"))
+    if transfer.transport:
+        text.append(" by ").append(transfer.transport, style="bold")
     if transfer.chunks:
         text.append(f", {size_text(bytes_done(transfer))} of {size_text(transfer.size_bytes)}")
-    if transfer.ticket in rates:
-        text.append(f" at {size_text(rates[transfer.ticket])}/s", style="cyan")
+    rate = transfer.rate_bytes_per_s or rates.get(transfer.ticket)  # the target's own count is the finer one
+    if rate is not None:
+        text.append(f" at {size_text(rate)}/s", style="cyan")
     if transfer.reason:
         text.append(f": {transfer.reason}", style="dim")
+    if transfer.path:
+        text.append(f"; {transfer.path}", style="dim")
+    if transfer.why:
+        text.append(f"\n  not by {transfer.why}", style="yellow")
     return text
 
 

@@ -130,6 +130,7 @@ class Client:
         return {
             **driver.worker.statistics(),
             "bytes_by_source": dict(driver.data.received_bytes),
+            "bytes_by_transport": dict(driver.data.bytes_by_transport),
             "sent_bytes": data.get("sent_bytes", 0),
             "connects": driver.line.connects,
             "is_connected": driver.line.is_connected,

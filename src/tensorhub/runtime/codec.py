@@ -84,6 +84,9 @@ def _nonsense_of(message: ToServer) -> str:
                 return "a number out of range"
             if len(message.failures) > MOST_FAILURES or any(len(f.message) > MOST_TEXT for f in message.failures):
                 return "too many or too long failures"
+            reading = message.reading
+            if reading is not None and len(reading.transport + reading.path + reading.why) > MOST_TEXT:
+                return "too long words about its read"
             return _nonsense_of_operation(message.operation)
         case LayoutInfo(layout=layout):
             sizes = [layout.size_bytes, *(n for t in layout.tensors for n in (t.offset_bytes, t.size_bytes, *t.shape))]
@@ -120,5 +123,6 @@ def _numbers_of(report: Report) -> Iterator[int]:
         yield from (report.operation.number, report.operation.resolved or 0)
     if report.reading is not None:
         yield from (report.reading.ticket, report.reading.version, report.reading.source.shard)
+        yield report.reading.rate_bytes_per_s
     for failure in report.failures:
         yield from (failure.ticket, failure.source.shard)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
 from ..core.settings import Settings
+from ..transport.choose import PREFERENCE
 
 DEFAULT_PORT = 7450
 MIB = 1 << 20
@@ -95,6 +96,25 @@ def parse_verify(value: object, what: str) -> Verify:
     raise UsageError(f'{what}={value!r} is neither "full" nor "none"')
 
 
+def parse_transports(value: object, what: str) -> tuple[str, ...]:
+    """Names of transports in order of preference: "local,tcp", or a sequence of names."""
+    words = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+    names = tuple(word.strip() if isinstance(word, str) else "" for word in words)
+    if not names or len(set(names)) < len(names) or not set(names) <= set(PREFERENCE):
+        known = ", ".join(PREFERENCE)
+        raise UsageError(f"{what}={value!r} does not name transports, each once", hint=f"use some of {known}")
+    return names
+
+
+def parse_switch(value: object, what: str) -> bool:
+    """True or False; of a variable, "yes" or "no"."""
+    if isinstance(value, bool):
+        return value
+    if value in ("yes", "no"):
+        return value == "yes"
+    raise UsageError(f'{what}={value!r} is neither "yes" nor "no"')
+
+
 def _option(default: T, parse: Callable[[object, str], T], text: str) -> T:
     return field(default=default, metadata={"parse": parse, "text": text})
 
@@ -110,6 +130,8 @@ class Options:
     # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB
     chunk_bytes: int = _option(4 * MIB, parse_chunk_bytes, "the unit of progress, verification and resumption")
     verify: Verify = _option("full", parse_verify, 'check every chunk on arrival: "full" or "none"')
+    transports: tuple[str, ...] = _option(PREFERENCE, parse_transports, "ways to move bytes, best first")
+    ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
     # a lease is 10 s: by then the place of a predecessor that died is free
     connect_s: float = _option(15.0, parse_seconds, "how long open() waits for the reference server")
     timeout_s: float = _option(300.0, parse_seconds, "how long every other call may take")
@@ -198,6 +220,10 @@ def _given(
 
 
 def _shown(each: "Field[object]") -> str:
+    if isinstance(each.default, bool):
+        return "yes" if each.default else "no"
+    if isinstance(each.default, tuple):
+        return ",".join(each.default)
     return "" if each.default in ("", MISSING) else str(each.default)
 
 

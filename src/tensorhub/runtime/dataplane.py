@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Mapping
 
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
-from ..core.events import Event, ReadAdvanced, ReadEnded, ServingStopped
+from ..core.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ServingStopped
 from ..core.manifest import Manifest
 from ..core.messages import MOST_TEXT, Failure, Grant
 from ..core.names import Digest, Ticket, Version, WorkerId
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
 from ..transport.base import Export, Read, Transport
+from ..transport.choose import Way
 from ..transport.progress import Progress
 from .config import Verify
 from .loops import in_thread
+from .routes import MEASURE_EVERY_S, Meter, Routes
 from .trust import Lease, TrustedSink
 
 _log = logging.getLogger(__name__)
@@ -70,8 +72,12 @@ class OpenRead:
         self.grant = grant
         self.content = content
         self.sink = sink
+        self.ways: list[Way] = []  # left to try
+        self.way: Way | None = None  # under way
         self.read: Read | None = None
+        self.meter: Meter | None = None
         self.counted_bytes = 0
+        self.measured: ReadMeasured | None = None
         self.told = -1
         self.is_waking = False
 
@@ -82,13 +88,15 @@ class DataPlane:
     def __init__(
         self, me: WorkerId, transports: Mapping[str, Transport], *, verify: Verify, tell: Callable[[Event], None]
     ) -> None:
-        """`transports` by the scheme of their endpoints. `tell` hands an event to the machine, in the loop."""
+        """`transports` by scheme, best first. `tell` hands an event to the machine, in the loop."""
         self.me = me
         self.registration: Registration | None = None
         self.content: Content | None = None
         self.received_bytes: dict[str, int] = {}
+        self.bytes_by_transport: dict[str, int] = {}
         self.is_closed = False
         self._transports = transports
+        self._routes = Routes(me, transports)
         self._verify = verify
         self._tell = tell
         self._loop = asyncio.get_running_loop()
@@ -130,11 +138,8 @@ class DataPlane:
         assert content.fill is not None
         reading = self._reading = OpenRead(grant, content, TrustedSink(content.fill, self._lease))
         try:
-            scheme, endpoint = self._reachable(grant)
-            transport = self._transports[scheme]
-            reading.read = transport.read(
-                endpoint, content.key, reading.sink, lambda error: self._wake(self._ended, reading, error)
-            )
+            reading.ways = self._routes.to(grant)
+            self._read(reading)
         except TensorHubError as error:
             self._loop.call_soon(self._ended, reading, error)
 
@@ -185,15 +190,28 @@ class DataPlane:
         )
         return content
 
-    def _reachable(self, grant: Grant) -> tuple[str, str]:
-        for endpoint in grant.endpoints:
-            scheme = endpoint.partition("://")[0]
-            if scheme in self._transports:
-                return scheme, endpoint
-        theirs = ", ".join(endpoint.partition("://")[0] for endpoint in grant.endpoints) or "none"
-        raise TransportMissing(
-            f"{self.me} and {grant.source} share no transport: here {', '.join(self._transports)}, there {theirs}"
+    def _read(self, reading: OpenRead) -> None:
+        """Begin to read on the next way."""
+        way = reading.way = reading.ways.pop(0)
+        reading.counted_bytes = 0
+        reading.read = self._transports[way.scheme].read(
+            way.endpoint, reading.content.key, reading.sink, lambda error: self._wake(self._ended, reading, error)
         )
+        is_first = reading.meter is None
+        reading.meter = Meter(reading.read)
+        if is_first:
+            self._loop.call_soon(self._measure, reading)
+
+    def _measure(self, reading: OpenRead) -> None:
+        """In the loop, now and then: tell how it goes."""
+        if self._reading is reading and reading.way is not None and reading.meter is not None:
+            way, found = reading.way, reading.meter.look()
+            why = way.why[: MOST_TEXT // 2]
+            told = ReadMeasured(reading.grant.ticket, way.scheme, found.path, why, found.rate_bytes_per_s)
+            if told != reading.measured:
+                reading.measured = told
+                self._tell(told)
+            self._loop.call_later(MEASURE_EVERY_S, self._measure, reading)
 
     def _begun(self, content: Content, fill: FillSink) -> None:
         """In a transport's thread: the manifest is known, so peers may read behind us."""
@@ -232,15 +250,26 @@ class DataPlane:
     def _count(self, reading: OpenRead) -> None:
         if reading.read is not None:
             replica, received = reading.grant.source.replica, reading.read.received_bytes
-            self.received_bytes[replica] = self.received_bytes.get(replica, 0) + received - reading.counted_bytes
-            reading.counted_bytes = received
+            news, reading.counted_bytes = received - reading.counted_bytes, received
+            self.received_bytes[replica] = self.received_bytes.get(replica, 0) + news
+            if reading.way is not None:
+                scheme = reading.way.scheme
+                self.bytes_by_transport[scheme] = self.bytes_by_transport.get(scheme, 0) + news
 
     def _ended(self, reading: OpenRead, error: TensorHubError | None) -> None:
         """In the loop, after the last byte of this read."""
         if self._reading is not reading:
             return
         self._tell_progress(reading)
+        if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
+            self._routes.failed(reading.way, reading.grant.source, error)
+            try:
+                reading.ways = self._routes.to(reading.grant)
+                return self._read(reading)
+            except TensorHubError as nothing_left:
+                error = nothing_left
         self._reading = None
+        self._log_end(reading)
         progress = reading.content.progress
         is_complete = progress is not None and progress.is_complete
         failure = None
@@ -250,6 +279,16 @@ class DataPlane:
             failure = Failure(error.code, f"{error}"[:MOST_TEXT], error.hint or "")
             _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
         self._tell(ReadEnded(reading.grant.ticket, is_complete, failure))
+
+    def _log_end(self, reading: OpenRead) -> None:
+        if reading.way is not None and reading.meter is not None and reading.counted_bytes:
+            found, grant = reading.meter.average(), reading.grant
+            _log.info(
+                "%s: version %d from %s: %.1f MiB by %s (%s) at %.1f MiB/s%s",
+                *(self.me, grant.version, grant.source, reading.counted_bytes / 2**20),
+                *(reading.way.scheme, found.path, found.rate_bytes_per_s / 2**20),
+                f"; not by {reading.way.why}" if reading.way.why else "",
+            )
 
     # --- serving ------------------------------------------------------------------------------------------------------
 

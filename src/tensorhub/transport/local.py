@@ -17,6 +17,7 @@ The digest is checked besides, by the same thread, while the bytes are in its ca
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..core.errors import TransportMissing
 from .base import OnEnd, Sink
 from .local_host import allow_readers, here, parse_endpoint
 from .local_memory import probe_self
@@ -67,7 +68,10 @@ class LocalTransport(TcpTransport):
         super().__init__(settings.as_tcp())
 
     def make_server(self) -> TcpServer:
-        return LocalServer(self.settings, self._place, self._book)
+        try:
+            return LocalServer(self.settings, self._place, self._book)
+        except OSError as error:
+            raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
         return LocalRead(self.settings, endpoint, key, sink, ending, self._place, self._book)

@@ -151,4 +151,5 @@ class TcpRead(Read):
 
 
 def counted(number: int, noun: str) -> str:
+    """1 stream, 2 streams."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

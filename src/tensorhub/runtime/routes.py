@@ -1,0 +1,94 @@
+"""Which way each read of this worker goes: the facts for `transport.choose`, and the memory of what does not work.
+
+A transport that cannot work between this worker and a peer is tried once; then the next one is taken within the same
+grant, and never the first again for that peer. The reason is logged once. Used in the worker's loop only.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..core.errors import TensorHubError, TransportMissing
+from ..core.messages import MOST_TEXT, Grant
+from ..core.names import WorkerId
+from ..transport.base import Read, Transport
+from ..transport.choose import Way, choose, scheme_of
+
+_log = logging.getLogger(__name__)
+
+MOST_FAILED = 4096  # endpoints remembered; one of each life of each peer
+RATE_OVER_S = 1.0
+MEASURE_EVERY_S = 0.5  # twice for each report
+
+
+class Routes:
+    """The ways from here to the sources."""
+
+    def __init__(self, me: WorkerId, transports: Mapping[str, Transport]) -> None:
+        """`transports` by scheme, best first."""
+        self._me = me
+        self._transports = transports
+        self._failed: dict[str, str] = {}
+
+    def to(self, grant: Grant) -> list[Way]:
+        """Ways to the grant's source, best first. Raises `TransportMissing`, which says why, if there is none."""
+        excluded = {endpoint: why for endpoint in grant.endpoints if (why := self._why_not(endpoint))}
+        ways, reasons = choose(grant.endpoints, tuple(self._transports), excluded)
+        if ways:
+            return list(ways)
+        theirs = ", ".join(map(scheme_of, grant.endpoints)) or "none"
+        raise TransportMissing(
+            f"{self._me} and {grant.source} share no transport: here {', '.join(self._transports)}, there {theirs}"
+            + "".join(f"; {reason}" for reason in reasons),
+            hint="see what each of them has with `tensorhub doctor`, and what TENSORHUB_TRANSPORTS allows",
+        )
+
+    def failed(self, way: Way, source: WorkerId, error: TensorHubError) -> None:
+        """This way cannot work, whatever the source does."""
+        if way.endpoint not in self._failed:
+            hint = f" ({error.hint})" if error.hint else ""
+            _log.info("%s: no %s from %s: %s%s", self._me, way.scheme, source, error, hint)
+            while len(self._failed) >= MOST_FAILED:
+                del self._failed[next(iter(self._failed))]
+            self._failed[way.endpoint] = f"{error}"[: MOST_TEXT // 4]
+
+    def _why_not(self, endpoint: str) -> str | None:
+        transport = self._transports.get(scheme_of(endpoint))
+        return self._failed.get(endpoint) or (transport.why_not(endpoint) if transport is not None else None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How a read goes."""
+
+    path: str
+    rate_bytes_per_s: int
+
+
+class Meter:
+    """The rate of one read over about the last second."""
+
+    def __init__(self, read: Read, clock: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque([(clock(), read.received_bytes)])
+        self.began = clock()
+
+    def look(self) -> Measured:
+        """How it goes now."""
+        now, received = self._clock(), self._read.received_bytes
+        self._seen.append((now, received))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - RATE_OVER_S:
+            self._seen.popleft()
+        then, before = self._seen[0]
+        return Measured(self._read.path, _rate(received - before, now - then))
+
+    def average(self) -> Measured:
+        """From its beginning until now."""
+        return Measured(self._read.path, _rate(self._read.received_bytes, self._clock() - self.began))
+
+
+def _rate(size_bytes: int, seconds: float) -> int:
+    return round(size_bytes / seconds) if seconds > 0 else 0
