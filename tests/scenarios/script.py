@@ -109,7 +109,8 @@ def _worker(stage: Stage, words: list[str]) -> None:
     if "with" in words:
         at = words.index("with")
         words, tensors = words[:at], " ".join(words[at + 1 :])
-    (name,), options = _options(words, ("of", "host"))
+    revocable = "revocable" in words
+    (name,), options = _options([word for word in words if word != "revocable"], ("of", "host"))
     model, _, short = name.rpartition(":")
     replica, _, shard = short.partition("/")
     shards = int(options.get("of", "1"))
@@ -125,6 +126,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
                 shards,
                 life,
                 endpoints=(f"link://{life}",),
+                revocable=revocable,
                 host=options.get("host", life),
             ),
             _layout(tensors),
