@@ -376,6 +376,11 @@ class Cluster:
         found = {replica.name: replica for replica in self.view().replicas("policy")}
         return {worker.shard: worker.state for worker in found[name].workers} if name in found else {}
 
+    def is_known(self, name):
+        """Whether the server believes that this worker lives."""
+        replica, _, shard = name.partition("/")
+        return int(shard) in self.states(replica)
+
     def sources(self, target):
         """From whom a replica reads now, by shard."""
         reads = [t for t in self.view().transfers() if t.target == target and not t.is_void]
