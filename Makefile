@@ -15,7 +15,7 @@ BIN := .venv/bin
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test e2e sim storm mutants demo gpu bless docs clean
+.PHONY: help setup check format test e2e sim storm mutants bench demo gpu bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -62,6 +62,10 @@ storm: setup ## simulate new seeds for MINUTES (10); a seed that fails is printe
 mutants: setup ## remove each protective line in turn: some seed must notice
 	@echo "mutants: each protective line removed in turn"
 	@$(BIN)/python -m tests.mutants $(ARGS)
+
+bench: setup ## measure it beside plain programs and peers; table, JSON and picture in out/bench (ARGS="--quick")
+	@echo "bench: each figure beside what a user would otherwise take; on a quiet machine, please (docs/benchmarks.md)"
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 gpu: setup ## only the tests that need a CUDA device; elsewhere each says why it is skipped
 	@echo "gpu: CUDA tensors"

@@ -1,0 +1,307 @@
+"""A process of the benchmarks: does what it is told over stdin, line by line in JSON, and answers over stdout.
+
+Every command runs in a thread of its own, so that a transfer under way can be watched. What is timed is timed here, by
+the monotonic clock, which all processes of a machine share. It ends when its stdin does, or with its parent.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+import tensorhub
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.fill import FillSink
+from tensorhub.memory.registration import register
+from tensorhub.transport.base import Export, Transport
+from tensorhub.transport.progress import Progress
+
+from .plain import MIB, RawReader, RawSource, read_memory
+
+PATIENCE_S = 120.0
+KEY = "benchmark"
+_PR_SET_PDEATHSIG = 1
+
+
+def cpu_s() -> float:
+    """Seconds of CPU of all threads of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def filled(size_bytes: int, seed: int) -> np.ndarray:
+    """Content in which no two chunks are alike; touched. Seed 0: zeros."""
+    array = np.empty(size_bytes, dtype=np.uint8)
+    if seed == 0:
+        array[:] = 0
+        return array
+    noise = np.random.default_rng(seed).integers(0, 256, size=8 * MIB + 4099, dtype=np.uint8)
+    for start in range(0, size_bytes, len(noise)):
+        part = array[start : start + len(noise)]
+        part[:] = noise[: len(part)]
+        part[:8] = np.frombuffer((start + seed).to_bytes(8, "little"), dtype=np.uint8)[: len(part)]
+    return array
+
+
+class Actor:
+    """What a process has, and the commands that it knows."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, np.ndarray] = {}
+        self.weights: dict[str, tensorhub.Weights] = {}
+        self.transports: dict[str, Transport] = {}
+        self.raw_source: RawSource | None = None
+        self.raw_readers: dict[int, RawReader] = {}
+        self._other: np.ndarray | None = None
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, size_bytes: int, seed: int = 0, tensors: int = 1) -> int:
+        """Tensors of equal size, each an allocation of its own. Returns the first one's address."""
+        self.tensors = {}
+        if tensors == 1:
+            self.tensors["w"] = filled(size_bytes, seed)
+        else:
+            content = filled(size_bytes, seed).reshape(tensors, -1)
+            self.tensors = {f"w{index}": content[index].copy() for index in range(tensors)}
+        return int(next(iter(self.tensors.values())).ctypes.data)
+
+    def clear(self) -> None:
+        """As if nothing had come."""
+        for array in self.tensors.values():
+            array[:] = 0
+
+    def change(self, seed: int) -> None:
+        """A step of training: a few bytes of each tensor."""
+        for array in self.tensors.values():
+            array[:8] = np.frombuffer(seed.to_bytes(8, "little"), dtype=np.uint8)
+
+    def digest(self) -> str:
+        hasher = xxhash.xxh3_128()
+        for array in self.tensors.values():
+            hasher.update(memoryview(array))
+        return hasher.hexdigest()
+
+    def _whole(self) -> np.ndarray:
+        return self.tensors["w"]
+
+    # --- what it costs ------------------------------------------------------------------------------------------------
+
+    def cpu(self) -> float:
+        return cpu_s()
+
+    def reset_peak(self) -> None:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+    def usage(self) -> dict[str, int]:
+        """Bytes resident now and at their peak, descriptors, threads, sockets."""
+        with open("/proc/self/status") as file:
+            sizes = dict(re.findall(r"^(VmHWM|VmRSS|Threads):\s+(\d+)", file.read(), re.MULTILINE))
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                links.append(os.readlink(f"/proc/self/fd/{name}"))
+        return {
+            "peak_bytes": int(sizes["VmHWM"]) * 1024,
+            "resident_bytes": int(sizes["VmRSS"]) * 1024,
+            "threads": int(sizes["Threads"]),
+            "descriptors": len(links),
+            "sockets": sum(link.startswith("socket:") for link in links),
+        }
+
+    def arrived_bytes(self) -> int:
+        """What the links of this network namespace have carried to us, headers and all."""
+        with open("/proc/self/net/dev") as file:
+            rows = [line.split() for line in file if "eth0:" in line]
+        return sum(int(row[1]) for row in rows)
+
+    def _timed(self, work: Callable[[], object]) -> dict[str, float]:
+        before = cpu_s()
+        began = time.monotonic()
+        work()
+        ended = time.monotonic()
+        return {"seconds": ended - began, "began": began, "ended": ended, "cpu_s": cpu_s() - before}
+
+    # --- plain ways ---------------------------------------------------------------------------------------------------
+
+    def copy_memory(self) -> dict[str, float]:
+        """memcpy inside this process, from memory that was touched."""
+        target = self._whole()
+        if self._other is None or len(self._other) != len(target):
+            self._other = filled(len(target), 1)
+        source = self._other
+        return self._timed(lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, len(target)))
+
+    def forget_copy(self) -> None:
+        self._other = None
+
+    def read_vm(self, pid: int, address: int, threads: int) -> dict[str, float]:
+        array = self._whole()
+        return self._timed(lambda: read_memory(pid, address, array.ctypes.data, len(array), threads=threads))
+
+    def serve_raw(self, host: str = "127.0.0.1") -> int:
+        self.raw_source = RawSource(memoryview(self._whole()), host)
+        return self.raw_source.port
+
+    def read_raw(self, host: str, port: int, streams: int) -> dict[str, float]:
+        if streams not in self.raw_readers:
+            self.raw_readers[streams] = RawReader(host, port, streams)
+        view = memoryview(self._whole())
+        return self._timed(lambda: self.raw_readers[streams].read(view))
+
+    # --- a transport alone --------------------------------------------------------------------------------------------
+
+    def _transport(self, kind: str, host: str = "127.0.0.1") -> Transport:
+        if kind not in self.transports:
+            if kind == "local":
+                from tensorhub.transport.local import LocalTransport
+
+                self.transports[kind] = LocalTransport()
+            else:
+                from tensorhub.transport.tcp import TcpTransport
+                from tensorhub.transport.tcp_settings import TcpSettings
+
+                self.transports[kind] = TcpTransport(TcpSettings(host=host))
+        return self.transports[kind]
+
+    def export(self, kinds: list[str], host: str = "127.0.0.1", chunk_bytes: int = 4 * MIB) -> dict[str, object]:
+        """Let everybody read the tensors. Returns the content's root and the endpoints of the kinds that work here."""
+        registration = register(self.tensors)
+        manifest = build_manifest(registration, chunk_bytes)
+        body, endpoints, errors = manifest.encode(), {}, {}
+        for kind in kinds:
+            try:
+                transport = self._transport(kind, host)
+            except (ImportError, tensorhub.TensorHubError) as error:
+                errors[kind] = str(error)
+                continue
+            progress = Progress(manifest.chunk_count, complete=True)
+            transport.export(Export(KEY, body, chunk_bytes, registration.stream, progress))
+            endpoints[kind] = transport.endpoint
+        return {"root": str(manifest.root()), "endpoints": endpoints, "errors": errors}
+
+    def read_transport(
+        self, kind: str, endpoint: str, root: str, verify: str = "full", host: str = "127.0.0.1"
+    ) -> dict[str, float]:
+        """Fill the tensors through one transport, judged by the sink that the product uses."""
+        transport = self._transport(kind, host)
+        registration = register(self.tensors)
+
+        def read() -> None:
+            sink = FillSink(registration, root, verify=verify)  # type: ignore[arg-type]
+            ended, errors = threading.Event(), []
+
+            def on_end(error: Exception | None) -> None:
+                errors.append(error)
+                ended.set()
+
+            transport.read(endpoint, KEY, sink, on_end)
+            if not ended.wait(PATIENCE_S):
+                raise TimeoutError(f"the read from {endpoint} has not ended")
+            if errors[0] is not None:
+                raise errors[0]
+            if not sink.progress.is_complete:
+                raise RuntimeError("the read ended before its last chunk")
+
+        return self._timed(read)
+
+    # --- the public API -----------------------------------------------------------------------------------------------
+
+    def open(self, name: str = "", transports: str = "", **options: object) -> None:
+        """Open and register. `name` tells several of one process apart."""
+        if transports:
+            os.environ["TENSORHUB_TRANSPORTS"] = transports
+        weights = tensorhub.open(**options)  # type: ignore[arg-type]
+        self.weights[name] = weights
+        weights.register(self.tensors)
+
+    def call(self, verb: str, name: str = "", **arguments: object) -> dict[str, float]:
+        """A call of `Weights`, timed."""
+        return self._timed(lambda: getattr(self.weights[name], verb)(**arguments))
+
+    def close(self, name: str = "") -> None:
+        self.weights.pop(name).close(timeout=20)
+
+    def look(self, name: str = "") -> dict[str, object]:
+        weights = self.weights[name]
+        return {"progress": weights.progress, "version": weights.version, "statistics": weights.statistics()}
+
+    def follow(
+        self, name: str = "", within_s: float = 60.0, until: float = 2.0, **arguments: object
+    ) -> dict[str, object]:
+        """Replicate, and note when bytes of each source were first and last seen to come (2 ms)."""
+        weights, seen, is_over = self.weights[name], {}, threading.Event()
+        self.is_under_way = is_over
+
+        def watch() -> None:
+            counts: dict[str, int] = {}
+            while not is_over.wait(0.002):
+                now, found = time.monotonic(), _by_source(weights)
+                for source, size_bytes in found.items():
+                    if size_bytes > counts.get(source, 0):
+                        seen.setdefault(source, [now, now])[1] = now
+                counts = found
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            timed = self._timed(lambda: weights.replicate(timeout=within_s))
+        finally:
+            is_over.set()
+            watcher.join()
+        return {**timed, "seen": seen, "bytes_by_source": _by_source(weights)}
+
+    def await_progress(self, share: float, name: str = "", within_s: float = 60.0) -> float:
+        """Wait until so much of the fill is in place. Returns when that was."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            done, chunks = self.weights[name].progress
+            if chunks and done >= share * chunks:
+                return time.monotonic()
+            time.sleep(0.001)
+        raise TimeoutError(f"not {share:.0%} in place within {within_s} s")
+
+
+def _by_source(weights: tensorhub.Weights) -> dict[str, int]:
+    found = weights.statistics()["bytes_by_source"]
+    assert isinstance(found, dict)
+    return found
+
+
+def _carry_out(actor: Actor, command: dict[str, object], say: Callable[[dict[str, object]], None]) -> None:
+    answer: dict[str, object] = {"id": command.pop("id")}
+    try:
+        answer["value"] = getattr(actor, str(command.pop("do")))(**command)
+    except BaseException as error:  # noqa: BLE001 - the top of a thread: told to the parent
+        answer["error"] = f"{type(error).__name__}: {error}"
+    say(answer)
+
+
+def main() -> None:
+    """Until stdin ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    actor, saying = Actor(), threading.Lock()
+
+    def say(answer: dict[str, object]) -> None:
+        with saying:
+            print(json.dumps(answer), flush=True)
+
+    say({"id": 0, "value": os.getpid()})
+    for line in sys.stdin:
+        threading.Thread(target=_carry_out, args=(actor, json.loads(line), say), daemon=True).start()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The benchmarks: that they run, never how fast."""
