@@ -115,7 +115,7 @@ class TrainerApp(App):
         self._content = 0
 
     def next_step(self) -> None:
-        if self.phase == "rest" and self.is_settling and self.published is not None:
+        if self.phase in ("rest", "mistake") and self.is_settling:
             self.world.after(0.5, self.next_step)
         elif self.phase == "publish":
             self._publish()
