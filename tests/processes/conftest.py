@@ -3,14 +3,17 @@
 import pytest
 
 from .cluster import Cluster
-from .memory import MemoryPool
+from .process import WorkerPool
 
 SAID = pytest.StashKey[list]()
 
 
 @pytest.fixture(scope="session")
-def pool():
-    return MemoryPool()
+def pool(tmp_path_factory):
+    """Worker processes, from one scenario to the next."""
+    found = WorkerPool(tmp_path_factory.mktemp("workers"))
+    yield found
+    found.close()
 
 
 @pytest.fixture

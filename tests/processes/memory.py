@@ -82,18 +82,3 @@ class Contents:
 @cache
 def _noise(size_bytes):
     return np.random.default_rng(1).integers(0, 2**64, size=size_bytes // 8, dtype=np.uint64)
-
-
-class MemoryPool:
-    """Memory that was touched once is quick to use again; nobody else has a use for the descriptors."""
-
-    def __init__(self):
-        self._free = {}
-
-    def take(self, size_bytes):
-        free = self._free.setdefault(size_bytes, [])
-        return free.pop() if free else Memory(size_bytes)
-
-    def give_back(self, memory):
-        """No process but ours has it any more."""
-        self._free[memory.size_bytes].append(memory)

@@ -6,8 +6,9 @@ import pytest
 
 import tensorhub
 
-from .cluster import Replica, eventually
+from .cluster import Replica
 from .midway import held_midway, release
+from .process import eventually
 
 pytestmark = pytest.mark.processes
 

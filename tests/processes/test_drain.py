@@ -6,8 +6,8 @@ import pytest
 
 import tensorhub
 
-from .cluster import Died, eventually
 from .midway import held_midway, read_again, release
+from .process import Died, eventually
 
 pytestmark = pytest.mark.processes
 

@@ -4,8 +4,9 @@ import pytest
 
 import tensorhub
 
-from .cluster import Died, Replica, eventually
+from .cluster import Replica
 from .midway import held_midway, release
+from .process import Died, eventually
 
 pytestmark = pytest.mark.processes
 

@@ -1,14 +1,13 @@
 """The reference server dies, falls silent, or starts again and again: transfers go on, calls wait or end in time."""
 
-import contextlib
 import time
 
 import pytest
 
 import tensorhub
 
-from .cluster import LATE_S, eventually
 from .midway import STREAMS, held_midway, read_again, release
+from .process import LATE_S, eventually
 
 pytestmark = pytest.mark.processes
 
@@ -99,10 +98,6 @@ def test_the_server_is_restarted_three_times_in_a_row_while_versions_go_on(start
         assert rollout.call("replicate", spec="latest") == 1
     began = time.monotonic()
     for version in (2, 3, 4):
-        cluster.server.kill()
-        cluster.restart_server()
-        with contextlib.suppress(tensorhub.Unavailable):  # a view has no patience: it may come while nobody listens
-            assert cluster.view().models() in ([], ["policy"])
         trainer.call("unpublish")
         cluster.write(trainer, version)
         publish = trainer.start("publish", version=version)
@@ -116,4 +111,4 @@ def test_the_server_is_restarted_three_times_in_a_row_while_versions_go_on(start
     calls = trainer.start("publish", version=3, timeout=10)
     assert all(isinstance(call.outcome(), tensorhub.VersionConflict) for call in calls)
     took_s = time.monotonic() - began
-    figures(f"server killed and restarted six times during three versions: all right, in {took_s:.1f} s", took_s=took_s)
+    figures(f"server killed in mid-publish of three versions in a row: all right, in {took_s:.1f} s", took_s=took_s)

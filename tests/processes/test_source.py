@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from .cluster import eventually
 from .memory import CHUNK_BYTES
 from .midway import STREAMS, held_midway, read_again, release
+from .process import eventually
 
 pytestmark = pytest.mark.processes
 

@@ -14,7 +14,8 @@ import pytest
 
 import tensorhub
 
-from .cluster import Died, Replica, eventually
+from .cluster import Replica
+from .process import Died, eventually
 
 pytestmark = pytest.mark.processes
 

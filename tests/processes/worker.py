@@ -13,6 +13,7 @@ It ends when stdin does; SIGUSR1 writes the stacks of all threads to stderr.
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import json
 import logging
 import mmap
@@ -130,10 +131,19 @@ class WorkerProcess:
     def release(self, which):
         self.valves[which].open()
 
+    def reset(self):
+        """Forget the weights that were closed; tells what is left of them."""
+        self.weights = None
+        for valve in self.valves.values():
+            valve.set()
+        gc.collect()
+        return self.look()
+
     def look(self):
         """How things are here, without asking anybody."""
         weights = self.weights
         return {
+            "is_open": weights is not None,
             "version": weights.version if weights else None,
             "progress": weights.progress if weights else (0, 0),
             "statistics": weights.statistics() if weights else {},
