@@ -287,3 +287,52 @@ def test_prefixes_are_told_in_order_even_if_the_owner_is_slow(
     for thread in (first, second):
         thread.join(20)
     assert told == [1, 2]
+
+
+def deliver(sink: FillSink, chunk: int, data: bytes, parts: Sequence[tuple[int, int]]) -> None:
+    """A chunk that is looked at in these parts, (offset, size) each, while it comes in."""
+    start = chunk * sink.chunk_bytes
+    with sink.stream.writing(start, start + len(data)) as views:
+        scatter(data, views)
+        flat = memoryview(data)
+        for offset, size in parts:
+            sink.arrived(chunk, offset, [flat[offset : offset + size]])
+        sink.accept(chunk, views)
+    sink.stored(chunk)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0, 1000)],
+        [(0, 300), (300, 300), (600, 400)],
+        [(0, 300)],  # the rest was not shown: the whole is hashed
+        [(300, 700)],
+        [(0, 300), (600, 400)],
+        [(0, 1000), (0, 500), (500, 500)],  # begun again, from another source perhaps
+    ],
+)
+def test_a_chunk_that_is_looked_at_while_it_comes_is_judged_all_the_same(
+    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray], parts: list[tuple[int, int]]
+) -> None:
+    sink = FillSink(register(filled), manifest.root())
+    sink.begin(manifest.encode())
+    data = image(source)[CHUNK : 2 * CHUNK]
+    wrong = bytearray(data)
+    wrong[450] ^= 1
+    with pytest.raises(CorruptTransfer, match="chunk 1"):
+        deliver(sink, 1, bytes(wrong), parts)
+    deliver(sink, 1, data, parts)
+    assert sink.progress.has(1)
+
+
+@pytest.mark.parametrize("parts", [[], [(0, 1000)], [(0, 400), (400, 600)]])
+def test_a_read_that_broke_off_inside_a_chunk_leaves_nothing_that_counts(
+    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray], parts: list[tuple[int, int]]
+) -> None:
+    sink = FillSink(register(filled), manifest.root())
+    sink.begin(manifest.encode())
+    data = image(source)[:CHUNK]
+    sink.arrived(0, 0, [memoryview(b"x" * 400)])
+    deliver(sink, 0, data, parts)
+    assert sink.progress.has(0)

@@ -178,6 +178,7 @@ class Target:
         count = chunk_count(len(right), chunk_bytes)
         self.progress = Progress(count)
         self.order: list[int] = []
+        self.arrivals: dict[int, list[tuple[int, int]]] = {}  # offset and size of what came of each chunk
         self.manifest: bytes | None = None
         self._wanted = range(count) if wanted is None else wanted
         self._digests = [xxhash.xxh3_128_digest(right[i * chunk_bytes : (i + 1) * chunk_bytes]) for i in range(count)]
@@ -190,6 +191,10 @@ class Target:
         if self._begin_error is not None:
             raise self._begin_error
         return self._wanted
+
+    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
+        assert self.stream.inside > 0, "arrived is called inside the writing block"
+        self.arrivals.setdefault(chunk, []).append((offset, sum(map(len, views))))
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         assert self.stream.inside > 0, "accept is called inside the writing block"

@@ -31,12 +31,30 @@ NO_ALGORITHM = "none"
 MAX_THREADS = 8  # 8 cores at 20-30 GiB/s read more than the memory bus of one socket gives
 
 
+class Hashing:
+    """A digest of bytes that come one after another."""
+
+    def __init__(self) -> None:
+        self._hasher = xxhash.xxh3_128()
+        self.size_bytes = 0
+
+    def update(self, views: Iterable[memoryview]) -> None:
+        """More bytes."""
+        for view in views:
+            self._hasher.update(view)
+            self.size_bytes += view.nbytes
+
+    def digest(self) -> bytes:
+        """Of all so far (16 bytes)."""
+        found: bytes = self._hasher.digest()
+        return found
+
+
 def digest(views: Iterable[memoryview]) -> bytes:
     """The digest of the views' bytes, one after another (16 bytes)."""
-    hasher = xxhash.xxh3_128()
-    for view in views:
-        hasher.update(view)
-    return hasher.digest()
+    hashing = Hashing()
+    hashing.update(views)
+    return hashing.digest()
 
 
 def check_verify(verify: str) -> None:

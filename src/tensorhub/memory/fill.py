@@ -27,7 +27,7 @@ from ..core.manifest import Manifest, decode_manifest
 from ..core.names import Digest
 from ..transport.base import ByteStream
 from ..transport.progress import Progress
-from .digests import ALGORITHM, NO_ALGORITHM, Verify, check_verify, digest, tensors_of
+from .digests import ALGORITHM, NO_ALGORITHM, Hashing, Verify, check_verify, digest, tensors_of
 from .registration import Registration
 
 NAMES_SHOWN = 3  # of the tensors in a bad chunk; a chunk of 4 MiB can hold thousands
@@ -63,6 +63,7 @@ class FillSink:
         self._manifest_bytes = b""
         self._progress: Progress | None = None
         self._accepted = bytearray()
+        self._hashing: dict[int, Hashing] = {}  # chunks on their way, each in one thread
         self._revoked: TensorHubError | None = None
         self._bytes_verified = self._bytes_unverified = self._bytes_rejected = 0
         self._lock = threading.Lock()
@@ -124,6 +125,15 @@ class FillSink:
         progress = self.progress
         return [chunk for chunk in range(progress.chunk_count) if not progress.has(chunk)]
 
+    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
+        """Hash a part of a chunk as soon as it is there. `accept` needs no more for it, whatever comes in between."""
+        if self._verify != "full":
+            return
+        begun = Hashing() if offset == 0 else self._hashing.get(chunk)
+        if begun is not None and begun.size_bytes == offset:
+            begun.update(views)
+            self._hashing[chunk] = begun
+
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         """Judge received bytes. `CorruptTransfer` names the chunk, its bytes and its tensors."""
         manifest = self.manifest
@@ -133,7 +143,10 @@ class FillSink:
         size_bytes = sum(view.nbytes for view in views)
         is_checked = self._verify == "full"
         is_good = size_bytes == stop - start
-        found = digest(views) if is_checked and is_good else b""
+        begun = self._hashing.pop(chunk, None)
+        found = b""
+        if is_checked and is_good:
+            found = begun.digest() if begun is not None and begun.size_bytes == size_bytes else digest(views)
         if is_checked and is_good:
             is_good = found == manifest.digest_of(chunk)
         with self._lock:

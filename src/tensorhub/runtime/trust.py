@@ -45,6 +45,9 @@ class TrustedSink:
         self._check()
         return self._fill.begin(manifest)
 
+    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
+        self._fill.arrived(chunk, offset, views)
+
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         self._check()
         self._fill.accept(chunk, views)

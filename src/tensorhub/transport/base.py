@@ -66,6 +66,14 @@ class Sink(Protocol):
         """Take the source's manifest; return the chunks wanted, in order. Raises if the content is not the expected."""
         ...
 
+    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
+        """A chunk's bytes from `offset` on have come into `views`: look at them now, while a cache has them.
+
+        A courtesy, which a transport may leave out. It begins each chunk with offset 0, and what it has shown does not
+        change any more before `accept`.
+        """
+        ...
+
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         """Judge a chunk that has just been received into `views`. Raises `CorruptTransfer` if it is not right."""
         ...

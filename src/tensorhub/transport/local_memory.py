@@ -62,6 +62,8 @@ class Addresses:
     def part(self, start: int, stop: int) -> "array[int]":
         """Bytes [start, stop) of the stream as iovecs (address, length, address, …), at most IOV_MAX of them."""
         first = bisect_right(self._starts, start) - 1
+        if first + 1 == len(self._starts) or self._starts[first + 1] >= stop:  # one piece, as most parts are
+            return array("Q", (self.pairs[2 * first] + start - self._starts[first], stop - start))
         last = min(bisect_left(self._starts, stop), first + IOV_MAX)
         part = self.pairs[2 * first : 2 * last]
         end = self._starts[last - 1] + part[-1]
@@ -77,9 +79,11 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> "array[int]":
     pairs = array("Q")
     end = -1
     for address, length in ranges:
+        if not length:
+            continue
         if address == end:
             pairs[-1] += length
-        elif length:
+        else:
             pairs.extend((address, length))
         end = address + length
     return pairs
@@ -103,6 +107,16 @@ class Seal:
     def break_(self) -> None:
         """From now on nothing that anybody reads of this export counts."""
         ctypes.memset(self._memory, 0, SEAL_BYTES)
+
+
+class Token:
+    """A seal as its reader knows it, and room to read it into. For one thread."""
+
+    def __init__(self, address: int, value: bytes) -> None:
+        self.value = value
+        self.found = ctypes.create_string_buffer(SEAL_BYTES)
+        self.theirs = array("Q", (address, SEAL_BYTES))
+        self.ours = array("Q", (ctypes.addressof(self.found), SEAL_BYTES))
 
 
 class Lost(Exception):
@@ -147,13 +161,10 @@ class Process:
             end = min(stop, start + CALL_BYTES)
             start += self._copy(theirs.part(start, end), ours.part(start, end))
 
-    def read_bytes(self, address: int, size_bytes: int) -> bytes:
-        """A few bytes."""
-        found = ctypes.create_string_buffer(size_bytes)
-        theirs, ours = array("Q", (address, size_bytes)), array("Q", (ctypes.addressof(found), size_bytes))
-        if self._copy(theirs, ours) != size_bytes:
-            raise Lost(f"process {self.pid} has nothing at the address that it named")
-        return found.raw
+    def has(self, token: "Token") -> bool:
+        """Whether it has these bytes there now. Raises `Lost`, `TransportMissing`."""
+        ctypes.memset(token.found, 0, SEAL_BYTES)
+        return self._copy(token.theirs, token.ours) == SEAL_BYTES and token.found.raw == token.value
 
     def _copy(self, theirs: "array[int]", ours: "array[int]") -> int:
         """One call of the kernel; the number of bytes that it has moved, which is at least one."""
@@ -190,7 +201,7 @@ def probe_self() -> None:
     """Raises `TransportMissing` if not even this process can be read: no such call, or a filter."""
     process, seal = Process(os.getpid()), Seal()
     try:
-        if process.read_bytes(seal.address, SEAL_BYTES) != seal.value:
+        if not process.has(Token(seal.address, seal.value)):
             raise TransportMissing("process_vm_readv gives other bytes than there are", hint="use tcp")
     except Lost as error:
         raise TransportMissing(f"process_vm_readv does not work here: {error}", hint="use tcp") from error

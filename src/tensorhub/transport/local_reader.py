@@ -17,7 +17,7 @@ from ..core.errors import TensorHubError, TransportMissing
 from . import tcp_wire
 from .base import OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
-from .local_memory import SEAL_BYTES, Addresses, Lost, Process
+from .local_memory import Addresses, Lost, Process, Token
 from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, SEAL, AddressBook, credentials_of
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
@@ -28,30 +28,31 @@ _CANNOT = ("user", "memory")  # refusals that are no fault of the source: anothe
 
 
 class Remote:
-    """The source's memory. Shared by the threads of a read."""
+    """The source's memory, for one thread of a read."""
 
     def __init__(self, process: Process, addresses: Addresses, seal_address: int, seal: bytes) -> None:
-        self.process = process
-        self.addresses = addresses
-        self._seal_address = seal_address
-        self._seal = seal
+        self._process = process
+        self._addresses = addresses
+        self._token = Token(seal_address, seal)
+
+    def again(self) -> "Remote":
+        """The same for another thread."""
+        return Remote(self._process, self._addresses, self._token.theirs[0], self._token.value)
 
     @property
     def is_sealed(self) -> bool:
         """The export has not ended, and this is still the process that made it."""
-        return self.process.read_bytes(self._seal_address, SEAL_BYTES) == self._seal
+        return self._process.has(self._token)
 
     def read(self, start: int, stop: int, ours: Addresses) -> None:
-        """Raises `Lost` unless the bytes are those that the source exports; `TransportMissing` if they never can be."""
+        """Copy what is there now; `is_sealed` tells if it counts. Raises `TransportMissing` if it never can work."""
         try:
-            self.process.read(start, stop, self.addresses, ours)
+            self._process.read(start, stop, self._addresses, ours)
         except Lost as error:
             if self.is_sealed:  # it is there and means it, and yet these pages are not for the kernel to read
-                text = f"the memory that process {self.process.pid} exports cannot be read from outside: {error}"
+                text = f"the memory that process {self._process.pid} exports cannot be read from outside: {error}"
                 raise TransportMissing(text, hint="memory of a device's driver? tcp reads it from inside") from error
             raise
-        if not self.is_sealed:
-            raise Lost("it has taken its promise back")
 
 
 class LocalJob(Job):
@@ -132,6 +133,8 @@ class LocalStream(Stream):
         self._ready = range(0)  # announced, and not yet begun
         self._read_bytes = self._told_bytes = 0
         self._size_bytes = 0
+        self._remote: Remote | None = None
+        self._ours: Addresses | None = None  # None: the sink's memory has no lasting addresses
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         welcome = super().greet(wants_manifest=wants_manifest)
@@ -187,14 +190,23 @@ class LocalStream(Stream):
         self._ready = self._ready[1:]
 
     def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
-        remote = self._its.remote
-        assert remote is not None, "bytes before addresses"
-        ours = self._its.book.of(self.job.sink.stream) or Addresses.of_views(views, start)
+        if self._remote is None:
+            assert self._its.remote is not None, "bytes before addresses"
+            self._remote = self._its.remote.again()
+            self._ours = self._its.book.of(self.job.sink.stream)
         try:
-            remote.read(start, stop, ours)
+            self._remote.read(start, stop, self._ours or Addresses.of_views(views, start))
         except Lost as error:
             raise self._left() from error
-        self._read_bytes += stop - start
+
+    def taken(self, size_bytes: int) -> None:
+        """What was copied counts if the seal is still there."""
+        try:
+            if self._remote is None or not self._remote.is_sealed:
+                raise self._left()
+        except Lost as error:
+            raise self._left() from error
+        self._read_bytes += size_bytes
         if not self.asked and self._read_bytes > self._told_bytes:  # perhaps the last: nothing may be left to ask for
             self._tell()
 

@@ -36,6 +36,9 @@ class TcpSettings:
     stream_bytes: int = (
         8 * MIB
     )  # what makes a further stream worth its connection (0.3 ms, which is 2 MiB): four times that
+    block_bytes: int = (
+        2 * MIB
+    )  # received, then hashed while a cache has it; smaller ones cost more calls than they save
     max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait
     congestion: str | None = (
         "cubic"  # BBR paces loopback and a LAN down by a third; "bbr" across sites; None: the kernel's
@@ -49,7 +52,8 @@ class TcpSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in ("silence_s", "connect_s", "streams", "stream_bytes", "max_connections", "ahead_s", "ahead_bytes"):
+        sizes = ("streams", "stream_bytes", "block_bytes", "ahead_bytes", "max_connections")
+        for name in ("silence_s", "connect_s", "ahead_s", *sizes):
             if getattr(self, name) <= 0:
                 raise UsageError(f"tcp transport: {name} is {getattr(self, name)}, but must be more than 0")
 

@@ -250,13 +250,21 @@ class Stream:
         """Put bytes [start, stop) of the stream into `views`."""
         self.wire.receive_into(views)
 
+    def taken(self, size_bytes: int) -> None:
+        """All bytes of a chunk are there."""
+
     def _receive_chunk(self, chunk: int) -> None:
         job, sink = self.job, self.job.sink
         start = chunk * sink.chunk_bytes
         stop = min(start + sink.chunk_bytes, sink.stream.size_bytes)
         self.await_chunk(chunk, stop - start)
         with sink.stream.writing(start, stop) as views:
-            self.take_bytes(start, stop, views)
+            at = start
+            for size_bytes, block in blocks_of(views, job.settings.block_bytes):
+                self.take_bytes(at, at + size_bytes, block)
+                sink.arrived(chunk, at - start, block)
+                at += size_bytes
+            self.taken(stop - start)
             job.count_received(stop - start)
             sink.accept(chunk, views)
         sink.stored(chunk)
@@ -272,3 +280,19 @@ class Stream:
                 return kind, length, number
             if length:
                 raise Garbled(f"a keepalive with {length} B")
+
+
+def blocks_of(views: Sequence[memoryview], block_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """The views in runs of about `block_bytes`, with the size of each; larger views are cut, small ones stay whole."""
+    run: list[memoryview] = []
+    size_bytes = 0
+    for view in views:
+        for first in range(0, view.nbytes, block_bytes):
+            part = view if view.nbytes <= block_bytes else view[first : first + block_bytes]
+            run.append(part)
+            size_bytes += part.nbytes
+            if size_bytes >= block_bytes:
+                yield size_bytes, run
+                run, size_bytes = [], 0
+    if run:
+        yield size_bytes, run

@@ -1,0 +1,331 @@
+"""The parts of the local transport: addresses, seals, processes, places; and what it does where it cannot work."""
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.core.errors import Refused, SourceLost, TransportMissing
+from tensorhub.transport import local_host, local_memory
+from tensorhub.transport.base import Export
+from tensorhub.transport.local import LocalSettings, LocalTransport
+from tensorhub.transport.local_host import Place, format_endpoint, here, parse_endpoint
+from tensorhub.transport.local_memory import IOV_MAX, Addresses, Lost, Process, Seal, Token
+from tensorhub.transport.progress import Progress
+
+from . import kit
+from .kit import DEADLINE_S, MIB, Gate, Target, content, full, read_all, start_read
+
+CHUNK = 4096
+Local = Callable[..., LocalTransport]
+
+
+@pytest.fixture
+def local(nothing_left_behind: None) -> Iterator[Local]:
+    made: list[LocalTransport] = []
+
+    def one(**settings: object) -> LocalTransport:
+        made.append(LocalTransport(LocalSettings(**settings)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=40), st.data())
+def test_a_part_of_the_addresses_is_that_part_of_the_bytes(gaps: list[tuple[int, int]], data: st.DataObject) -> None:
+    ranges, at = [], 1000
+    for gap, length in gaps:
+        at += gap
+        ranges.append((at, length))
+        at += length
+    every = [address + i for address, length in ranges for i in range(length)]
+    addresses = Addresses.of_ranges(ranges)
+    assert addresses.stop == len(every)
+    assert Addresses.decode(memoryview(addresses.pairs.tobytes())).pairs == addresses.pairs
+    if every:
+        start = data.draw(st.integers(0, len(every) - 1))
+        stop = data.draw(st.integers(start + 1, len(every)))
+        pairs = addresses.part(start, stop).tolist()
+        part = list(zip(pairs[0::2], pairs[1::2], strict=True))
+        assert [address + i for address, length in part for i in range(length)] == every[start:stop]
+        assert all(length for _, length in part)
+
+
+def test_neighbours_are_one_piece() -> None:
+    pairs = Addresses.of_ranges([(100, 10), (110, 5), (120, 0), (120, 3), (123, 1)]).pairs
+    assert pairs.tolist() == [100, 15, 120, 4]
+
+
+def test_a_part_is_what_one_call_can_take() -> None:
+    addresses = Addresses.of_ranges([(100 * i, 7) for i in range(5000)])
+    assert len(addresses.part(3, 35_000)) == 2 * IOV_MAX
+
+
+@pytest.mark.parametrize("data", [b"x", bytes(8), bytes(16), b"\xff" * 64])
+def test_addresses_that_are_none(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"address|byte|length"):
+        Addresses.decode(memoryview(data))
+
+
+# -- seals and processes -----------------------------------------------------------------------------------------------
+
+
+def test_a_seal_stands_until_it_is_broken() -> None:
+    process, seal = Process(os.getpid()), Seal()
+    token = Token(seal.address, seal.value)
+    assert process.has(token)
+    assert not process.has(Token(seal.address, bytes(16)))
+    seal.break_()
+    assert not process.has(token)
+    process.close()
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_a_process_that_ended_is_never_asked_again(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_pidfd:
+        monkeypatch.setattr(os, "pidfd_open", _unknown_call)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = Process(child.pid)
+    process.check()
+    monkeypatch.setattr(process, "_read", pytest.fail)
+    child.kill()
+    child.communicate()
+    with pytest.raises(Lost):
+        process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]))
+    process.close()
+
+
+def test_a_recycled_pid_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pidfd: the PID is alive, but began at another time."""
+    monkeypatch.setattr(os, "pidfd_open", _unknown_call)
+    process = Process(os.getpid())
+    process.check()
+    monkeypatch.setattr(process, "_started", "12345")
+    with pytest.raises(Lost, match="another one"):
+        process.check()
+
+
+def test_nobody_there() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    with pytest.raises(Lost):
+        Process(child.pid)
+
+
+def _unknown_call(*_: object) -> int:
+    raise OSError(errno.ENOSYS, "no such call")
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_endpoint_says_where_it_is() -> None:
+    place = here()
+    assert parse_endpoint(format_endpoint(place, "tensorhub-1-ab")) == (place, "tensorhub-1-ab")
+
+
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        ({"boot": "f00"}, "another host"),
+        ({"pid_namespace": 1}, "PID namespace"),
+        ({"network_namespace": 1}, "network namespace"),
+        ({"user": 4711}, "user 4711"),
+    ],
+)
+def test_who_cannot_be_read_is_known_before_anybody_tries(local: Local, there: dict[str, object], why: str) -> None:
+    reader, source = local(), local()
+    assert reader.why_not(source.endpoint) is None
+    endpoint = format_endpoint(replace(here(), **there), "nobody")  # type: ignore[arg-type]
+    said = reader.why_not(endpoint)
+    assert said is not None
+    assert why in said
+    error = read_all(reader, endpoint, "k", Target(content(1), CHUNK))
+    assert isinstance(error, TransportMissing)
+    assert why in str(error)
+    assert reader.why_not("local://nonsense")
+
+
+def test_a_host_without_proc_has_no_local_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    local_host._here.cache_clear()
+    monkeypatch.setattr(local_host, "_namespace", _unknown_call)
+    with pytest.raises(TransportMissing, match="/proc"):
+        LocalTransport()
+    local_host._here.cache_clear()
+
+
+def test_the_place_is_the_users_own() -> None:
+    assert here().user == os.geteuid()
+    assert Place("a", 1, 2, 3).difference(Place("a", 1, 2, 3)) is None
+
+
+# -- where it cannot work ----------------------------------------------------------------------------------------------
+
+
+def _refuse(number: int) -> Callable[..., int]:
+    def refused(*_: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    return refused
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_kernel_that_refuses_is_found_out_before_anything_is_begun(
+    local: Local, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = content(3 * CHUNK)
+    source, reader = local(), local()
+    source.export(full("k", right, CHUNK))
+    monkeypatch.setattr(local_memory, "_function", lambda: _refuse(number))
+    target = Target(right, CHUNK)
+    read, ended = start_read(reader, source.endpoint, "k", target)
+    error = ended.wait()
+    assert isinstance(error, TransportMissing)
+    assert os.strerror(number) in str(error)
+    assert error.hint
+    assert target.manifest is None
+    assert read.received_bytes == 0
+    with pytest.raises(TransportMissing):
+        LocalTransport()
+
+
+@pytest.mark.parametrize(("scope", "hint"), [("1", "TENSORHUB_PTRACE"), ("2", "ptrace_scope=1"), ("", "SYS_PTRACE")])
+def test_the_remedy_fits_the_host(scope: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    yama = tmp_path / "ptrace_scope"
+    yama.write_text(scope)
+    monkeypatch.setattr(local_host, "YAMA", str(yama))
+    assert hint in local_host.remedy()
+
+
+def test_memory_that_has_no_addresses_is_not_served_but_the_reason_is(local: Local) -> None:
+    """As a device's, which is staged block by block."""
+
+    class Staged:
+        size_bytes = 3 * CHUNK
+        reading = writing = None
+
+    source, reader = local(), local()
+    source.export(Export("k", b"", CHUNK, Staged(), Progress(3, complete=True)))  # type: ignore[arg-type]
+    error = read_all(reader, source.endpoint, "k", Target(content(3 * CHUNK), CHUNK))
+    assert isinstance(error, TransportMissing)
+    assert "device" in str(error)
+
+
+def test_memory_that_the_kernel_will_not_read_is_the_transports_fault_and_not_the_sources(local: Local) -> None:
+    class Nowhere(kit.Pieces):
+        def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+            return [(1 << 40, stop - start)]
+
+    right = content(2 * CHUNK)
+    source, reader = local(), local()
+    source.export(Export("k", b"", CHUNK, Nowhere(right), Progress(2, complete=True)))
+    error = read_all(reader, source.endpoint, "k", Target(right, CHUNK))
+    assert isinstance(error, TransportMissing)
+    assert "Bad address" in str(error)
+
+
+def test_a_target_without_lasting_addresses_is_filled_too(local: Local) -> None:
+    """As a device's, whose bytes come through a ring."""
+
+    class Staged:
+        def __init__(self, memory: bytearray) -> None:
+            self._pieces = kit.Pieces(memory, 1000)
+            self.size_bytes, self.writing = len(memory), self._pieces.writing
+            self.reading = self.writing
+
+        @property
+        def inside(self) -> int:
+            return self._pieces.inside
+
+    right = content(2 * MIB + 17)
+    source, reader = local(), local()
+    source.export(full("k", right, MIB, piece_bytes=333))
+    target = Target(right, MIB)
+    target.stream = Staged(target.buffer)  # type: ignore[assignment]
+    assert read_all(reader, source.endpoint, "k", target) is None
+    assert target.buffer == right
+
+
+def test_token(local: Local) -> None:
+    right = content(CHUNK)
+    source = local(token="only for friends")
+    source.export(full("k", right, CHUNK))
+    assert read_all(local(token="only for friends"), source.endpoint, "k", Target(right, CHUNK)) is None
+    error = read_all(local(), source.endpoint, "k", Target(right, CHUNK))
+    assert isinstance(error, SourceLost)
+    assert isinstance(error.__cause__, Refused)
+
+
+STRANGER = """
+import os, sys
+sys.path.insert(0, sys.argv[3])
+import kit
+from tensorhub.transport import local_host
+os.setuid(65534)
+reader = kit.KINDS["local-1"].make(5.0)
+place, name = local_host.parse_endpoint(sys.argv[1])
+mine = local_host.format_endpoint(local_host.here(), name)
+for endpoint in (sys.argv[1], mine):
+    error = kit.read_all(reader, endpoint, "k", kit.Target(kit.content(4096), 4096))
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.processes
+def test_another_user_is_refused_by_both_sides(local: Local) -> None:
+    source = local()
+    source.export(full("k", content(CHUNK), CHUNK))
+    command = [sys.executable, "-c", STRANGER, source.endpoint, "", str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("TransportMissing")
+    assert "user 0, this worker as user 65534" in first
+    assert second.startswith("TransportMissing")  # it lied about itself; the kernel does not
+    assert "reader as user 65534" in second
+    assert source.statistics()["sent_bytes"] == 0
+
+
+def test_what_is_read_while_the_promise_is_taken_back_is_not_even_judged(local: Local) -> None:
+    """The reader copies after the withdrawal: as one that was stopped between an announcement and its copy."""
+    right = content(4 * MIB)
+    memory = bytearray(right)
+    source, reader = local(), local(threads=1)
+    source.export(full("k", memory, MIB))
+    gate = Gate()
+    target = Target(right, MIB, gates={0: gate})
+    _, ended = start_read(reader, source.endpoint, "k", target)
+    assert gate.reached.wait(DEADLINE_S)
+    assert source.withdraw("k", timeout_s=DEADLINE_S)
+    memory[:] = b"\xee" * len(memory)
+    gate.release.set()
+    error = ended.wait()
+    assert isinstance(error, SourceLost)
+    assert "withdrawn" in str(error)
+    assert target.order == [0]
+    assert bytes(target.buffer[MIB : MIB + 4]) == b"\xee" * 4  # chunk 1 was copied, and came to nothing
+
+
+def test_chunks_arrive_in_blocks_and_in_order(local: Local) -> None:
+    right = content(3 * MIB)
+    source, reader = local(), local(block_bytes=300_000)
+    source.export(full("k", right, MIB))
+    target = Target(right, MIB)
+    assert read_all(reader, source.endpoint, "k", target) is None
+    for arrivals in target.arrivals.values():
+        assert [offset for offset, _ in arrivals] == [0, 300_000, 600_000, 900_000]
+        assert sum(size for _, size in arrivals) == MIB
