@@ -101,7 +101,7 @@ def _settings(stage: Stage, words: list[str]) -> None:
 
 
 def _server(stage: Stage, words: list[str]) -> None:
-    stage.start_server(fresh="restarted" not in words)
+    stage.start_server(fresh="restarted" not in words, first_number=1 if "backwards" in words else None)
 
 
 def _worker(stage: Stage, words: list[str]) -> None:

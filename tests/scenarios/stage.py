@@ -76,10 +76,11 @@ class Stage:
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
-    def start_server(self, *, fresh: bool) -> None:
+    def start_server(self, *, fresh: bool, first_number: int | None = None) -> None:
         assert self.server is None, "the server is running"
         self.server_lives += 1
-        self.server = Server(self.settings, self.now, first_number=self.server_lives * 100_000, fresh=fresh)
+        first_number = first_number or self.server_lives * 100_000
+        self.server = Server(self.settings, self.now, first_number=first_number, fresh=fresh)
         for player in self.players.values():
             if player.name not in self.cut:
                 self.connect(player)
