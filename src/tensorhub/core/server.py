@@ -162,9 +162,10 @@ class Server:
 
     def _taken(self, member: Member) -> Refusal:
         text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
-        if member.is_connected:
-            return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
         left_s = member.lease_end - self.now
+        is_silent = self.settings.lease_s - left_s > 2 * self.settings.report_s  # a dead host leaves its line open
+        if member.is_connected and not is_silent:
+            return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
         hint = f"if that one has died, its place is free in {left_s:.1f} s"
         return Refusal("shard-taken", text, hint, retry_s=max(0.1, min(left_s, 1.0)))
 
