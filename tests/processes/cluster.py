@@ -164,6 +164,13 @@ class Cluster:
         replica, _, shard = name.partition("/")
         return int(shard) in self.states(replica)
 
+    def is_silent(self, name):
+        """Whether this worker, or its host, has said nothing for a while, though its line is open."""
+        name, _, shard = name.partition("/")
+        replicas = [replica for replica in self.view().replicas("policy") if replica.name == name]
+        workers = [worker for replica in replicas for worker in replica.workers if worker.shard == int(shard)]
+        return all(worker.connected and worker.lease_left_s < 0.6 * self.lease_s for worker in workers)
+
     def sources(self, target):
         """From whom a replica reads now, by shard."""
         reads = [t for t in self.view().transfers() if t.target == target and not t.is_void]

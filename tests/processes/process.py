@@ -123,8 +123,8 @@ class Process:
 
     def stop(self):
         """SIGSTOP, and wait until it has stopped. Returns when that was."""
-        self.stops, self.is_stopped = self.stops + 1, True
         os.kill(self.process.pid, signal.SIGSTOP)
+        self.stops, self.is_stopped = self.stops + 1, True
         stat = Path(f"/proc/{self.process.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"{self.name} has stopped")
         return time.monotonic()

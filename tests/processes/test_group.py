@@ -86,3 +86,27 @@ def test_a_shard_that_stands_still_longer_than_its_lease_comes_back_without_harm
     cluster.judge(rollout, 2)
     cluster.judge(reader, 2)
     figures("shard stopped for longer than its lease while it served: reader and shard ended with the right bytes")
+
+
+def test_a_worker_that_was_replaced_while_it_stood_still_does_no_harm(start, figures):
+    """SIGSTOP for longer than a lease; meanwhile somebody else becomes that shard. Back again, it is told so."""
+    cluster = start()
+    trainer, rollout = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    assert rollout.call("replicate", spec="latest") == 1
+    former = rollout[0]
+    former.stop()
+    eventually(lambda: cluster.is_silent(former.name), "the server misses its reports")
+    successor = cluster.worker("rollout-1", 0)  # waits until the lease has ended, although the line is still open
+    whole = Replica("rollout-1", [successor, rollout[1]])
+    assert whole.call("update", spec="latest") == 1
+    cluster.publish(trainer, 2)
+    former.go_on()
+    call = former.start("update", spec="latest", timeout=10)
+    with pytest.raises(tensorhub.ShardTaken, match="another live worker"):
+        call.result()
+    took_s = call.ended - call.asked
+    assert whole.call("update", spec="latest") == 2
+    cluster.judge(whole, 2)
+    assert cluster.has(former, 0, 1)
+    figures(f"shard replaced while it stood still: told so {took_s:.2f} s after its call, and nothing was changed")
