@@ -15,7 +15,10 @@ from .section import GIB, MIB, Options, Section
 
 PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
     "one": ("one reader on this host, beside plain programs and peers; CPU of both sides", (one_reader.run,)),
-    "sizes": ("1 MiB to several GiB; one tensor beside 10,000", (sizes.run, sizes.run_many)),
+    "sizes": (
+        "1 MiB to several GiB; sizes of chunks; one tensor beside 10,000",
+        (sizes.run, sizes.run_chunks, sizes.run_many),
+    ),
     "fanout": ("N readers on N shaped links, beside the star (root)", (fan_out.run,)),
     "faults": ("the source is killed at 10, 50 and 90 % (root)", (faults.run,)),
     "memory": ("peak beyond the tensors; growth over many updates", (footprint.run, footprint.run_growth)),
@@ -38,11 +41,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, epilog=f"Parts: {known}.")
     parser.add_argument("parts", nargs="*", metavar="part", help=f"some of {', '.join(PARTS)}; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds (5)")
-    parser.add_argument("--size", type=_size, default=256 * MIB, help="of the model that one reader reads (256MiB)")
+    parser.add_argument("--size", type=_size, default=1 * GIB, help="of the model that one reader reads (1GiB)")
     parser.add_argument("--largest", type=_size, default=2 * GIB, help="of part sizes (2GiB)")
     parser.add_argument("--readers", default="1,2,4,8", help="of part fanout (1,2,4,8)")
-    parser.add_argument("--rate", type=int, default=400, help="Mbit/s of each link (400)")
-    parser.add_argument("--link-size", type=_size, default=128 * MIB, help="of the model on links (128MiB)")
+    parser.add_argument("--rate", type=int, default=800, help="Mbit/s of each link (800)")
+    parser.add_argument("--link-size", type=_size, default=512 * MIB, help="of the model on links (512MiB)")
     parser.add_argument("--updates", type=int, default=200, help="successive updates of part memory (200)")
     parser.add_argument(
         "--peers-venv", action="append", default=[], help="environment with peers' packages; repeatable"
@@ -72,7 +75,7 @@ def options_of(given: argparse.Namespace) -> Options:
     )
     if given.quick:
         options.rounds, options.largest_bytes = min(3, given.rounds), min(256 * MIB, given.largest)
-        options.size_bytes, options.link_bytes = min(128 * MIB, given.size), min(48 * MIB, given.link_size)
+        options.size_bytes, options.link_bytes = min(256 * MIB, given.size), min(128 * MIB, given.link_size)
     if given.selfcheck:
         options = Options(
             rounds=1, is_tiny=True, size_bytes=4 * MIB, largest_bytes=4 * MIB, readers=(1, 2), link_bytes=4 * MIB

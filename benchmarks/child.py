@@ -57,7 +57,8 @@ class Actor:
     """What a process has, and the commands that it knows."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, np.ndarray] = {}
+        self.tensors: dict[str, object] = {}
+        self.arrays: dict[str, np.ndarray] = {}  # the same memory
         self.weights: dict[str, tensorhub.Weights] = {}
         self.transports: dict[str, Transport] = {}
         self.raw_source: RawSource | None = None
@@ -66,34 +67,39 @@ class Actor:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def allocate(self, size_bytes: int, seed: int = 0, tensors: int = 1) -> int:
+    def allocate(self, size_bytes: int, seed: int = 0, tensors: int = 1, is_torch: bool = False) -> int:
         """Tensors of equal size, each an allocation of its own. Returns the first one's address."""
-        self.tensors = {}
         if tensors == 1:
-            self.tensors["w"] = filled(size_bytes, seed)
+            self.arrays = {"w": filled(size_bytes, seed)}
         else:
             content = filled(size_bytes, seed).reshape(tensors, -1)
-            self.tensors = {f"w{index}": content[index].copy() for index in range(tensors)}
-        return int(next(iter(self.tensors.values())).ctypes.data)
+            self.arrays = {f"w{index}": content[index].copy() for index in range(tensors)}
+        self.tensors = dict(self.arrays)
+        if is_torch:
+            import torch
+
+            self.tensors = {name: torch.from_numpy(array).clone() for name, array in self.arrays.items()}
+            self.arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}  # type: ignore[attr-defined]
+        return int(next(iter(self.arrays.values())).ctypes.data)
 
     def clear(self) -> None:
         """As if nothing had come."""
-        for array in self.tensors.values():
+        for array in self.arrays.values():
             array[:] = 0
 
     def change(self, seed: int) -> None:
         """A step of training: a few bytes of each tensor."""
-        for array in self.tensors.values():
+        for array in self.arrays.values():
             array[:8] = np.frombuffer(seed.to_bytes(8, "little"), dtype=np.uint8)
 
     def digest(self) -> str:
         hasher = xxhash.xxh3_128()
-        for array in self.tensors.values():
+        for array in self.arrays.values():
             hasher.update(memoryview(array))
         return hasher.hexdigest()
 
     def _whole(self) -> np.ndarray:
-        return self.tensors["w"]
+        return self.arrays["w"]
 
     # --- what it costs ------------------------------------------------------------------------------------------------
 
@@ -175,7 +181,9 @@ class Actor:
                 self.transports[kind] = TcpTransport(TcpSettings(host=host))
         return self.transports[kind]
 
-    def export(self, kinds: list[str], host: str = "127.0.0.1", chunk_bytes: int = 4 * MIB) -> dict[str, object]:
+    def export(
+        self, kinds: list[str], host: str = "127.0.0.1", chunk_bytes: int = 4 * MIB, key: str = KEY
+    ) -> dict[str, object]:
         """Let everybody read the tensors. Returns the content's root and the endpoints of the kinds that work here."""
         registration = register(self.tensors)
         manifest = build_manifest(registration, chunk_bytes)
@@ -187,12 +195,12 @@ class Actor:
                 errors[kind] = str(error)
                 continue
             progress = Progress(manifest.chunk_count, complete=True)
-            transport.export(Export(KEY, body, chunk_bytes, registration.stream, progress))
+            transport.export(Export(key, body, chunk_bytes, registration.stream, progress))
             endpoints[kind] = transport.endpoint
         return {"root": str(manifest.root()), "endpoints": endpoints, "errors": errors}
 
     def read_transport(
-        self, kind: str, endpoint: str, root: str, verify: str = "full", host: str = "127.0.0.1"
+        self, kind: str, endpoint: str, root: str, verify: str = "full", host: str = "127.0.0.1", key: str = KEY
     ) -> dict[str, float]:
         """Fill the tensors through one transport, judged by the sink that the product uses."""
         transport = self._transport(kind, host)
@@ -206,7 +214,7 @@ class Actor:
                 errors.append(error)
                 ended.set()
 
-            transport.read(endpoint, KEY, sink, on_end)
+            transport.read(endpoint, key, sink, on_end)
             if not ended.wait(PATIENCE_S):
                 raise TimeoutError(f"the read from {endpoint} has not ended")
             if errors[0] is not None:

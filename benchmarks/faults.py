@@ -56,7 +56,7 @@ def _measured(options: Options, section: Section) -> Section:
         f"A source lost in mid-transfer, {size_text(size_bytes)} over {options.rate_mbit} Mbit/s "
         f"(undisturbed: {seconds_text(base_s)})"
     )
-    section.columns = ("source", "bytes beyond the model", "of a chunk", "time beyond", "until bytes of another came")
+    section.columns = ("source", "bytes beyond the model", "of a chunk", "time beyond", "until a chunk of another came")
     chunk_s = CHUNK_BYTES / (options.rate_mbit * 1e6 / 8)
     for (share, how), each in runs.items():
         _add_row(section, f"{how} at {share:.0%}", how, each, base_s, chunk_s)
@@ -82,7 +82,7 @@ def _add_row(
             text,
             size_text(max(0.0, extra)),
             f"{extra / CHUNK_BYTES:.2f}",
-            seconds_text(max(0.0, late_s)),
+            f"{late_s * 1000:+.0f} ms",
             seconds_text(found_s),
         ]
     )
@@ -95,7 +95,7 @@ def _add_row(
         limit_s = found_s + chunk_s
         is_met = late_s <= limit_s
         wanted = f"≤ detection + one chunk ({seconds_text(limit_s)})"
-        section.goals.append(Goal(f"source {text}: extra time", wanted, seconds_text(max(0.0, late_s)), is_met))
+        section.goals.append(Goal(f"source {text}: extra time", wanted, f"{late_s * 1000:+.0f} ms", is_met))
 
 
 def _one(links: Links, size_bytes: int, share: float | None, how: str) -> dict[str, float]:

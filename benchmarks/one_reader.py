@@ -19,7 +19,7 @@ Move = Callable[["Pair"], dict[str, float]]
 class Pair:
     """A source and a reader with memory of the same size, and a reference server."""
 
-    def __init__(self, size_bytes: int, *, tensors: int = 1) -> None:
+    def __init__(self, size_bytes: int, *, tensors: int = 1, is_torch: bool = False) -> None:
         self.size_bytes = size_bytes
         self.tensors = tensors
         self._began: list[Server | Child] = []
@@ -30,8 +30,9 @@ class Pair:
             self.reader = self._add(Child("reader"))
             for child in (self.source, self.reader):
                 child.wait_started()
-            source = self.source.ask("allocate", size_bytes=size_bytes, seed=3, tensors=tensors)
-            self.reader.do("allocate", size_bytes=size_bytes, tensors=tensors)
+            shape = {"size_bytes": size_bytes, "tensors": tensors, "is_torch": is_torch}
+            source = self.source.ask("allocate", seed=3, **shape)
+            self.reader.do("allocate", **shape)
             self.address = source.result()
             self.right = self.source.do("digest")
             options = {"server": self.server.address, "model": "m"}

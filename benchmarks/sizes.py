@@ -3,7 +3,7 @@
 from statistics import median
 
 from .machine import available_bytes
-from .one_reader import Contestant, Pair, contestants, measure
+from .one_reader import Move, Pair, contestants, measure
 from .section import MIB, Goal, Options, Samples, Section, seconds_text, size_text
 
 CHOSEN = (
@@ -63,25 +63,52 @@ def _cell(samples: Samples) -> str:
 
 
 def run_many(options: Options) -> list[Section]:
-    """Ten thousand tensors of 4 KiB, each an allocation of its own, beside one tensor of the same bytes."""
+    """Ten thousand torch tensors of 4 KiB, each an allocation of its own, beside one tensor of the same bytes."""
     count = 200 if options.is_tiny else MANY
     size_bytes = count * SMALL_BYTES
-    ways = [("local", "full"), ("tcp", "full")]
-    found: dict[tuple[str, int], Samples] = {}
-    with Pair(size_bytes) as one, Pair(size_bytes, tensors=count) as many:
+    is_torch = not options.is_tiny  # numpy is there at once
+    ways: dict[str, Move] = {}
+    for kind in ("local", "tcp"):
+        ways[f"{kind} transport alone"] = lambda pair, k=kind: pair.read_transport(k, "full")
+        ways[f"replicate() over {kind}"] = lambda pair, k=kind: pair.replicate(k, "full")
+    found = {(name, tensors): Samples(name, size_bytes, "ours") for name in ways for tensors in (1, count)}
+    with Pair(size_bytes, is_torch=is_torch) as one, Pair(size_bytes, tensors=count, is_torch=is_torch) as many:
         pairs = {1: one, count: many}
-        todo = []
-        for kind, verify in ways:
-            for tensors, pair in pairs.items():
-                name = f"replicate() over {kind}"
-                found[name, tensors] = Samples(name, size_bytes, "ours")
-                move = lambda p, k=kind, v=verify: p.replicate(k, v)  # noqa: E731 - one of many moves
-                todo.append((name, tensors, pair, Contestant(name, "ours", move)))
+        todo = list(found)
         for number in range(options.rounds + 1):
-            for name, tensors, pair, contestant in todo[:: -1 if number % 2 else 1]:
+            for name, tensors in todo[:: -1 if number % 2 else 1]:
                 options.tell(f"{tensors} tensors, round {number} of {options.rounds}: {name}")
-                pair.measure(found[name, tensors], contestant.move, is_counted=number > 0)
+                pairs[tensors].measure(found[name, tensors], ways[name], is_counted=number > 0)
     return [_compare(found, count, size_bytes)]
+
+
+def run_chunks(options: Options) -> list[Section]:
+    """What the size of a chunk costs one reader: the price of finer pipelines."""
+    chunks = [MIB << shift for shift in (range(2) if options.is_tiny else range(5))]
+    kinds = ("local", "tcp")
+    size_bytes = options.size_bytes
+    found = {(kind, chunk): Samples(f"{kind}, {size_text(chunk)}", size_bytes) for kind in kinds for chunk in chunks}
+    with Pair(size_bytes) as pair:
+        roots = {}
+        for chunk in chunks:
+            roots[chunk] = pair.source.do("export", kinds=list(kinds), chunk_bytes=chunk, key=f"chunks-{chunk}")["root"]
+        todo = list(found)
+        for number in range(options.rounds + 1):
+            for kind, chunk in todo[:: -1 if number % 2 else 1]:
+                options.tell(f"chunks of {size_text(chunk)}, round {number} of {options.rounds}: {kind}")
+                where = {"endpoint": pair.endpoints.get(kind, ""), "root": roots[chunk], "key": f"chunks-{chunk}"}
+                move = lambda p, k=kind, w=where: p.reader.do("read_transport", kind=k, **w)  # noqa: E731 - one of many moves
+                pair.measure(found[kind, chunk], move, is_counted=number > 0)
+    section = Section(
+        "chunks",
+        f"Size of a chunk, {size_text(size_bytes)}, verified, transport alone: GiB/s (CPU s/GiB of the reader)",
+        ("way", *(size_text(chunk) for chunk in chunks)),
+        figures={"samples": [each.figures() for each in found.values()]},
+    )
+    for kind in kinds:
+        cells = [found[kind, chunk] for chunk in chunks]
+        section.rows.append([kind, *(f"{each.rate:.2f} ({each.cpu_per_gib(each.reader_cpu_s):.2f})" for each in cells)])
+    return [section]
 
 
 def _compare(found: dict[tuple[str, int], Samples], count: int, size_bytes: int) -> Section:
