@@ -195,7 +195,8 @@ class Orders(_Message, frozen=True, tag="orders"):
 
     `acknowledged` is the number of the latest report taken in. `position` is the position of the last operation that
     ended anywhere in the replica, None while the server cannot know it. `drained` names the version that nobody reads
-    from this worker any more. `offload` and `release` are for retention.
+    from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`
+    and `release` are for retention.
     """
 
     number: Number
@@ -208,6 +209,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     answer: Answer | None = None
     grant: Grant | None = None
     drained: Version | None = None
+    newest: Version | None = None
     offload: Version | None = None
     release: Version | None = None
 

@@ -341,7 +341,7 @@ class Server:
         drained = granting.drained_version(self, model, member)
         member.is_drained = drained is not None
         orders = self._orders(member, answer, None if self.is_recovering else replica.ended, drained)
-        news = replace(orders, number=Number(0), acknowledged=0)
+        news = replace(orders, number=Number(0), acknowledged=0, newest=None)
         if not must_answer and news == member.sent:
             return []
         member.sent = news
@@ -362,6 +362,7 @@ class Server:
             answer=answer,
             grant=current.grant if current is not None else None,
             drained=drained,
+            newest=self.models[member.hello.model].newest,
         )
 
     # --- small things -------------------------------------------------------------------------------------------------

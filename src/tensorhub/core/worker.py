@@ -182,6 +182,7 @@ class Worker:
         if sent_at is not None:
             self.slot.extend_trust(sent_at + orders.trust_s)
         self.slot.take_grant(orders.grant)
+        self._note_newest(orders.newest)
         call = self.call
         if call is not None and call.take(orders.answer):
             if call.verb in FILLS:  # a version that is being published may yet fail to come into being

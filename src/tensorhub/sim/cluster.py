@@ -108,6 +108,7 @@ class Cluster:
         process = self.world.chance.choice(list(self.workers.values()))
         for flag in flags:
             setattr(process, flag, True)
+        process.muted_in_life = self.control.lives
         self.world.note(process.name, f"cut off: {' '.join(flags)}")
         length_s = self.world.chance.uniform(0.1, 2.5 * self.weather.settings.lease_s)
 
@@ -115,6 +116,7 @@ class Cluster:
             if process.is_alive:
                 for flag in flags:
                     setattr(process, flag, False)
+                process.muted_in_life = self.control.lives
                 self.world.note(process.name, f"no longer cut off: {' '.join(flags)}")
 
         self.world.after(length_s, heal)

@@ -36,7 +36,7 @@ class Oracles:
         self.cluster = cluster
         self.existed: dict[tuple[ModelName, Version, Shard], str] = {}
         self.newest_of_server: tuple[int, dict[ModelName, Version]] = (0, {})
-        self.calls: dict[str, tuple[str, int | str, Version | None]] = {}
+        self.calls: dict[str, tuple[str, int | str, Version | None, Version | None]] = {}
 
     def _broken(self, promise: str, what: str) -> None:
         self.cluster.world.note("oracle", f"{promise} broken: {what}")
@@ -140,10 +140,25 @@ class Oracles:
     def called(self, app: App, verb: str, spec: int | str) -> None:
         newest = [p.worker.newest for p in app.shards.values() if p.worker.newest is not None]
         known = max(newest) if newest and len(app.shards) == self.cluster.weather.shards else None
-        self.calls[f"{app.model}/{app.replica}"] = (verb, spec, known)
+        self.calls[f"{app.model}/{app.replica}"] = (verb, spec, known, self._told_the_server(ModelName(app.model)))
+
+    def _told_the_server(self, model: ModelName) -> Version | None:
+        """The newest version that somebody knows who has been heard all along: this life of the server must know it."""
+        weather, life = self.cluster.weather, self.cluster.control.lives
+        if weather.loss or weather.long_delay:
+            return None
+        known = [
+            p.worker.newest
+            for p in self.cluster.workers.values()
+            if p.me.model == model and not p.is_mute and p.muted_in_life != life and p.worker.newest is not None
+        ]
+        return max(known, default=None)
 
     def group_ended(self, app: App, outcomes: Outcomes) -> None:
-        verb, spec, known = self.calls[f"{app.model}/{app.replica}"]
+        verb, spec, known, told_before = self.calls[f"{app.model}/{app.replica}"]
+        told = self._told_the_server(ModelName(app.model))
+        if told is not None and told_before is not None:  # and who told it lives to this day
+            known = max(v for v in (known, min(told, told_before)) if v is not None)
         good = {shard: o.version for shard, o in outcomes.items() if o.error is None}
         codes = {o.error.code: None for o in outcomes.values() if o.error is not None}
         name = f"{verb}({spec!r}) of {app.model}/{app.replica}"
@@ -174,8 +189,9 @@ class Oracles:
             buffer = process.worker.buffer
             key = (process.me.model, version, process.me.shard)
             if whole and isinstance(buffer, Holding) and buffer.version == version:
-                former = self.existed.setdefault(key, buffer.root)
-                if former != buffer.root:
+                former, self.existed[key] = self.existed.get(key, buffer.root), buffer.root
+                known = self._told_the_server(process.me.model)
+                if former != buffer.root and known is not None and known >= version:
                     self._broken("G3 version conflict", f"{key} was published as {former} and as {buffer.root}")
 
     def first_success(self, process: "Process", number: int, version: Version) -> None:

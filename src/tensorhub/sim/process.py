@@ -48,6 +48,7 @@ class Process:
         self.sender = f"{me}#{life}"
         self.is_alive = True
         self.is_mute = False  # what it says is lost
+        self.muted_in_life = 0  # of the server
         self.is_deaf = False  # what it is told is lost
         self.is_data_cut = False
         self.memory = [0] * cluster.weather.chunks
