@@ -1,10 +1,13 @@
 """The reference server dies, falls silent, or starts again and again: transfers go on, calls wait or end in time."""
 
+import asyncio
 import time
 
 import pytest
 
 import tensorhub
+from tensorhub.core.settings import Settings
+from tensorhub.runtime.server import ServerShell
 
 from .midway import STREAMS, held_midway, read_again, release
 from .process import LATE_S, eventually
@@ -112,3 +115,19 @@ def test_the_server_is_restarted_three_times_in_a_row_while_versions_go_on(start
     assert all(isinstance(call.outcome(), tensorhub.VersionConflict) for call in calls)
     took_s = time.monotonic() - began
     figures(f"server killed in mid-publish of three versions in a row: all right, in {took_s:.1f} s", took_s=took_s)
+
+
+def test_a_server_whose_timer_is_due_at_once_goes_on(monkeypatch):
+    """A storm found it: uvloop's handle of such a timer cannot say when it is due, and a worker was refused for it."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def hurry():
+        shell = ServerShell(settings=Settings())
+        monkeypatch.setattr(shell.machine, "next_deadline", time.monotonic)
+        for _ in range(3):
+            shell._set_timer()
+        assert shell._timer is not None
+        shell._timer.cancel()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(hurry())

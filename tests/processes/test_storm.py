@@ -36,6 +36,7 @@ class Keeper(threading.Thread):
         self.errors = Counter()
         self.failure = None
         self.is_over = threading.Event()
+        self.is_abandoned = threading.Event()  # the test has failed: replace nobody
 
     def run(self):
         try:
@@ -56,8 +57,9 @@ class Keeper(threading.Thread):
         calls = self.replica.start(verb, timeout=CALL_S, **arguments)
         while not all(call.is_over for call in calls) or not all(worker.is_alive for worker in self.replica):
             for shard, worker in enumerate(self.replica):
-                if worker.is_alive or self.is_over.is_set():
+                if worker.is_alive:
                     continue
+                assert not self.is_abandoned.is_set(), "the test has failed elsewhere"
                 self.replica.workers[shard] = self.cluster.worker(self.replica.name, shard, timeout=30)
                 if verb == "update" and not any(call.is_over for other, call in enumerate(calls) if other != shard):
                     calls[shard] = self.replica[shard].start(verb, timeout=CALL_S, **arguments)
@@ -211,7 +213,7 @@ def test_everybody_converges_after_a_storm(start, figures, seed):
         )
     finally:
         for keeper in keepers:
-            keeper.is_over.set()
+            keeper.is_abandoned.set()
     took_s = time.monotonic() - calm
     for rollout in rollouts:
         cluster.judge(rollout.replica, trainer.version)

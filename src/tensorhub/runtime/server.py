@@ -11,6 +11,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator
+from math import inf
 
 import msgspec
 from aiohttp import WSMsgType, web
@@ -49,7 +50,8 @@ class ServerShell:
         self._token = token.encode()
         self._lines: dict[str, Line] = {}
         self._opened = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
         self._news = asyncio.Event()
         self._is_stopping = False
         self._has_changed = asyncio.Event()
@@ -81,13 +83,15 @@ class ServerShell:
 
     def _set_timer(self) -> None:
         deadline = self.machine.next_deadline()
-        timer, loop = self._timer, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         delay_s = deadline - time.monotonic() + EARLY_S
-        if timer is not None:
-            if timer.when() <= loop.time() + delay_s:
+        at = loop.time() + delay_s
+        if self._timer is not None:
+            if self._timer_at <= at:
                 return  # it comes early enough; then it is set anew
-            timer.cancel()
+            self._timer.cancel()
         self._timer = loop.call_later(max(0.0, delay_s), self._tick) if delay_s < 1e9 else None
+        self._timer_at = at
 
     def _tick(self) -> None:
         self._timer = None
