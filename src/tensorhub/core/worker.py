@@ -160,8 +160,7 @@ class Worker:
         return list(self._story)
 
     def statistics(self) -> dict[str, int]:
-        received = sum(self.received_bytes.values())
-        return {"reports": self._book.number, "unacknowledged": self._book.unacknowledged, "received_bytes": received}
+        return {"reports": self._book.number, "unacknowledged": self._book.unacknowledged}
 
     def check_invariants(self) -> None:
         """Raise `InvariantViolation` if this machine contradicts itself."""
