@@ -123,7 +123,7 @@ def test_a_server_whose_timer_is_due_at_once_goes_on(monkeypatch):
 
     async def hurry():
         shell = ServerShell(settings=Settings())
-        monkeypatch.setattr(shell.machine, "next_deadline", time.monotonic)
+        monkeypatch.setattr(shell.machine, "next_deadline", lambda: time.monotonic() - 1.0)
         for _ in range(3):
             shell._set_timer()
         assert shell._timer is not None
