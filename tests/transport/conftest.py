@@ -21,7 +21,10 @@ Spawn = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture(params=list(kit.KINDS))
 def kind(request: pytest.FixtureRequest) -> kit.Kind:
-    return kit.KINDS[request.param]
+    found = kit.KINDS[request.param]
+    if why_not := found.why_not():
+        pytest.skip(why_not)
+    return found
 
 
 @pytest.fixture(autouse=True)

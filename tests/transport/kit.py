@@ -12,15 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import xxhash
 
 from tensorhub.core.errors import CorruptTransfer, TensorHubError
 from tensorhub.core.manifest import chunk_count
-from tensorhub.transport import local_host
+from tensorhub.transport import local_host, nixl_probe
 from tensorhub.transport.base import Export, Read, Transport
 from tensorhub.transport.local import LocalSettings, LocalTransport
+from tensorhub.transport.nixl import NixlSettings, NixlTransport
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_settings import TcpSettings
@@ -36,6 +37,7 @@ class Kind:
     name: str
     make: Callable[[float], Transport]
     mute: Callable[[], AbstractContextManager[str]]  # an endpoint where somebody listens and never says a word
+    why_not: Callable[[], str] = str  # why this machine does not have it; empty where it does
 
 
 def _tcp(streams: int) -> Callable[[float], Transport]:
@@ -47,10 +49,23 @@ def _local(threads: int) -> Callable[[float], Transport]:
     return lambda silence_s: LocalTransport(LocalSettings(silence_s=silence_s, threads=threads, thread_bytes=1024))
 
 
+def _nixl(threads: int, tls: str = "") -> Callable[[float], Transport]:
+    def make(silence_s: float) -> Transport:
+        return NixlTransport(
+            NixlSettings(silence_s=silence_s, threads=threads, thread_bytes=1024, tls=tls, allow_tcp=tls == "tcp")
+        )
+
+    return make
+
+
+def _no_nixl() -> str:
+    return nixl_probe.probe().why_not
+
+
 @contextmanager
-def _mute_tcp() -> Iterator[str]:
+def _mute_tcp(scheme: str = "tcp") -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        yield f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        yield f"{scheme}://127.0.0.1:{mute.getsockname()[1]}"
 
 
 @contextmanager
@@ -68,6 +83,9 @@ KINDS = {
         Kind("tcp-3", _tcp(3), _mute_tcp),
         Kind("local-1", _local(1), _mute_local),
         Kind("local-3", _local(3), _mute_local),
+        Kind("nixl-1", _nixl(1), partial(_mute_tcp, "nixl"), _no_nixl),
+        Kind("nixl-3", _nixl(3), partial(_mute_tcp, "nixl"), _no_nixl),
+        Kind("nixl-over-tcp", _nixl(2, tls="tcp"), partial(_mute_tcp, "nixl"), _no_nixl),
     )
 }
 

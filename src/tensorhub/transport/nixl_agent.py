@@ -1,0 +1,298 @@
+"""One NIXL agent with its UCX back end, and what must be kept in mind about it. Knows memory and peers; no keys.
+
+NIXL's manners, as measured with 1.5.1, that this file is shaped by:
+1. Its progress thread spins a whole core with NIXL's own default (`pthrDelay=0`, 0.66 of a core while idle). It sleeps
+   until there is something to do if it is given a delay: 100 ms costs 0.001 of a core, and adds no latency.
+2. Releasing a request does not cancel it. Neither does forgetting the peer, nor deregistering the local memory: over
+   TCP a stopped source's bytes landed in all three cases, 64 MiB of 64, once it went on. Only the end of the whole
+   agent fences (none of 13 runs had a late byte). So a transfer that does not end in time ends its agent.
+3. A source's deregistration does not stop readers either (cma and TCP: they went on reading). The seal does.
+4. An agent that ends while a transfer over TCP is open aborts the *source* (UCX: "Fatal: unexpected error: Endpoint
+   timeout", 10 of 13 sources): one more reason why `nixl` refuses to travel over TCP.
+5. It logs to stdout and stderr unless told otherwise before it is loaded.
+
+It must never: be used once ended, or be deleted while a thread is inside.
+"""
+
+import importlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+from ..core.errors import TransportMissing
+from .base import ByteStream
+from .nixl_memory import Page, Place, places_of
+from .nixl_path import HOST
+
+MODULES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")  # CUDA is not needed to import any of them; `nixl` only picks one
+_BACKEND = "UCX"
+_PROGRESS_DELAY_US = 100_000  # the progress thread looks without being woken: see above
+_IDLE_PEERS = 64  # kept connected without being read from
+_END_S = 5.0  # native calls end within milliseconds: the longest is one post of a few MiB that copies inside
+_FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3  # twice as long each time: 4 MiB at 200 Gbit/s take 170 µs
+_QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}  # we report what happens; both are read while loading
+
+_immortal: list[Any] = []  # agents that a thread did not leave: deleting them would pull the floor from under it
+
+
+class Broken(Exception):
+    """The peer, or the way to it, is gone; or it never was there. Never leaves the transport."""
+
+
+class Stuck(Exception):
+    """A transfer is not over, and cannot be called back: only the end of its agent fences it. Never leaves either."""
+
+
+def load(name: str) -> Any:
+    """NIXL's bindings: the only module here that has no types. Raises `ImportError`."""
+    missing = {key: value for key, value in _QUIET.items() if key not in os.environ}
+    os.environ.update(missing)
+    try:
+        module = importlib.import_module(f"{name}._bindings")
+    finally:
+        for key in missing:
+            os.environ.pop(key, None)
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    return module
+
+
+class Region:
+    """Registered memory: its places, and what NIXL calls it."""
+
+    def __init__(self, places: list[Place], lists: list[Any]) -> None:
+        self.places = places
+        self.lists = lists
+
+
+class Agent:
+    """Registers memory, knows peers, reads from them. Thread-safe."""
+
+    def __init__(self, bindings: Any, seals: Page, scratch: Page, *, workers: int, tls: str = "") -> None:
+        """Peers may read `seals`. `workers`: so many threads read at once. Raises `TransportMissing`."""
+        self.name = f"tensorhub-{os.getpid()}-{secrets.token_hex(8)}"
+        self.ended: str | None = None
+        self._nixl = bindings
+        self._errors = tuple(
+            kind for name, kind in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")
+        )
+        self._inside = 0
+        self._changed = threading.Condition()
+        self._regions: WeakKeyDictionary[ByteStream, Region] = WeakKeyDictionary()
+        self._orphans: deque[Region] = deque()  # regions whose stream is gone: filled by the garbage collector
+        self._peers: dict[str, int] = {}  # and the number of open reads
+        self._meeting = threading.Lock()  # nobody is met while somebody is forgotten
+        options = {"num_workers": str(workers)}
+        if tls:
+            options["engine_config"] = f"TLS={tls}"
+        try:
+            config = bindings.nixlAgentConfig()
+            config.useProgThread = True
+            config.pthrDelay = _PROGRESS_DELAY_US
+            config.syncMode = bindings.NIXL_THREAD_SYNC_RW
+            self._native = bindings.nixlAgent(self.name, config)
+            self._native.createBackend(_BACKEND, options)
+            self._seals = self._register([seals.place])
+            self._register([scratch.place])
+        except self._errors as error:
+            raise TransportMissing(f"NIXL cannot start its UCX back end: {error}", hint=_hint()) from error
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Inside, the native agent is there. NIXL's errors are raised as `Broken`."""
+        with self._changed:
+            if self.ended is not None:
+                self._changed.wait_for(lambda: self._native is None, _END_S)  # whoever is told may reuse the memory
+                raise Broken(self.ended)
+            self._inside += 1
+        try:
+            yield
+        except self._errors as error:
+            raise Broken(f"{type(error).__name__}: {error}") from error
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def end(self, reason: str) -> None:
+        """No thread enters any more; when this returns, nothing moves, unless a thread has not left in time."""
+        with self._changed:
+            if self.ended is not None:
+                return
+            self.ended = reason
+            if not self._changed.wait_for(lambda: self._inside == 0, _END_S):
+                _immortal.append(self._native)
+            self._native = None
+            self._regions.clear()
+            self._changed.notify_all()
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def region(self, stream: ByteStream) -> Region | None:
+        """The stream's memory, registered for as long as the stream exists; None for one without addresses."""
+        with self._using():
+            with self._changed:
+                known = self._regions.get(stream)
+            with suppress(IndexError):
+                while True:
+                    self._deregister(self._orphans.popleft())
+            if known is not None:
+                return known
+            places = places_of(stream)
+            if places is None:
+                return None
+            made = self._register(places)
+            with self._changed:
+                known = self._regions.setdefault(stream, made)
+            if known is not made:
+                self._deregister(made)
+            else:
+                finalize(stream, self._orphans.append, made).atexit = False
+            return known
+
+    def _register(self, places: list[Place]) -> Region:
+        lists = [
+            self._nixl.nixlRegDList(self._kind(device), [(p.address, p.size_bytes, _number(p), "") for p in group])
+            for device in (HOST, HOST + 1)
+            if (group := [p for p in places if min(p.device, HOST + 1) == device])
+        ]
+        for index, one in enumerate(lists):
+            try:
+                self._native.registerMem(one, [])
+            except self._errors:
+                for former in lists[:index]:
+                    self._native.deregisterMem(former, [])
+                raise
+        return Region(places, lists)
+
+    def _deregister(self, region: Region) -> None:
+        for one in region.lists:
+            with suppress(*self._errors):
+                self._native.deregisterMem(one, [])
+
+    def introduction(self, region: Region) -> list[bytes]:
+        """What a peer has to be told before it can read this region, and our seals."""
+        with self._using():
+            every = [one for known in (self._seals, region) for one in known.lists]
+            return [self._native.getLocalPartialMD(one, True, []) for one in every]
+
+    # -- peers ---------------------------------------------------------------------------------------------------------
+
+    def meet(self, metadata: Sequence[bytes]) -> str:
+        """Remember a peer for a read; returns its name. `part` ends that."""
+        with self._meeting, self._using():
+            names = {self._native.loadRemoteMD(one).decode() for one in metadata}
+            if len(names) != 1:
+                raise Broken(f"it introduces itself as {len(names)} agents")
+            name: str = names.pop()
+            self._peers[name] = self._peers.pop(name, 0) + 1  # last in order: the most recent
+            return name
+
+    def part(self, name: str, *, is_lost: bool) -> None:
+        """A read of this peer is over. A lost peer is forgotten, and so is who was met longest ago, if many were."""
+        with self._meeting:
+            self._peers[name] -= 1
+            idle = [peer for peer, reads in self._peers.items() if not reads]
+            leaving = idle[: max(0, len(idle) - _IDLE_PEERS)]
+            if is_lost and name in idle and name not in leaving:
+                leaving.append(name)
+            for peer in leaving:
+                del self._peers[peer]
+                with suppress(Broken), self._using():
+                    self._native.invalidateRemoteMD(peer)
+
+    @property
+    def peer_count(self) -> int:
+        return len(self._peers)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, peer: str | None, places: Sequence[Place]) -> int:
+        """A descriptor list of one kind of memory, of a peer or our own, to be read by index."""
+        kind = self._kind(places[0].device)
+        with self._using():
+            described = self._nixl.nixlXferDList(kind, [(p.address, p.size_bytes, _number(p)) for p in places])
+            handle: int = self._native.prepXferDlist(peer or self._nixl.NIXL_INIT_AGENT, described, [])
+            return handle
+
+    def drop(self, prepared: int) -> None:
+        """The descriptor list is not needed any more."""
+        with suppress(Broken), self._using():
+            self._native.releasedDlistH(prepared)
+
+    def read(
+        self, ours: int, theirs: int, indices: range, limit_s: float, given_up: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Read descriptors, and return when they are there: True if the very call that posted them did it all.
+
+        Raises `Broken` when it is over and failed, `Stuck` when it is not over within `limit_s`, or was given up:
+        then it goes on.
+        """
+        deadline = time.monotonic() + limit_s
+        chosen = list(indices)
+        with self._using():
+            request = self._native.makeXferReq(self._nixl.NIXL_READ, ours, chosen, theirs, chosen, "", [], False)
+        is_over = False
+        try:
+            with self._using():
+                is_over = is_immediate = bool(self._native.postXferReq(request, "") == self._nixl.NIXL_SUCCESS)
+            pause_s = _FIRST_POLL_S
+            while not is_over:
+                if time.monotonic() > deadline or given_up():
+                    raise Stuck(f"a read was not over after {limit_s:g} s")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_POLL_S)
+                with self._using():
+                    is_over = self._native.getXferStatus(request) == self._nixl.NIXL_SUCCESS
+            return is_immediate
+        finally:
+            with suppress(Broken), self._using():
+                self._native.releaseXferReq(request)
+
+    def _kind(self, device: int) -> Any:
+        return self._nixl.DRAM_SEG if device == HOST else self._nixl.VRAM_SEG
+
+
+def _number(place: Place) -> int:
+    """The device as NIXL counts it: 0 for the host."""
+    return max(0, place.device - 1)
+
+
+def _hint() -> str:
+    tls = os.environ.get("UCX_TLS")
+    return f"UCX_TLS={tls} may permit too little: unset it" if tls else "run `tensorhub doctor`; tcp works without NIXL"
+
+
+class Agents:
+    """The present agent of one transport. One that had to be ended is replaced by the next that is asked for."""
+
+    def __init__(self, bindings: Any, *, workers: int, tls: str = "") -> None:
+        self.seals = Page()
+        self.scratch = Page()  # where readers put the seals that they look at
+        self._make = partial(Agent, bindings, self.seals, self.scratch, workers=workers, tls=tls)
+        self._lock = threading.Lock()
+        self._agent: Agent | None = self._make()
+        self.replaced = 0
+
+    def current(self) -> Agent:
+        """Raises `TransportMissing` if a new one cannot be had, `Broken` once closed."""
+        with self._lock:
+            if self._agent is None:
+                raise Broken("this nixl transport was closed")
+            if self._agent.ended is not None:
+                self._agent = self._make()
+                self.replaced += 1
+            return self._agent
+
+    def close(self) -> None:
+        with self._lock:
+            agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.end("its worker closed")

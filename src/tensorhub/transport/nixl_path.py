@@ -1,0 +1,80 @@
+"""Which of UCX's ways a pair of workers really has, as far as that can be known: a rule, and the facts that it takes.
+
+NIXL does not tell which transports UCX has selected. What can be known for sure is whether a read was over when the
+call that posted it returned: then UCX copied by itself, out of memory that both processes can reach (cma, xpmem). A
+read that was not is done by hardware, or by the source's own process over TCP, which costs ten times the CPU of plain
+sockets and cannot be called back. Hardware needs a device at both ends; where there is none, it is TCP.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+HOST = 0  # a device's code: 0 is the host's memory, n + 1 the memory of CUDA device n
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_RDMA = Path("/sys/class/infiniband")
+USE_TCP = "take tcp for this pair: its own sockets are several times faster than UCX over TCP, at a tenth of the CPU"
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True):
+    """What one end knows of itself."""
+
+    boot: str  # of the kernel that runs: equal for two workers exactly when they share a host; "" where unknown
+    rdma: tuple[str, ...]  # names of RDMA devices
+    tls: str  # UCX_TLS as it is set, "" where UCX chooses
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """A way, in words for people, and whether it is one that nobody should take."""
+
+    name: str
+    is_tcp: bool
+
+
+def facts(tls: str = "") -> Facts:
+    """This process's."""
+    boot, rdma = "", tuple[str, ...]()
+    with suppress(OSError):
+        boot = _BOOT.read_text().strip()
+    with suppress(OSError):
+        rdma = tuple(sorted(entry.name for entry in _RDMA.iterdir()))
+    return Facts(boot, rdma, tls or os.environ.get("UCX_TLS", ""))
+
+
+def lane(here: Facts, there: Facts, *, is_immediate: bool, devices: Sequence[int]) -> Lane:
+    """What carries bytes between the two; `devices` are the codes of all memory involved, on both sides."""
+    chosen = f", UCX_TLS={here.tls}" if here.tls else ""
+    if is_immediate:
+        return Lane(f"NIXL/UCX: shared memory (cma){chosen}", False)
+    is_one_host = bool(here.boot) and here.boot == there.boot
+    is_all_cuda = bool(devices) and all(device != HOST for device in devices)
+    if is_one_host and is_all_cuda and _permits(here.tls, "cuda"):
+        return Lane(f"NIXL/UCX: CUDA IPC{chosen}", False)
+    if here.rdma and there.rdma and _permits(here.tls, "rc", "ud", "dc", "ib", "srd") and here.tls != "tcp":
+        return Lane(f"NIXL/UCX: RDMA ({', '.join(here.rdma)}){chosen}", False)
+    return Lane(f"NIXL/UCX: TCP{chosen}", True)
+
+
+def why_tcp(here: Facts, there: Facts) -> str:
+    """Why a pair would end up on TCP."""
+    if here.tls and not _permits(here.tls, "rc", "ud", "dc", "ib", "srd", "cma", "cuda"):
+        return f"UCX_TLS={here.tls} permits nothing else"
+    if here.boot and here.boot == there.boot:
+        return "they share a host, but this one's kernel does not let UCX read the source's memory (another container?)"
+    lacking = " and ".join(name for name, found in (("here", here.rdma), ("there", there.rdma)) if not found)
+    return f"there is no RDMA device {lacking}" if lacking else "UCX takes none of the RDMA devices"
+
+
+def _permits(tls: str, *names: str) -> bool:
+    """UCX_TLS may name transports or, with ^, those that must not be used."""
+    if not tls or tls == "all":
+        return True
+    if tls.startswith("^"):
+        forbidden = tls[1:].split(",")
+        return any(name not in forbidden for name in names)
+    wanted = tls.split(",")
+    return any(one.startswith(name) or one in ("all", "shm", "sm") for one in wanted for name in names)

@@ -1,0 +1,370 @@
+"""The target's side of the nixl transport: one read, whose threads let NIXL fetch each chunk straight into the tensors.
+
+It is the tcp transport's read with another way for the bytes: it learns from MEMORY where they are, and for each chunk
+that is READY posts one-sided reads of bounded size and waits until they are over. Then it reads the source's seal, and
+only if that still stands is the chunk shown to the sink.
+
+Every thread begins by reading the seal, into memory of its own: that connects it to the source (which needs the source
+to be alive), proves that the way works, and shows by what it goes. Only then are tensors written to; so a source that
+stopped before it was connected can never write to them late. If the way is TCP, or nothing, the read ends with
+`TransportMissing`: the same two workers can still use tcp.
+
+A read under way cannot be called back. `stop` and failures wait until it is over, at most `silence_s`; if it is not
+over then, the agent ends, which does fence (`nixl_agent`), and with it every read that uses it. It must never: let a
+chunk be judged whose seal was not seen after its bytes, or return while a transfer into the sink's memory is open.
+"""
+
+import ctypes
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+
+import msgspec
+
+from ..core.errors import TensorHubError, TransportMissing
+from . import nixl_path, tcp_wire
+from .base import OnEnd, Sink
+from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
+from .nixl_agent import Agent, Agents, Broken, Stuck
+from .nixl_memory import SEAL_BYTES, Place, cut
+from .nixl_path import HOST, Facts, Lane
+from .nixl_server import SCHEME, Memory
+from .tcp_reader import TcpRead, counted
+from .tcp_settings import MIB, TcpSettings
+from .tcp_settings import SCHEME as TCP
+from .tcp_settings import parse_endpoint as parse_tcp_endpoint
+from .tcp_stream import Job, Stream, opened
+from .tcp_wire import Garbled, Refusal, Silent, Vanished, Welcome, Wire, WireError
+
+POST_BYTES = 16 * MIB  # of one post: with cma it copies inside the call, 1-2 ms
+_POST_DESCRIPTORS = 1024
+_PROOFS = 3  # the first read connects; of those after it, one that is over at once is enough
+_LAST_WORDS_S = 0.5  # for a source to say why its memory cannot be read any more
+_MAX_ADDRESSES = 4  # of one host name; each may cost `connect_s`
+
+_memories = msgspec.msgpack.Decoder(Memory)
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """`nixl://host:port` as (host, port). Raises `ValueError` for anything else."""
+    scheme, colon, rest = endpoint.partition(":")
+    if scheme != SCHEME:
+        raise ValueError(f"{endpoint!r} is not of the form {SCHEME}://host:port")
+    return parse_tcp_endpoint(TCP + colon + rest)
+
+
+class Plan:
+    """The descriptors of a read, prepared once: for each kind of memory at the two ends a list on either side."""
+
+    def __init__(self, agent: Agent, peer: str, ours: list[Place], theirs: list[Place], chunk_bytes: int) -> None:
+        """Raises `Broken` if NIXL does not take them."""
+        self._agent = agent
+        self._parts: dict[int, dict[tuple[bool, bool], range]] = {}
+        self._lists: dict[tuple[bool, bool], tuple[int, int]] = {}
+        self.is_on_host = all(place.device == HOST for place in ours)
+        sides: dict[tuple[bool, bool], tuple[list[Place], list[Place]]] = {}
+        for chunk, our, their in cut(ours, theirs, chunk_bytes):
+            kind = (our.device == HOST, their.device == HOST)
+            our_side, their_side = sides.setdefault(kind, ([], []))
+            of_chunk = self._parts.setdefault(chunk, {})
+            first = of_chunk[kind].start if kind in of_chunk else len(our_side)
+            our_side.append(our)
+            their_side.append(their)
+            of_chunk[kind] = range(first, len(our_side))
+        for kind, (our_side, their_side) in sides.items():
+            self._lists[kind] = agent.prepare(None, our_side), agent.prepare(peer, their_side)
+
+    def read(self, chunk: int, size_bytes: int, limit_s: float) -> None:
+        """Fetch a chunk. Raises `Broken`, `Stuck`."""
+        for kind, indices in self._parts.get(chunk, {}).items():
+            posts = max(1, -(-size_bytes // POST_BYTES), -(-len(indices) // _POST_DESCRIPTORS))
+            step = max(1, -(-len(indices) // posts))
+            for first in range(0, len(indices), step):
+                self._agent.read(*self._lists[kind], indices[first : first + step], limit_s)
+
+    def close(self) -> None:
+        for prepared in self._lists.values():
+            for one in prepared:
+                self._agent.drop(one)
+
+
+class Meeting:
+    """The source as its reader knows it. Shared by the threads of a read; `close` when the last has left."""
+
+    def __init__(self, agent: Agent, memory: Memory) -> None:
+        """Raises `Broken`."""
+        self.agent = agent
+        self.memory = memory
+        self.is_lost = False
+        self.peer = agent.meet(memory.metadata)
+        self._plan: Plan | None = None
+        self._lock = threading.Lock()
+        try:
+            self.seal = agent.prepare(self.peer, [Place(HOST, memory.seal_address, SEAL_BYTES)])
+        except Broken:
+            agent.part(self.peer, is_lost=True)
+            raise
+
+    def plan(self, sink: Sink) -> Plan:
+        """Made when the sink's chunks are known. Raises `Broken`, `TransportMissing`."""
+        with self._lock:
+            if self._plan is None:
+                region = self.agent.region(sink.stream)
+                if region is None:
+                    raise TransportMissing("the tensors here have no addresses that NIXL could be told", hint="use tcp")
+                places = self.memory.as_places()
+                self._plan = Plan(self.agent, self.peer, region.places, places, sink.chunk_bytes)
+            return self._plan
+
+    def close(self) -> None:
+        if self._plan is not None:
+            self._plan.close()
+        self.agent.drop(self.seal)
+        self.agent.part(self.peer, is_lost=self.is_lost)
+
+
+class NixlJob(Job):
+    """What the threads of one read share."""
+
+    def __init__(
+        self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, agents: Agents, facts: Facts, allow_tcp: bool
+    ) -> None:
+        super().__init__(settings, endpoint, key, sink)
+        self.agents = agents
+        self.facts = facts
+        self.allow_tcp = allow_tcp
+        self.lane: Lane | None = None
+        self.meeting: Meeting | None = None
+
+    def refused(self, refusal: Refusal) -> TensorHubError:
+        if refusal.code == "memory":
+            return TransportMissing(f"{self.endpoint} cannot serve {self.key!r} this way: {refusal.message}")
+        return super().refused(refusal)
+
+    def close(self) -> None:
+        if self.meeting is not None:
+            self.meeting.close()
+
+
+class NixlRead(TcpRead):
+    """One read from one source."""
+
+    kind = "nixl"
+
+    def __init__(
+        self,
+        settings: TcpSettings,
+        endpoint: str,
+        key: str,
+        sink: Sink,
+        ending: Callable[[TcpRead], OnEnd],
+        make_job: Callable[[str, str, Sink], NixlJob],
+    ) -> None:
+        self._make_job = make_job
+        super().__init__(settings, endpoint, key, sink, ending)
+
+    def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
+        return self._make_job(endpoint, key, sink)
+
+    def opened(self, index: int) -> AbstractContextManager[Stream]:
+        return opened(self.job, index, dial, NixlStream)
+
+    @property
+    def path(self) -> str:
+        assert isinstance(self.job, NixlJob)
+        lane = self.job.lane
+        return f"{lane.name if lane else 'NIXL/UCX'}, {counted(self.streams, 'thread')}"
+
+
+def dial(job: Job) -> Wire:
+    """Reach the source's control conversation."""
+    try:
+        host, port = parse_endpoint(job.endpoint)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except ValueError as error:
+        raise Garbled(str(error)) from error
+    except OSError as error:
+        raise Vanished(f"cannot find the host: {error}") from error
+    failure = Vanished("the host has no address")
+    for family, kind, protocol, _, address in addresses[:_MAX_ADDRESSES]:
+        try:
+            wire = Wire(socket.socket(family, kind, protocol), job.settings)
+        except OSError as error:
+            raise Vanished(f"cannot connect: {error}") from error
+        job.enter(wire)
+        try:
+            wire.connect(address)
+            wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
+            return wire
+        except Vanished as error:
+            failure = error
+            job.leave(wire)
+            wire.close()
+            if job.is_over:
+                break
+    raise failure
+
+
+class NixlStream(Stream):
+    """One connection, and the thread that fetches what is announced on it."""
+
+    def __init__(self, job: Job, wire: Wire, index: int) -> None:
+        super().__init__(job, wire, index)
+        assert isinstance(job, NixlJob)
+        self._its = job
+        self._ready = range(0)  # announced, and not yet begun
+        self._read_bytes = self._told_bytes = 0
+        self._is_proved = False
+        self._size_bytes = 0
+
+    def greet(self, *, wants_manifest: bool) -> Welcome:
+        welcome = super().greet(wants_manifest=wants_manifest)
+        self._size_bytes = welcome.size_bytes
+        return welcome
+
+    @property
+    def _meeting(self) -> Meeting:
+        meeting = self._its.meeting
+        assert meeting is not None, "bytes before addresses"
+        return meeting
+
+    def receive_manifest(self) -> bytes:
+        """And where the bytes are; proves that they can be read before anybody counts on it."""
+        manifest = super().receive_manifest()
+        kind, length, _ = self.next_frame()
+        if kind != MEMORY:
+            raise Garbled(f"a frame of kind {kind} where the addresses were due")
+        try:
+            memory = _memories.decode(self.wire.receive_body(length, MAX_MEMORY_BYTES))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Garbled(f"malformed addresses: {error}") from error
+        if memory.size_bytes != self._size_bytes:
+            raise Garbled(f"addresses of {memory.size_bytes} B for content of {self._size_bytes} B")
+        try:
+            self._its.meeting = Meeting(self._its.agents.current(), memory)
+        except Broken as error:
+            raise self._left(f"NIXL cannot reach it: {error}", TransportMissing) from error
+        self._prove()
+        return manifest
+
+    def pump(self) -> None:
+        self._prove()
+        super().pump()
+
+    def _prove(self) -> None:
+        """Connect this thread, see by what way, and that the export lasts."""
+        if self._is_proved:
+            return
+        job, memory = self._its, self._meeting.memory
+        for _ in range(_PROOFS):
+            is_sealed, is_immediate = self._look()
+            if not is_sealed:
+                raise self._left("it has taken its promise back")
+            if is_immediate:
+                break
+        devices = {device for device, _, _ in memory.places} or {HOST}
+        job.lane = nixl_path.lane(job.facts, memory.facts, is_immediate=is_immediate, devices=sorted(devices))
+        if job.lane.is_tcp and not job.allow_tcp:
+            why = nixl_path.why_tcp(job.facts, memory.facts)
+            raise TransportMissing(f"{job.endpoint} could be read over TCP only: {why}", hint=nixl_path.USE_TCP)
+        self._is_proved = True
+
+    def _look(self) -> tuple[bool, bool]:
+        """Whether the source's seal stands, and whether it was read at once. Raises what ended the read."""
+        job, meeting = self._its, self._meeting
+        agent, scratch = meeting.agent, job.agents.scratch
+        address = scratch.take()
+        ctypes.memset(address, 0, SEAL_BYTES)
+        ours: int | None = None
+        try:
+            ours = agent.prepare(None, [Place(HOST, address, SEAL_BYTES)])
+            is_immediate = agent.read(ours, meeting.seal, range(1), job.settings.silence_s, lambda: job.is_over)
+            found = ctypes.string_at(address, SEAL_BYTES)
+        except Broken as error:
+            scratch.give(address)
+            meeting.is_lost = True
+            raise self._left(str(error)) from error
+        except Stuck as error:  # the slot is never lent again: this read may still arrive there
+            meeting.is_lost = True
+            raise job.lost(str(error)) from error
+        finally:
+            if ours is not None:
+                agent.drop(ours)
+        scratch.give(address)
+        return found == meeting.memory.seal, is_immediate
+
+    def ask(self, chunks: Sequence[int]) -> None:
+        self._told_bytes = self._read_bytes
+        self.wire.send_want(chunks, self._read_bytes)
+
+    def await_chunk(self, chunk: int, size_bytes: int) -> None:
+        if not self._ready:
+            kind, length, first = self.next_frame()
+            if kind != READY or length != COUNT.size:
+                raise Garbled(f"frame {kind} with {length} B where chunk {chunk} was due")
+            (count,) = COUNT.unpack(self.wire.receive_body(length, COUNT.size))
+            if count < 1 or first + count > 1 << 62:
+                raise Garbled(f"chunks {first} and {count} more are announced")
+            self._ready = range(first, first + count)
+        if self._ready[0] != chunk:
+            raise Garbled(f"chunk {self._ready[0]} is announced where chunk {chunk} was due")
+        self._ready = self._ready[1:]
+
+    def _receive_chunk(self, chunk: int) -> None:
+        job, sink = self.job, self.job.sink
+        start = chunk * sink.chunk_bytes
+        stop = min(start + sink.chunk_bytes, sink.stream.size_bytes)
+        self.await_chunk(chunk, stop - start)
+        try:
+            plan = self._meeting.plan(sink)
+        except Broken as error:
+            raise self._left(f"NIXL cannot read its memory: {error}", TransportMissing) from error
+        if plan.is_on_host:
+            with sink.stream.writing(start, stop) as views:
+                self._fetch(plan, chunk, start, stop)
+                self._judge(chunk, stop - start, views)
+        else:  # the bytes are on a device already: what the sink looks at is a copy
+            self._fetch(plan, chunk, start, stop)
+            with sink.stream.reading(start, stop) as views:
+                self._judge(chunk, stop - start, views)
+        sink.stored(chunk)
+        job.count_stored()
+
+    def _fetch(self, plan: Plan, chunk: int, start: int, stop: int) -> None:
+        """The bytes of a chunk, which were those of the export when they were read."""
+        meeting = self._meeting
+        try:
+            plan.read(chunk, stop - start, self.job.settings.silence_s)
+        except Broken as error:
+            meeting.is_lost = True
+            raise self._left(str(error)) from error
+        except Stuck as error:
+            meeting.is_lost = True
+            meeting.agent.end(f"{self.job.endpoint} did not end a read: only so no byte of it can come late")
+            raise self.job.lost(str(error)) from error
+        if not self._look()[0]:
+            raise self._left("it has taken its promise back")
+        self._read_bytes += stop - start
+        if not self.asked and self._read_bytes > self._told_bytes:  # perhaps the last: nothing may be left to ask for
+            with suppress(Vanished):  # what it said last can still be read
+                self.ask(())
+
+    def _judge(self, chunk: int, size_bytes: int, views: Sequence[memoryview]) -> None:
+        self.job.count_received(size_bytes)
+        self.job.sink.arrived(chunk, 0, views)
+        self.job.sink.accept(chunk, views)
+
+    def _left(self, why: str, otherwise: type[TensorHubError] | None = None) -> Exception:
+        """What ended the export, as the source says it; or that it is gone; or else `why`, as `otherwise` if given."""
+        try:
+            self.wire.limit_waits(receive_s=_LAST_WORDS_S, send_s=_LAST_WORDS_S)
+            while True:
+                kind, length, _ = self.wire.receive_header()
+                if kind == tcp_wire.GONE:
+                    return self.job.refused(self.wire.receive_gone(length))
+                self.wire.receive_body(length, COUNT.size)
+        except Silent:
+            return self.job.lost(why) if otherwise is None else otherwise(f"{self.job.endpoint}: {why}")
+        except WireError as error:
+            return self.job.lost(f"{error}; {why}")

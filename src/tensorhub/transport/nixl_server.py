@@ -1,0 +1,114 @@
+"""The source's side of the nixl transport: says where the bytes lie and which chunks are there; sends none.
+
+It is the tcp transport's server: the same greetings, requests, keepalives and farewells (`tcp_wire`) over the same kind
+of socket, the same threads and the same ways for an export to end. In place of chunks a reader gets, once
+
+    source  MEMORY  how to reach this worker's NIXL agent, where every byte of the stream is, and the seal
+    source  READY   chunks [`number`, number + n) are there; n is the body
+
+and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is counted.
+It must never: let an export's seal stand when the export has ended.
+"""
+
+import socket
+from typing import Annotated
+
+import msgspec
+
+from ..core.errors import UsageError
+from .base import Export
+from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, Located
+from .nixl_agent import Agents
+from .nixl_memory import SEAL_BYTES, Page, Place, Placed, Seal
+from .nixl_path import Facts
+from .tcp_server import Served, TcpServer
+from .tcp_settings import SCHEME as TCP
+from .tcp_settings import TcpSettings
+from .tcp_wire import Refusal, Wire
+
+SCHEME = "nixl"
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Positive = Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]
+
+
+class Memory(msgspec.Struct, frozen=True, array_like=True):
+    """What a reader needs to know of an export's memory."""
+
+    facts: Facts
+    metadata: list[bytes]  # NIXL's own: read by NIXL only
+    places: list[tuple[_Natural, _Natural, _Positive]]  # device, address, length; all of the stream, in order
+    seal_address: _Natural
+    seal: Annotated[bytes, msgspec.Meta(min_length=SEAL_BYTES, max_length=SEAL_BYTES)]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for _, _, size in self.places)
+
+    def as_places(self) -> list[Place]:
+        return [Place(*place) for place in self.places]
+
+
+class NixlServed(Served):
+    """An export with a seal."""
+
+    def __init__(self, export: Export, page: Page) -> None:
+        super().__init__(export)
+        self.seal = Seal(page)
+
+    def end(self, reason: str) -> None:
+        self.seal.break_()
+        super().end(reason)
+
+
+class NixlServer(TcpServer):
+    """Tells whoever is welcome where the exports are."""
+
+    kind = "nixl"
+
+    def __init__(self, settings: TcpSettings, agents: Agents, facts: Facts) -> None:
+        self._agents = agents
+        self._facts = facts
+        super().__init__(settings)
+
+    def advertised(self, listener: socket.socket) -> str:
+        return SCHEME + super().advertised(listener).removeprefix(TCP)
+
+    def make_served(self, export: Export) -> Served:
+        return NixlServed(export, self._agents.seals)
+
+    def why_not(self, served: Served) -> Refusal | None:
+        if isinstance(served.export.stream, Located | Placed):
+            return None
+        return Refusal("memory", "its tensors have no addresses that NIXL could be told")
+
+    def introduce(self, wire: Wire, served: Served) -> None:
+        assert isinstance(served, NixlServed)
+        super().introduce(wire, served)
+        agent = self._agents.current()
+        region = agent.region(served.export.stream)
+        assert region is not None, "a stream without addresses was let in"
+        places = [(place.device, place.address, place.size_bytes) for place in region.places]
+        memory = Memory(self._facts, agent.introduction(region), places, served.seal.address, served.seal.value)
+        body = msgspec.msgpack.encode(memory)
+        if len(body) > MAX_MEMORY_BYTES:
+            raise UsageError(f"{served.export.key!r} lies in too many pieces: {len(places)}")
+        wire.send_frame(MEMORY, payload=[body])
+
+    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
+        """Announce all of [start, stop) that is there, up to the first gap."""
+        progress = served.export.progress
+        end = start + 1
+        while end < stop and progress.has(end):
+            end += 1
+        wire.send_frame(READY, start, [COUNT.pack(end - start)])
+        return end
+
+    def heard(self, wire: Wire, served: Served, number: int) -> None:
+        """The reader has read that many bytes on this connection, so it says."""
+        with self._changed:
+            news = number - served.inside.get(wire, 0)
+            if 0 < news <= served.export.stream.size_bytes:
+                served.inside[wire] = number
+                served.sent_bytes += news
+                self._counts["sent_bytes"] += news
+                self._counts["sent_chunks"] += -(-news // served.export.chunk_bytes)
