@@ -1,0 +1,58 @@
+"""Two processes that say they are the same shard: the one who lives keeps its place."""
+
+from tensorhub.core.messages import Refusal
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
+
+from .kit import hello, report, worker
+
+SETTINGS = Settings(lease_s=10.0, report_s=1.0)
+ME = worker("trainer")
+
+
+def server_with_a_trainer() -> Server:
+    server = Server(SETTINGS, 0.0, 1, fresh=True)
+    server.handle(hello(ME, life="first"), sender="first", now=0.0)
+    server.handle(report(1), sender="first", now=0.0)
+    return server
+
+
+def second_life(server: Server, now: float) -> Refusal | None:
+    outbox = server.handle(hello(ME, life="second"), sender="second", now=now)
+    refusals = [message for sender, message in outbox if sender == "second" and isinstance(message, Refusal)]
+    return refusals[0] if refusals else None
+
+
+def test_one_who_was_just_heard_keeps_it_for_good() -> None:
+    refusal = second_life(server_with_a_trainer(), 1.0)
+    assert refusal is not None
+    assert (refusal.code, refusal.retry_s) == ("shard-taken", 0.0)
+
+
+def test_one_whose_connection_is_gone_keeps_it_until_its_lease_ends() -> None:
+    server = server_with_a_trainer()
+    server.disconnected("first", now=0.5)
+    refusal = second_life(server, 1.0)
+    assert refusal is not None
+    assert refusal.retry_s > 0
+    assert second_life(server, 10.0) is None
+
+
+def test_one_that_is_silent_on_an_open_connection_likewise() -> None:
+    refusal = second_life(server_with_a_trainer(), 3.0)
+    assert refusal is not None
+    assert refusal.retry_s > 0
+
+
+def test_the_same_life_on_another_connection_is_no_other_worker() -> None:
+    server = server_with_a_trainer()
+    assert server.handle(hello(ME, life="first"), sender="again", now=1.0) == []
+    (answer,) = server.handle(report(2), sender="again", now=1.0)
+    assert answer[0] == "again"
+
+
+def test_another_shard_of_the_replica_is_somebody_else() -> None:
+    server = Server(SETTINGS, 0.0, 1, fresh=True)
+    for shard in (0, 1):
+        outbox = server.handle(hello(worker("trainer", shard), shards=2), sender=str(shard), now=0.0)
+        assert outbox == []
