@@ -32,9 +32,8 @@ class ReportBook:
         self._last_news: Report | None = None
         self._last_at = -inf
 
-    @property
-    def unacknowledged(self) -> int:
-        return len(self._sent_at)
+    def statistics(self) -> dict[str, int]:
+        return {"reports": self.number, "unacknowledged": len(self._sent_at)}
 
     @property
     def next_at(self) -> float:

@@ -160,7 +160,7 @@ class Worker:
         return list(self._story)
 
     def statistics(self) -> dict[str, int]:
-        return {"reports": self._book.number, "unacknowledged": self._book.unacknowledged}
+        return {**self._book.statistics(), "received_bytes": sum(self.received_bytes.values())}
 
     def check_invariants(self) -> None:
         """Raise `InvariantViolation` if this machine contradicts itself."""
