@@ -128,12 +128,11 @@ class Oracles:
             self._broken(
                 "G8 never run early", f"{process.name} holds {buffer.version}, but its memory is another content"
             )
-        key = (process.me.model, buffer.version, process.me.shard)
-        if self.existed.get(key, buffer.root) != buffer.root:
-            self._broken(
-                "G1 immutable",
-                f"{process.name} holds version {buffer.version} as {buffer.root}, published as {self.existed[key]}",
-            )
+        for other in self.cluster.workers.values():
+            theirs, same = other.worker.buffer, (other.me.model, other.me.shard) == (process.me.model, process.me.shard)
+            if same and isinstance(theirs, Holding) and theirs.version == buffer.version and theirs.root != buffer.root:
+                contents = f"{buffer.root} and as {theirs.root}"
+                self._broken("G1 immutable", f"{process.name} and {other.name} hold {buffer.version}, as {contents}")
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
