@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import tensorhub
@@ -45,7 +46,13 @@ class Replica:
         return [worker.look() for worker in self.workers]
 
     def kill(self):
-        return max([worker.kill() for worker in self.workers])
+        """SIGKILL for all of them at once. Returns when the last of them got it."""
+        for worker in self.workers:
+            worker.process.kill()
+        killed = time.monotonic()
+        for worker in self.workers:
+            worker.kill()
+        return killed
 
     def received(self):
         """Bytes by source replica, all shards together."""

@@ -116,18 +116,23 @@ class Process:
 
     def kill(self):
         """SIGKILL. Returns when it happened."""
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         killed = time.monotonic()
         self.process.wait(10)
         return killed
 
     def stop(self):
         """SIGSTOP, and wait until it has stopped. Returns when that was."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         self.stops, self.is_stopped = self.stops + 1, True
         stat = Path(f"/proc/{self.process.pid}/stat")
         eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"{self.name} has stopped")
         return time.monotonic()
+
+    def _signal(self, number):
+        if not self.is_alive:  # its number may be another's by now
+            raise ProcessLookupError(f"{self.name} has ended")
+        os.kill(self.process.pid, number)
 
     def close_pipes(self):
         for pipe in (self.process.stdin, self.process.stdout):
@@ -137,7 +142,7 @@ class Process:
 
     def go_on(self):
         """SIGCONT."""
-        os.kill(self.process.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
         self.is_stopped = False
         return time.monotonic()
 

@@ -31,7 +31,8 @@ def test_the_reader_is_killed_while_its_source_drains(start, figures):
     killed = reader.kill()
     assert [call.result() for call in calls] == [None, None]
     took_s = max(call.ended for call in calls) - killed
-    assert all(isinstance(call.outcome(), Died) for call in reads)
+    found = [call.outcome() for call in reads]
+    assert all(isinstance(each, Died) for each in found), found
     assert took_s < cluster.lease_s + ROUND_TRIPS_S
     cluster.publish(trainer, 2)  # and the trainer goes on
     line = f"reader killed at {at:.0f} % while its source drained: unpublish returned {took_s:.2f} s later"

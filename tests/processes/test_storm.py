@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 BLOWS = 10
 CALL_S = 10.0  # a shard that comes back too late for a call makes the others wait for so long
 RETRYABLE = (tensorhub.Unavailable, tensorhub.TransferError, tensorhub.SessionLost)
-SEEDS = [int(seed) for seed in os.environ.get("PROCESSES_STORM", "1").split()]
+SEEDS = [int(seed) for seed in os.environ.get("PROCESSES_STORM", "29").split()]
 
 
 class Keeper(threading.Thread):
