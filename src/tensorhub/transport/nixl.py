@@ -4,9 +4,15 @@ For RDMA, NVLink and CUDA IPC; on one host without any of them UCX copies from p
 CPU carries no byte. It needs the extra `tensorhub[nixl]`; loading it is tried in a child process first (`nixl_probe`).
 
 What is said goes over a socket of the tcp transport's kind (`nixl_server`, `nixl_reader`); what is copied, NIXL copies
-(`nixl_agent`), from places that both ends know (`nixl_memory`). UCX falls back to TCP in silence, where our own sockets
-are several times faster, and where a read from a stopped source can neither be called back nor fenced without harm. So
-each thread of a read proves its way first (`nixl_path`), and where it is TCP the read ends with `TransportMissing`.
+(`nixl_agent`, `nixl_meeting`), from places that both ends know (`nixl_memory`). UCX falls back to TCP in silence, where
+our own sockets are several times faster, and where a read from a stopped source can neither be called back nor fenced
+without harm. So each thread of a read proves its way first (`nixl_path`), and where it is TCP the read ends with
+`TransportMissing`.
+
+Measured: 1 GiB between two processes of one host, 2 cores (AMD EPYC) with five times more work than they could do, six
+rounds in random order, medians of two runs: NIXL alone, one list of 256 descriptors, 8.7 and 5.3 GiB/s; this transport
+without digests 8.0 and 7.2, with them 5.8 and 6.5; `process_vm_readv` alone 10.3 and 9.3; local with digests 8.0 and
+7.4; tcp with digests 3.2 and 2.9. CPU seconds per GiB, reader + source: 0.13 + 0.00 without digests, 0.15 + 0.00 with.
 
 Why what was read is right: as with `local`, a chunk counts only if the export's seal was seen after its bytes, and the
 digest is checked besides. Why nothing comes late: tensors are written to only over a way that has been proved, `on_end`

@@ -40,6 +40,7 @@ _END_S = 5.0  # native calls end within milliseconds: the longest is one post of
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3  # twice as long each time: 4 MiB at 200 Gbit/s take 170 µs
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}  # we report what happens; both are read while loading
 
+_environment = threading.Lock()
 _immortal: list[Any] = []  # agents that a thread did not leave: deleting them would pull the floor from under it
 
 
@@ -51,15 +52,23 @@ class Stuck(Exception):
     """A transfer is not over, and cannot be called back: only the end of its agent fences it. Never leaves either."""
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What is loaded inside stays quiet. NIXL reads the environment at import, UCX with the first agent."""
+    with _environment:
+        missing = {key: value for key, value in _QUIET.items() if key not in os.environ}
+        os.environ.update(missing)
+        try:
+            yield
+        finally:
+            for key in missing:
+                os.environ.pop(key, None)
+
+
 def load(name: str) -> Any:
     """NIXL's bindings: the only module here that has no types. Raises `ImportError`."""
-    missing = {key: value for key, value in _QUIET.items() if key not in os.environ}
-    os.environ.update(missing)
-    try:
+    with _quiet():
         module = importlib.import_module(f"{name}._bindings")
-    finally:
-        for key in missing:
-            os.environ.pop(key, None)
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return module
 
@@ -88,6 +97,7 @@ class Agent:
         self._regions: WeakKeyDictionary[ByteStream, Region] = WeakKeyDictionary()
         self._orphans: deque[Region] = deque()  # regions whose stream is gone: filled by the garbage collector
         self._peers: dict[str, int] = {}  # and the number of open reads
+        self.connecting = threading.Lock()  # for readers: one thread at a time makes first contact
         self._meeting = threading.Lock()  # nobody is met while somebody is forgotten
         options = {"num_workers": str(workers)}
         if tls:
@@ -97,8 +107,9 @@ class Agent:
             config.useProgThread = True
             config.pthrDelay = _PROGRESS_DELAY_US
             config.syncMode = bindings.NIXL_THREAD_SYNC_RW
-            self._native = bindings.nixlAgent(self.name, config)
-            self._native.createBackend(_BACKEND, options)
+            with _quiet():
+                self._native = bindings.nixlAgent(self.name, config)
+                self._native.createBackend(_BACKEND, options)
             self._seals = self._register([seals.place])
             self._register([scratch.place])
         except self._errors as error:
@@ -185,15 +196,14 @@ class Agent:
 
     # -- peers ---------------------------------------------------------------------------------------------------------
 
-    def meet(self, metadata: Sequence[bytes]) -> str:
-        """Remember a peer for a read; returns its name. `part` ends that."""
+    def meet(self, name: str, metadata: Sequence[bytes]) -> None:
+        """Remember a peer for a read. `part` ends that."""
         with self._meeting, self._using():
-            names = {self._native.loadRemoteMD(one).decode() for one in metadata}
-            if len(names) != 1:
-                raise Broken(f"it introduces itself as {len(names)} agents")
-            name: str = names.pop()
+            if name != self.name:  # an agent knows itself
+                names = {self._native.loadRemoteMD(one) for one in metadata}
+                if names != {name.encode()}:
+                    raise Broken("it introduces itself by another agent's name")
             self._peers[name] = self._peers.pop(name, 0) + 1  # last in order: the most recent
-            return name
 
     def part(self, name: str, *, is_lost: bool) -> None:
         """A read of this peer is over. A lost peer is forgotten, and so is who was met longest ago, if many were."""
@@ -205,8 +215,9 @@ class Agent:
                 leaving.append(name)
             for peer in leaving:
                 del self._peers[peer]
-                with suppress(Broken), self._using():
-                    self._native.invalidateRemoteMD(peer)
+                if peer != self.name:
+                    with suppress(Broken), self._using():
+                        self._native.invalidateRemoteMD(peer)
 
     @property
     def peer_count(self) -> int:

@@ -142,8 +142,8 @@ def _try(module: str) -> Probe:
     regions = [agent.region(stream) for agent, stream in zip((source, target), streams, strict=True)]
     assert regions[0] is not None
     assert regions[1] is not None
-    peer = target.meet(source.introduction(regions[0]))
-    ours, theirs = target.prepare(None, regions[1].places), target.prepare(peer, regions[0].places)
+    target.meet(source.name, source.introduction(regions[0]))
+    ours, theirs = target.prepare(None, regions[1].places), target.prepare(source.name, regions[0].places)
     is_immediate, took_s = False, 0.0
     for _ in range(3):
         began = time.monotonic()

@@ -16,7 +16,6 @@ chunk be judged whose seal was not seen after its bytes, or return while a trans
 
 import ctypes
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 
@@ -26,19 +25,19 @@ from ..core.errors import TensorHubError, TransportMissing
 from . import nixl_path, tcp_wire
 from .base import OnEnd, Sink
 from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
-from .nixl_agent import Agent, Agents, Broken, Stuck
-from .nixl_memory import SEAL_BYTES, Place, cut
+from .nixl_agent import Agents, Broken, Stuck
+from .nixl_meeting import Meeting, Plan
+from .nixl_memory import SEAL_BYTES
 from .nixl_path import HOST, Facts, Lane
 from .nixl_server import SCHEME, Memory
 from .tcp_reader import TcpRead, counted
-from .tcp_settings import MIB, TcpSettings
 from .tcp_settings import SCHEME as TCP
+from .tcp_settings import TcpSettings
 from .tcp_settings import parse_endpoint as parse_tcp_endpoint
 from .tcp_stream import Job, Stream, opened
 from .tcp_wire import Garbled, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
-POST_BYTES = 16 * MIB  # of one post: with cma it copies inside the call, 1-2 ms
-_POST_DESCRIPTORS = 1024
+_TRIES = 4  # to connect, within the limit of silence
 _PROOFS = 3  # the first read connects; of those after it, one that is over at once is enough
 _LAST_WORDS_S = 0.5  # for a source to say why its memory cannot be read any more
 _MAX_ADDRESSES = 4  # of one host name; each may cost `connect_s`
@@ -52,76 +51,6 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     if scheme != SCHEME:
         raise ValueError(f"{endpoint!r} is not of the form {SCHEME}://host:port")
     return parse_tcp_endpoint(TCP + colon + rest)
-
-
-class Plan:
-    """The descriptors of a read, prepared once: for each kind of memory at the two ends a list on either side."""
-
-    def __init__(self, agent: Agent, peer: str, ours: list[Place], theirs: list[Place], chunk_bytes: int) -> None:
-        """Raises `Broken` if NIXL does not take them."""
-        self._agent = agent
-        self._parts: dict[int, dict[tuple[bool, bool], range]] = {}
-        self._lists: dict[tuple[bool, bool], tuple[int, int]] = {}
-        self.is_on_host = all(place.device == HOST for place in ours)
-        sides: dict[tuple[bool, bool], tuple[list[Place], list[Place]]] = {}
-        for chunk, our, their in cut(ours, theirs, chunk_bytes):
-            kind = (our.device == HOST, their.device == HOST)
-            our_side, their_side = sides.setdefault(kind, ([], []))
-            of_chunk = self._parts.setdefault(chunk, {})
-            first = of_chunk[kind].start if kind in of_chunk else len(our_side)
-            our_side.append(our)
-            their_side.append(their)
-            of_chunk[kind] = range(first, len(our_side))
-        for kind, (our_side, their_side) in sides.items():
-            self._lists[kind] = agent.prepare(None, our_side), agent.prepare(peer, their_side)
-
-    def read(self, chunk: int, size_bytes: int, limit_s: float) -> None:
-        """Fetch a chunk. Raises `Broken`, `Stuck`."""
-        for kind, indices in self._parts.get(chunk, {}).items():
-            posts = max(1, -(-size_bytes // POST_BYTES), -(-len(indices) // _POST_DESCRIPTORS))
-            step = max(1, -(-len(indices) // posts))
-            for first in range(0, len(indices), step):
-                self._agent.read(*self._lists[kind], indices[first : first + step], limit_s)
-
-    def close(self) -> None:
-        for prepared in self._lists.values():
-            for one in prepared:
-                self._agent.drop(one)
-
-
-class Meeting:
-    """The source as its reader knows it. Shared by the threads of a read; `close` when the last has left."""
-
-    def __init__(self, agent: Agent, memory: Memory) -> None:
-        """Raises `Broken`."""
-        self.agent = agent
-        self.memory = memory
-        self.is_lost = False
-        self.peer = agent.meet(memory.metadata)
-        self._plan: Plan | None = None
-        self._lock = threading.Lock()
-        try:
-            self.seal = agent.prepare(self.peer, [Place(HOST, memory.seal_address, SEAL_BYTES)])
-        except Broken:
-            agent.part(self.peer, is_lost=True)
-            raise
-
-    def plan(self, sink: Sink) -> Plan:
-        """Made when the sink's chunks are known. Raises `Broken`, `TransportMissing`."""
-        with self._lock:
-            if self._plan is None:
-                region = self.agent.region(sink.stream)
-                if region is None:
-                    raise TransportMissing("the tensors here have no addresses that NIXL could be told", hint="use tcp")
-                places = self.memory.as_places()
-                self._plan = Plan(self.agent, self.peer, region.places, places, sink.chunk_bytes)
-            return self._plan
-
-    def close(self) -> None:
-        if self._plan is not None:
-            self._plan.close()
-        self.agent.drop(self.seal)
-        self.agent.part(self.peer, is_lost=self.is_lost)
 
 
 class NixlJob(Job):
@@ -242,7 +171,7 @@ class NixlStream(Stream):
         if memory.size_bytes != self._size_bytes:
             raise Garbled(f"addresses of {memory.size_bytes} B for content of {self._size_bytes} B")
         try:
-            self._its.meeting = Meeting(self._its.agents.current(), memory)
+            self._its.meeting = Meeting(self._its.agents.current(), memory, self._its.agents.scratch)
         except Broken as error:
             raise self._left(f"NIXL cannot reach it: {error}", TransportMissing) from error
         self._prove()
@@ -257,8 +186,9 @@ class NixlStream(Stream):
         if self._is_proved:
             return
         job, memory = self._its, self._meeting.memory
+        self._connect()
         for _ in range(_PROOFS):
-            is_sealed, is_immediate = self._look()
+            is_sealed, is_immediate = self._look(job.settings.silence_s)
             if not is_sealed:
                 raise self._left("it has taken its promise back")
             if is_immediate:
@@ -270,29 +200,38 @@ class NixlStream(Stream):
             raise TransportMissing(f"{job.endpoint} could be read over TCP only: {why}", hint=nixl_path.USE_TCP)
         self._is_proved = True
 
-    def _look(self) -> tuple[bool, bool]:
-        """Whether the source's seal stands, and whether it was read at once. Raises what ended the read."""
+    def _connect(self) -> None:
+        """The first read of a thread connects it. Now and then UCX loses such a read: then the next one is answered."""
+        silence_s = self.job.settings.silence_s
+        with self._meeting.agent.connecting:  # one at a time: UCX lost none that way
+            for share in range(_TRIES):
+                try:
+                    self._look(silence_s / _TRIES, is_last=share == _TRIES - 1)
+                    return
+                except Stuck:
+                    continue
+
+    def _look(self, limit_s: float, *, is_last: bool = True) -> tuple[bool, bool]:
+        """Whether the source's seal stands, and whether it was read at once. Raises what ended the read.
+
+        That it is not over in time ends the read too, but if it is not the last try: then it is raised as `Stuck`.
+        """
         job, meeting = self._its, self._meeting
-        agent, scratch = meeting.agent, job.agents.scratch
-        address = scratch.take()
-        ctypes.memset(address, 0, SEAL_BYTES)
-        ours: int | None = None
         try:
-            ours = agent.prepare(None, [Place(HOST, address, SEAL_BYTES)])
-            is_immediate = agent.read(ours, meeting.seal, range(1), job.settings.silence_s, lambda: job.is_over)
-            found = ctypes.string_at(address, SEAL_BYTES)
+            slot = meeting.lend()
+            ctypes.memset(slot.address, 0, SEAL_BYTES)
+            is_immediate = meeting.agent.read(slot.list, meeting.seal, range(1), limit_s, lambda: job.is_over)
         except Broken as error:
-            scratch.give(address)
             meeting.is_lost = True
             raise self._left(str(error)) from error
         except Stuck as error:  # the slot is never lent again: this read may still arrive there
+            if not is_last and not job.is_over:
+                raise
             meeting.is_lost = True
             raise job.lost(str(error)) from error
-        finally:
-            if ours is not None:
-                agent.drop(ours)
-        scratch.give(address)
-        return found == meeting.memory.seal, is_immediate
+        is_sealed = ctypes.string_at(slot.address, SEAL_BYTES) == meeting.memory.seal
+        meeting.take_back(slot)
+        return is_sealed, is_immediate
 
     def ask(self, chunks: Sequence[int]) -> None:
         self._told_bytes = self._read_bytes
@@ -343,7 +282,7 @@ class NixlStream(Stream):
             meeting.is_lost = True
             meeting.agent.end(f"{self.job.endpoint} did not end a read: only so no byte of it can come late")
             raise self.job.lost(str(error)) from error
-        if not self._look()[0]:
+        if not self._look(self.job.settings.silence_s)[0]:
             raise self._left("it has taken its promise back")
         self._read_bytes += stop - start
         if not self.asked and self._read_bytes > self._told_bytes:  # perhaps the last: nothing may be left to ask for

@@ -35,6 +35,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
     """What a reader needs to know of an export's memory."""
 
     facts: Facts
+    agent: str  # its name
     metadata: list[bytes]  # NIXL's own: read by NIXL only
     places: list[tuple[_Natural, _Natural, _Positive]]  # device, address, length; all of the stream, in order
     seal_address: _Natural
@@ -88,7 +89,9 @@ class NixlServer(TcpServer):
         region = agent.region(served.export.stream)
         assert region is not None, "a stream without addresses was let in"
         places = [(place.device, place.address, place.size_bytes) for place in region.places]
-        memory = Memory(self._facts, agent.introduction(region), places, served.seal.address, served.seal.value)
+        memory = Memory(
+            self._facts, agent.name, agent.introduction(region), places, served.seal.address, served.seal.value
+        )
         body = msgspec.msgpack.encode(memory)
         if len(body) > MAX_MEMORY_BYTES:
             raise UsageError(f"{served.export.key!r} lies in too many pieces: {len(places)}")

@@ -1,0 +1,322 @@
+"""What only the nixl transport has: a probe that survives anything, a way that is proved, an agent that can end."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tensorhub.core.errors import SourceLost, TransportMissing
+from tensorhub.transport import nixl_probe
+from tensorhub.transport.nixl import NixlSettings, NixlTransport
+from tensorhub.transport.nixl_memory import DESCRIPTOR_BYTES, Page, Place, Seal, cut, device_code, places_of
+from tensorhub.transport.nixl_path import Facts, lane, why_tcp
+from tensorhub.transport.nixl_reader import parse_endpoint
+
+from . import kit
+from .conftest import line
+from .kit import DEADLINE_S, MIB, Target, content, full, read_all, start_read
+
+CHUNK = 4096
+needs_nixl = pytest.mark.skipif(bool(nixl_probe.probe().why_not), reason=nixl_probe.probe().why_not or "it is here")
+Make = Callable[..., NixlTransport]
+
+
+@pytest.fixture
+def make(nothing_left_behind: None) -> Iterator[Make]:
+    made: list[NixlTransport] = []
+
+    def one(**settings: object) -> NixlTransport:
+        made.append(NixlTransport(NixlSettings(**{"thread_bytes": 1024, **settings})))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+
+
+# -- the probe -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import time; time.sleep(600)", "did not end within 1 s"),
+        ("import os; os.abort()", "SIGABRT"),
+        ("import sys; sys.exit('no such library')", "no such library"),
+        ("raise ImportError('libcuda.so.1: cannot open')", "libcuda.so.1"),
+        ("print('hello')", "_bindings"),
+    ],
+)
+def test_a_probe_survives_whatever_loading_does(
+    body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nixl_pretended.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(nixl_probe, "MODULES", ("nixl_pretended",))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import tensorhub.transport.nixl_agent as a; a.MODULES = ('nixl_pretended',)"
+    )
+    monkeypatch.setattr(nixl_probe, "_found", {})
+    began = time.monotonic()
+    found = nixl_probe.probe(1.0 if "sleep" in body else DEADLINE_S)
+    assert time.monotonic() - began < DEADLINE_S
+    assert not found.module
+    assert said in found.why_not
+    assert nixl_probe.probe() is found, "it is asked once"
+    with pytest.raises(TransportMissing, match="not available"):
+        nixl_probe.require()
+
+
+def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_probe, "MODULES", ("nixl_that_nobody_has",))
+    monkeypatch.setattr(nixl_probe, "_found", {})
+    with pytest.raises(TransportMissing) as caught:
+        nixl_probe.require()
+    assert caught.value.hint == "pip install tensorhub[nixl]"
+    assert "pip install tensorhub[nixl]" in "".join(nixl_probe.probe().lines())
+
+
+@needs_nixl
+def test_a_forgotten_probe_ends_by_itself() -> None:
+    child = subprocess.Popen([sys.executable, "-m", "tensorhub.transport.nixl_probe", "0.01", str(os.getpid())])
+    assert child.wait(DEADLINE_S) == -signal.SIGALRM
+    orphan = subprocess.run([sys.executable, "-m", "tensorhub.transport.nixl_probe", "30", "1"], capture_output=True)
+    assert orphan.stdout == b"", "its parent is another one than it was told"
+
+
+# -- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_way_is_told_from_what_is_known() -> None:
+    plain, other, fabric = Facts("a", (), ""), Facts("b", (), ""), Facts("c", ("mlx5_0",), "")
+    assert lane(plain, plain, is_immediate=True, devices=[0]).name == "NIXL/UCX: shared memory (cma)"
+    assert lane(plain, plain, is_immediate=False, devices=[0]).is_tcp, "another PID namespace, say"
+    assert lane(plain, plain, is_immediate=False, devices=[1, 2]).name == "NIXL/UCX: CUDA IPC"
+    assert lane(plain, other, is_immediate=False, devices=[1]).is_tcp
+    assert lane(fabric, Facts("d", ("mlx5_1",), ""), is_immediate=False, devices=[0]).name == "NIXL/UCX: RDMA (mlx5_0)"
+    assert lane(Facts("c", ("mlx5_0",), "tcp"), fabric, is_immediate=False, devices=[0]).is_tcp
+    assert why_tcp(plain, other) == "there is no RDMA device here and there"
+    assert why_tcp(Facts("a", (), "tcp"), plain) == "UCX_TLS=tcp permits nothing else"
+    assert "another container" in why_tcp(plain, plain)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_ends_are_cut_alike(seed: int) -> None:
+    """Every byte once, in order; no descriptor crosses a chunk's border, an end's interruption, or the limit."""
+    chance = random.Random(seed)
+    size = chance.randrange(1, 5 * DESCRIPTOR_BYTES)
+    chunk_bytes = chance.choice([1000, 65536, DESCRIPTOR_BYTES, 3 * DESCRIPTOR_BYTES])
+
+    def side() -> list[Place]:
+        places, at, left = [], chance.randrange(1 << 40), size
+        while left:
+            length = min(left, chance.randrange(1, size + 1))
+            places.append(Place(chance.randrange(3), at, length))
+            at, left = at + length + chance.randrange(100), left - length
+        return places
+
+    def flat(places: list[Place]) -> list[tuple[int, int]]:
+        return [(place.device, place.address) for place in places]
+
+    ours, theirs, at = side(), side(), 0
+    for chunk, our, their in cut(ours, theirs, chunk_bytes):
+        assert our.size_bytes == their.size_bytes <= DESCRIPTOR_BYTES
+        assert chunk == at // chunk_bytes == (at + our.size_bytes - 1) // chunk_bytes
+        for place, places in ((our, ours), (their, theirs)):
+            begin = at
+            for one in places:
+                if begin < one.size_bytes:
+                    assert (place.device, place.address) == (one.device, one.address + begin)
+                    assert begin + place.size_bytes <= one.size_bytes
+                    break
+                begin -= one.size_bytes
+        at += our.size_bytes
+    assert at == size
+    assert len(flat(ours)) > 0
+
+
+def test_places_on_devices() -> None:
+    class OnDevices(kit.Pieces):
+        def places(self, start: int, stop: int) -> list[tuple[str, int, int]]:
+            return [("cuda:0", 1000, 10), ("cuda:0", 1010, 10), ("cpu", 50, 5), ("cpu", 55, 5), ("cuda:3", 7, 1)]
+
+    assert places_of(OnDevices(bytearray(31))) == [
+        Place(1, 1000, 10),
+        Place(1, 1010, 10),
+        Place(0, 50, 10),
+        Place(4, 7, 1),
+    ]
+    with pytest.raises(ValueError, match="'xpu:0'"):
+        device_code("xpu:0")
+
+
+def test_seals_are_used_again_with_other_values() -> None:
+    page = Page()
+    first = Seal(page)
+    address, value = first.address, first.value
+    first.break_()
+    first.break_()
+    second = Seal(page)
+    assert second.address == address
+    assert second.value != value
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://a:1", "nixl://", "nixl://a", "nixl", "", "nixl://a:99999"])
+def test_endpoints_that_are_none(endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse_endpoint(endpoint)
+    assert parse_endpoint("nixl://[::1]:5") == ("::1", 5)
+
+
+# -- with NIXL -------------------------------------------------------------------------------------------------------
+
+
+@needs_nixl
+def test_the_path_is_named(make: Make) -> None:
+    right = content(MIB)
+    source, reader = make(), make()
+    source.export(full("k", right, 64 * 1024))
+    read, ended = start_read(reader, source.endpoint, "k", Target(right, 64 * 1024))
+    assert ended.wait() is None
+    assert read.path == "NIXL/UCX: shared memory (cma), 2 threads"
+    assert source.endpoint.startswith("nixl://127.0.0.1:")
+
+
+@needs_nixl
+def test_tcp_is_refused_and_nothing_was_begun(make: Make) -> None:
+    right = content(5 * CHUNK)
+    source, reader = make(tls="tcp"), make(tls="tcp")
+    source.export(full("k", right, CHUNK))
+    target = Target(right, CHUNK)
+    error = read_all(reader, source.endpoint, "k", target)
+    assert isinstance(error, TransportMissing)
+    assert "TCP" in str(error)
+    assert "tcp" in (error.hint or "")
+    assert target.manifest is None
+    assert not any(target.buffer)
+
+
+@needs_nixl
+def test_reads_over_tcp_where_that_is_allowed(make: Make) -> None:
+    right = content(3 * MIB + 5)
+    source, reader = make(tls="tcp", allow_tcp=True), make(tls="tcp", allow_tcp=True)
+    source.export(full("k", right, MIB, piece_bytes=1001))
+    target = Target(right, MIB, piece_bytes=777)
+    read, ended = start_read(reader, source.endpoint, "k", target)
+    assert ended.wait() is None
+    assert target.buffer == right
+    assert read.path.startswith("NIXL/UCX: TCP, UCX_TLS=tcp")
+
+
+@needs_nixl
+@pytest.mark.processes
+def test_a_read_that_does_not_end_is_fenced_and_the_transport_goes_on(make: Make) -> None:
+    """The worst case: over TCP, a source that stops in the middle of a chunk. No byte may come once the read ended."""
+    size, chunk = 192 * MIB, 64 * MIB
+    script = str(Path(__file__).with_name("nixl_peer.py"))
+    peer = subprocess.Popen(
+        [sys.executable, script, str(size), str(chunk)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        endpoint, right, reader = line(peer), content(size), make(tls="tcp", allow_tcp=True, silence_s=1.0, threads=1)
+        target = Target(right, chunk)
+        _, ended = start_read(reader, endpoint, "k", target)
+        kit.until(lambda: any(target.buffer[:chunk:4096]), "the first bytes have come")
+        os.kill(peer.pid, signal.SIGSTOP)
+        error = ended.wait()
+        assert isinstance(error, SourceLost)
+        target.buffer[:] = bytes(size)  # allowed from now on
+        os.kill(peer.pid, signal.SIGCONT)
+        threading.Event().wait(1.0)  # what would come late would come now
+        assert not any(target.buffer)
+        small = content(5 * CHUNK)
+        source, again = make(tls="tcp", allow_tcp=True), Target(small, CHUNK)
+        source.export(full("k", small, CHUNK))
+        assert read_all(reader, source.endpoint, "k", again) is None
+        assert again.buffer == small
+        assert reader.statistics()["nixl_agents_replaced"] == 1
+    finally:
+        peer.kill()
+        peer.communicate()
+
+
+@needs_nixl
+def test_a_worker_reads_from_itself(make: Make) -> None:
+    right = content(5 * CHUNK)
+    worker = make()
+    worker.export(full("k", right, CHUNK))
+    target = Target(right, CHUNK)
+    assert read_all(worker, worker.endpoint, "k", target) is None
+    assert target.buffer == right
+
+
+@needs_nixl
+def test_memory_is_registered_once_and_forgotten_with_its_stream(make: Make) -> None:
+    right = content(5 * CHUNK)
+    source, reader = make(), make()
+    export = full("k", right, CHUNK)
+    source.export(export)
+    target = Target(right, CHUNK)
+    for _ in range(3):
+        assert read_all(reader, source.endpoint, "k", target) is None
+        assert source.withdraw("k", timeout_s=DEADLINE_S)
+        source.export(export)
+    agent = reader._agents.current()
+    region = agent.region(target.stream)
+    assert region is agent.region(target.stream)
+    assert len(agent._regions) == 1
+    del target
+    gc.collect()
+    assert agent.region(export.stream) is not region
+    assert len(agent._regions) == 1
+
+
+@needs_nixl
+def test_dead_peers_are_forgotten_and_their_next_life_is_met(make: Make) -> None:
+    right = content(5 * CHUNK)
+    reader = make()
+    for _ in range(3):
+        source = make()
+        source.export(full("k", right, CHUNK))
+        assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+        source.close()
+    assert reader._agents.current().peer_count <= 3
+
+
+@needs_nixl
+def test_the_token_is_asked_for_before_addresses_are_told(make: Make) -> None:
+    right = content(CHUNK)
+    source, stranger = make(token="secret"), make(token="wrong")
+    source.export(full("k", right, CHUNK))
+    assert isinstance(read_all(stranger, source.endpoint, "k", Target(right, CHUNK)), SourceLost)
+    assert len(source._agents.current()._regions) == 0
+
+
+@needs_nixl
+def test_nothing_grows_once_all_workers_are_connected(make: Make) -> None:
+    right = content(5 * CHUNK)
+    source, reader = make(threads=3), make(threads=3)
+    source.export(full("k", right, CHUNK))
+    for _ in range(60):
+        assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+    kit.until(lambda: source.statistics()["connections_open"] == 0, "the connections are closed")
+    threads, files = threading.active_count(), kit.open_files()
+    for _ in range(100):
+        assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+    kit.until(lambda: threading.active_count() <= threads, "threads are as many as before")
+    kit.until(lambda: kit.open_files() <= files, "file descriptors are as many as before")
+    agent = reader._agents.current()
+    assert agent.peer_count == 1
+    gc.collect()
+    assert len(agent._orphans) > 0, "the targets are gone"
+    stream = kit.Pieces(right)
+    assert agent.region(stream) is not None
+    assert len(agent._orphans) == 0, "their memory was deregistered on the way"
