@@ -32,7 +32,7 @@ def run(*arguments: str, timeout_s: float = 60.0) -> tuple[int, str, str]:
 def test_help_names_every_command() -> None:
     status, out, err = run("--help")
     assert (status, err) == (0, "")
-    for command in ("serve", "status", "watch", "simulate", "demo"):
+    for command in ("serve", "status", "watch", "doctor", "simulate", "demo"):
         assert re.search(rf"\b{command}\b", out), command
 
 

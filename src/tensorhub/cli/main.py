@@ -1,4 +1,4 @@
-"""`tensorhub`: run a reference server, look at one, simulate a cluster, see the main job.
+"""`tensorhub`: run a reference server, look at one or at this machine, simulate a cluster, see the main job.
 
 Each command imports what it needs when it is called, so `tensorhub --help` is quick and the server never loads torch.
 """
@@ -116,6 +116,31 @@ def watch(
         view = connect(server, token=token, timeout=PATIENCE_S)
         watcher = Watcher(server, lambda: view.status(model=model))
         watch_with(watcher, Console(), every_s=every, times=times)
+
+
+@app.command()
+def doctor(
+    server: Annotated[
+        str | None, typer.Option("--server", help="Also ask this reference server, host:port.", show_default=False)
+    ] = None,
+    token: TokenOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Show which transports work on this machine, at what rate, and what to do about those that do not."""
+    from rich.console import Console
+
+    from .doctor import examine
+    from .doctor_draw import draw_findings
+
+    if as_json:
+        found = examine(server, token)
+        typer.echo(found.as_json())
+    else:
+        console = Console()
+        with console.status("moving 256 MiB between two processes, once for each transport"):
+            found = examine(server, token)
+        console.print(draw_findings(found))
+    raise typer.Exit(0 if found.is_well else 1)
 
 
 @app.command()

@@ -68,7 +68,7 @@ def _listen(host: str, options: Options) -> dict[str, Transport]:
     try:
         for scheme in options.transports:
             try:
-                found[scheme] = _make(scheme, host, options)
+                found[scheme] = make_transport(scheme, host, options)
             except TransportMissing as error:
                 missing.append(f"{scheme}: {error}")
                 _log.info("no %s transport here: %s%s", scheme, error, f" ({error.hint})" if error.hint else "")
@@ -81,7 +81,8 @@ def _listen(host: str, options: Options) -> dict[str, Transport]:
     return found
 
 
-def _make(scheme: str, host: str, options: Options) -> Transport:
+def make_transport(scheme: str, host: str, options: Options) -> Transport:
+    """A transport by its scheme, listening. Raises `TransportMissing` where it cannot be had."""
     token = options.token or None
     match scheme:
         case "local":

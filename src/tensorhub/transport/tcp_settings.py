@@ -36,9 +36,7 @@ class TcpSettings:
     stream_bytes: int = (
         8 * MIB
     )  # what makes a further stream worth its connection (0.3 ms, which is 2 MiB): four times that
-    block_bytes: int = (
-        2 * MIB
-    )  # received, then hashed while a cache has it; smaller ones cost more calls than they save
+    block_bytes: int = 4 * MIB  # hashed while a cache has it; of 1 MiB, calls cost 5 % and the nearer cache saves less
     max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait
     congestion: str | None = (
         "cubic"  # BBR paces loopback and a LAN down by a third; "bbr" across sites; None: the kernel's

@@ -284,6 +284,9 @@ class Stream:
 
 def blocks_of(views: Sequence[memoryview], block_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
     """The views in runs of about `block_bytes`, with the size of each; larger views are cut, small ones stay whole."""
+    if len(views) == 1 and 0 < views[0].nbytes <= block_bytes:  # as most chunks are
+        yield views[0].nbytes, [views[0]]
+        return
     run: list[memoryview] = []
     size_bytes = 0
     for view in views:

@@ -1,0 +1,164 @@
+"""`tensorhub doctor`: which transports work on this machine, at what rate, and what to do about those that do not.
+
+Whatever could hang or crash runs in a child with a deadline: two workers of its own that move 256 MiB over loopback for
+each transport, and the question to the reference server. The rest is read from files of the kernel.
+It must never: hang, change a setting, or need a reference server.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from ..transport.choose import PREFERENCE
+
+SIZE_BYTES = 256 << 20  # 15 ms at the rate of memory, half a second at 4 Gbit/s
+DEADLINE_S = 20.0  # of one probe; the slowest start of Python with all imports takes 5 s on a machine under load
+ENDING_S = 1.0
+
+USES = {
+    "local": "two workers of one host",
+    "nixl": "RDMA, NVLink and CUDA IPC",
+    "tcp": "any two hosts",
+}
+HINTS = {"nixl": "pip install 'tensorhub[nixl]'"}
+
+
+@dataclass(frozen=True)
+class TransportCheck:
+    """One transport, tried between two processes of this machine."""
+
+    name: str
+    works: bool
+    use: str
+    rate_bytes_per_s: int = 0  # each chunk's digest checked
+    path: str = ""
+    reason: str = ""  # why it does not work
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing about this machine."""
+
+    name: str
+    state: str  # "good", "note": works, but could be better; "bad"; "absent"
+    says: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All of it."""
+
+    transports: list[TransportCheck] = field(default_factory=list)
+    machine: list[Check] = field(default_factory=list)
+
+    @property
+    def is_well(self) -> bool:
+        """Workers can work here: a transport works, and the reference server, if one was named, answers."""
+        return any(each.works for each in self.transports) and all(each.state != "bad" for each in self.machine)
+
+    def as_json(self) -> str:
+        """For programs."""
+        return json.dumps({"is_well": self.is_well, **asdict(self)}, indent=2)
+
+
+def check_transport(name: str, *, size_bytes: int = SIZE_BYTES, deadline_s: float = DEADLINE_S) -> TransportCheck:
+    """Start two workers, let one read from the other, and end both."""
+    use = USES.get(name, "")
+    found: Mapping[str, object] = {}
+    with _Child("source", name, str(size_bytes)) as source, _Child("reader", name) as reader:
+        told = source.answer(deadline_s)
+        if "endpoint" in told:
+            reader.tell(told)
+            found = reader.answer(deadline_s)
+        else:
+            found = told
+    if "rate_bytes_per_s" in found:
+        return TransportCheck(name, True, use, int(str(found["rate_bytes_per_s"])), str(found["path"]))
+    reason, remedy = str(found.get("error") or "it gave no answer"), str(found.get("hint") or HINTS.get(name, ""))
+    return TransportCheck(name, False, use, reason=reason, remedy=remedy)
+
+
+def check_server(address: str, token: str = "", *, deadline_s: float = DEADLINE_S) -> Check:
+    """Ask it how it is."""
+    with _Child("server", address, environ={"TENSORHUB_TOKEN": token}) as asking:
+        found = asking.answer(deadline_s)
+    if "protocol" not in found:
+        remedy = str(found.get("hint") or "start one with `tensorhub serve`")
+        return Check("reference server", "bad", str(found.get("error") or f"{address} gave no answer"), remedy)
+    facts = f"{address} speaks {found['protocol']}, {found['workers']} workers, answers in {found['took_ms']:.0f} ms"
+    return Check("reference server", "good", facts)
+
+
+def examine(server: str | None, token: str = "", *, size_bytes: int = SIZE_BYTES) -> Findings:
+    """Everything, one after the other, so that no measurement disturbs another."""
+    from .machine import machine_checks
+
+    machine = machine_checks()
+    if server is not None:
+        machine.append(check_server(server, token))
+    return Findings([check_transport(name, size_bytes=size_bytes) for name in PREFERENCE], machine)
+
+
+class _Child:
+    """A process with a role, ended when the block ends."""
+
+    def __init__(self, *command: str, environ: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tensorhub.cli.doctor_child", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environ or {})},
+            start_new_session=True,  # Ctrl-C ends us, and we end it
+        )
+
+    def __enter__(self) -> "_Child":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        with suppress(OSError):  # a line that it never took
+            self._process.__exit__(None, None, None)
+
+    def _end(self) -> int:
+        """End it and whatever it has started, which might hold its pipes open."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    def tell(self, message: Mapping[str, object]) -> None:
+        """A line to its stdin."""
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended: its answer says so
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def answer(self, within_s: float) -> dict[str, object]:
+        """The line that it says; an `error` if it says none in time."""
+        stdout, stderr = self._process.stdout, self._process.stderr
+        assert stdout is not None
+        assert stderr is not None
+        lines: list[str] = []
+        reading = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
+        reading.start()
+        reading.join(within_s)  # a thread that waits longer ends with the process
+        if reading.is_alive():
+            return {"error": f"nothing within {within_s:.0f} s"}
+        with suppress(ValueError):
+            found = json.loads(lines[0])
+            if isinstance(found, dict):
+                return found
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_S)  # by itself, so that its status tells how
+        status = self._end()
+        words = [line for line in stderr.read()[-4000:].splitlines() if line.strip()]
+        return {"error": f"its process ended with {status}" + (f": {words[-1]}" if words else "")}

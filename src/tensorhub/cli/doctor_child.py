@@ -1,0 +1,144 @@
+"""What `tensorhub doctor` lets others do: each a process of its own, which may hang or die without harm.
+
+    python -m tensorhub.cli.doctor_child source SCHEME SIZE    exports bytes; prints where they are, lives as stdin
+    python -m tensorhub.cli.doctor_child reader SCHEME         reads them, as stdin says, and prints at what rate
+    python -m tensorhub.cli.doctor_child server ADDRESS        asks a reference server how it is
+
+Each prints one line of JSON. What does not work is an answer too: `error`, and `hint` if there is one.
+"""
+
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
+
+from ..core.errors import CorruptTransfer, TensorHubError, TransferError
+from ..core.manifest import DIGEST_BYTES, chunk_count
+from ..memory.digests import Hashing, digest
+from ..memory.host import HostStream, Piece
+from ..runtime.config import worker_options
+from ..runtime.opening import make_transport
+from ..transport.base import Export, Transport
+from ..transport.progress import Progress
+
+KEY = "doctor"
+ROUNDS = 4  # the first one also touches the memory
+READ_S = 10.0
+ASK_S = 3.0
+
+
+def memory(size_bytes: int) -> HostStream:
+    """Fresh memory that is really there."""
+    room = mmap.mmap(-1, size_bytes)
+    for page in range(0, size_bytes, mmap.PAGESIZE):
+        room[page] = page >> 12 & 255
+    address = addressof(c_char.from_buffer(room))
+    return HostStream([Piece(0, size_bytes, address, "cpu", address, (room,))])
+
+
+class Measure:
+    """A sink that checks every chunk, and nothing else."""
+
+    def __init__(self, stream: HostStream, chunk_bytes: int) -> None:
+        self.stream = stream
+        self.chunk_bytes = chunk_bytes
+        self._digests = b""
+        self._hashing: dict[int, Hashing] = {}
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        self._digests = manifest
+        return range(chunk_count(self.stream.size_bytes, self.chunk_bytes))
+
+    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
+        self._hashing.setdefault(chunk, Hashing()).update(views)
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        hashing = self._hashing.pop(chunk, None)
+        found = hashing.digest() if hashing is not None else digest(views)
+        if found != self._digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
+            raise CorruptTransfer(f"chunk {chunk} came with other bytes than were sent")
+
+    def stored(self, chunk: int) -> None:
+        """Nobody reads behind this one."""
+
+
+def _made(scheme: str) -> Transport:
+    return make_transport(scheme, "127.0.0.1", worker_options())
+
+
+def source(scheme: str, size: str) -> None:
+    """Export until stdin ends."""
+    size_bytes, chunk_bytes = int(size), worker_options().chunk_bytes
+    stream = memory(size_bytes)
+    starts = range(0, size_bytes, chunk_bytes)
+    digests = b"".join(digest(stream.views(at, min(at + chunk_bytes, size_bytes))) for at in starts)
+    transport = _made(scheme)
+    transport.export(Export(KEY, digests, chunk_bytes, stream, Progress(len(starts), complete=True)))
+    say(endpoint=transport.endpoint, size_bytes=size_bytes, chunk_bytes=chunk_bytes)
+    sys.stdin.read()
+
+
+def reader(scheme: str) -> None:
+    """Read what stdin names, a few times; the best counts."""
+    told = json.loads(sys.stdin.readline())
+    stream, transport = memory(told["size_bytes"]), _made(scheme)
+    why_not = transport.why_not(told["endpoint"])
+    if why_not is not None:
+        return say(error=why_not)
+    rates = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        path = _read(transport, told["endpoint"], Measure(stream, told["chunk_bytes"]))
+        rates.append(told["size_bytes"] / (time.perf_counter() - began))
+    say(rate_bytes_per_s=round(max(rates[1:])), path=path)
+
+
+def _read(transport: Transport, endpoint: str, sink: Measure) -> str:
+    """One read, to its end. Returns which way it went."""
+    ended, errors = threading.Event(), list[TensorHubError | None]()
+
+    def end(error: TensorHubError | None) -> None:
+        errors.append(error)
+        ended.set()
+
+    read = transport.read(endpoint, KEY, sink, end)
+    if not ended.wait(READ_S):
+        raise TransferError(f"only {read.received_bytes} B came in {READ_S:.0f} s")
+    if errors[0] is not None:
+        raise errors[0]
+    return read.path
+
+
+def server(address: str) -> None:
+    """Is it there, and does it talk to us?"""
+    from .. import connect
+
+    began = time.perf_counter()
+    status = connect(address, timeout=ASK_S).status()
+    took_ms = (time.perf_counter() - began) * 1e3
+    workers = sum(len(replica.workers) for model in status.models for replica in model.replicas)
+    say(protocol=status.protocol, uptime_s=status.uptime_s, workers=workers, took_ms=took_ms)
+
+
+def say(**answer: object) -> None:
+    """The one line."""
+    print(json.dumps(answer), flush=True)
+
+
+def main(role: str, *arguments: str) -> None:
+    """Do it, or say why not; leave at once, whatever threads are about."""
+    roles: dict[str, Callable[..., None]] = {"source": source, "reader": reader, "server": server}
+    try:
+        roles[role](*arguments)
+    except TensorHubError as error:
+        say(error=str(error), hint=error.hint or "")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,168 @@
+"""What of this machine decides how fast weights move, read from the kernel's files. Starts nothing, changes nothing."""
+
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..core.errors import TensorHubError
+from ..transport.local_host import SCOPES, yama_scope
+from .doctor import Check
+from .words import count_text, size_text
+
+ENOUGH_FILES = 4096  # 64 readers and 64 sources, 2 descriptors each, and as much again for the engine
+ENOUGH_SHARED = 1 << 30
+CAP_SYS_PTRACE = 19
+
+
+def machine_checks() -> list[Check]:
+    """One line for each."""
+    checks: tuple[Callable[[], Check], ...] = (
+        _host,
+        _reading,
+        _gpu,
+        _rdma,
+        _nixl,
+        _congestion,
+        _files,
+        _locked,
+        _shared,
+    )
+    found = []
+    for check in checks:
+        try:
+            found.append(check())
+        except (OSError, ValueError, TensorHubError) as error:
+            found.append(Check(check.__name__.strip("_"), "note", f"cannot be found out: {error}"))
+    return found
+
+
+def _text(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def _names(path: str) -> list[str]:
+    with suppress(OSError):
+        return sorted(entry.name for entry in Path(path).iterdir())
+    return []
+
+
+def _status(name: str) -> str:
+    """A line of /proc/self/status."""
+    for line in _text("/proc/self/status").splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def _host() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory_kib = next((line.split()[1] for line in _text("/proc/meminfo").splitlines() if "MemTotal" in line), "0")
+    memory = size_text(int(memory_kib) * 1024)
+    facts = f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
+    return Check("host", "good", facts + f"{count_text(cores, 'core')}, {memory}")
+
+
+def _reading() -> Check:
+    """Who may read this process's memory: what the local transport needs."""
+    scope, user = yama_scope(), os.geteuid() if hasattr(os, "geteuid") else -1
+    may_trace = bool(int(_status("CapEff") or "0", 16) >> CAP_SYS_PTRACE & 1)
+    parts = [f"user {user}", "may trace others" if may_trace else "may trace its own"]
+    parts.append("no Yama" if scope is None else f"Yama {scope} ({SCOPES.get(scope, 'unknown')})")
+    parts.append({"0": "no seccomp filter", "2": "a seccomp filter"}.get(_status("Seccomp"), "seccomp unknown"))
+    if scope == 1 and not may_trace:
+        remedy = "TENSORHUB_PTRACE=yes (the default) lets a worker permit it for itself"
+        return Check("reading memory", "note", ", ".join(parts), remedy)
+    if scope in (2, 3) and not may_trace:
+        remedy = "sysctl kernel.yama.ptrace_scope=1, or go on with tcp"
+        return Check("reading memory", "note", ", ".join(parts), remedy)
+    return Check("reading memory", "good", ", ".join(parts))
+
+
+def _gpu() -> Check:
+    devices = _names("/proc/driver/nvidia/gpus")
+    if not devices:
+        return Check("GPU", "absent", "no NVIDIA device in /proc/driver/nvidia; weights stay in host memory")
+    words = next(iter(_text("/proc/driver/nvidia/version").splitlines()), "").split()
+    driver = next((word for word in words if word[:1].isdigit()), "unknown")
+    return Check("GPU", "good", f"{count_text(len(devices), 'NVIDIA device')}, driver {driver}")
+
+
+def _rdma() -> Check:
+    devices = _names("/sys/class/infiniband")
+    if not devices:
+        return Check("RDMA", "absent", "no device in /sys/class/infiniband; between hosts it is tcp")
+    ports = [
+        f"{device}:{port} {_text(f'/sys/class/infiniband/{device}/ports/{port}/state').partition(': ')[2].lower()}"
+        for device in devices
+        for port in _names(f"/sys/class/infiniband/{device}/ports")
+    ]
+    is_active = any(port.endswith("active") for port in ports)
+    says = ", ".join(ports) or f"{', '.join(devices)}, without a port"
+    return Check("RDMA", "good" if is_active else "note", says, "" if is_active else "no port is active: see `ibstat`")
+
+
+def _nixl() -> Check:
+    if find_spec("nixl") is None:
+        why = "not installed; it carries RDMA, NVLink and CUDA IPC, and is not needed without them"
+        return Check("NIXL", "absent", why, "pip install 'tensorhub[nixl]'")
+    found = [f"{name} {known}" for name in ("nixl", "nixl-cu12", "nixl-cu13") if (known := _version(name))]
+    return Check("NIXL", "good", ", ".join(found) or "installed")
+
+
+def _version(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
+
+
+def _congestion() -> Check:
+    default = _text("/proc/sys/net/ipv4/tcp_congestion_control")
+    available = _text("/proc/sys/net/ipv4/tcp_available_congestion_control").split()
+    if not default:
+        return Check("congestion control", "note", "unknown: no /proc/sys/net/ipv4")
+    says = f"the kernel's is {default}; available: {', '.join(available)}"
+    if "cubic" not in available:
+        remedy = "modprobe tcp_cubic: BBR paces a LAN down by a third"
+        return Check("congestion control", "note", says, remedy if default == "bbr" else "")
+    return Check("congestion control", "good", says + "; tcp asks for cubic")
+
+
+def _files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    says = f"{_limit(soft)} (at most {_limit(hard)})"
+    if soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES:
+        return Check("open files", "note", says, f"ulimit -n {_limit(_least((ENOUGH_FILES, hard)))}")
+    return Check("open files", "good", says)
+
+
+def _locked() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    says = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
+    if soft == resource.RLIM_INFINITY or not _names("/sys/class/infiniband"):
+        return Check("locked memory", "good", says + ("" if soft == resource.RLIM_INFINITY else "; matters for RDMA"))
+    return Check("locked memory", "note", says, "ulimit -l unlimited: RDMA pins what it registers")
+
+
+def _shared() -> Check:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Check("shared memory", "note", f"no /dev/shm: {error.strerror}", "mount a tmpfs there: engines need it")
+    free = found.f_bavail * found.f_frsize
+    says = f"{size_text(free)} free of {size_text(found.f_blocks * found.f_frsize)}; not used by tensorhub itself"
+    return Check("shared memory", "good" if free >= ENOUGH_SHARED else "note", says)
+
+
+def _least(values: Iterable[int]) -> int:
+    return min(value for value in values if value != resource.RLIM_INFINITY)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
