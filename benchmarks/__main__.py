@@ -112,6 +112,7 @@ def main(arguments: list[str]) -> int:
     given = parse(arguments)
     options = options_of(given)
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told its background to ignore it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = machine.describe()
     for line in report.header(found)[:3]:

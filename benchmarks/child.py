@@ -10,7 +10,6 @@ import json
 import os
 import re
 import resource
-import signal
 import sys
 import threading
 import time
@@ -27,10 +26,10 @@ from tensorhub.transport.base import Export, Transport
 from tensorhub.transport.progress import Progress
 
 from .plain import MIB, RawReader, RawSource, read_memory
+from .serve import die_with_parent
 
 PATIENCE_S = 120.0
 KEY = "benchmark"
-_PR_SET_PDEATHSIG = 1
 
 
 def cpu_s() -> float:
@@ -298,7 +297,7 @@ def _carry_out(actor: Actor, command: dict[str, object], say: Callable[[dict[str
 
 def main() -> None:
     """Until stdin ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     actor, saying = Actor(), threading.Lock()
 
     def say(answer: dict[str, object]) -> None:

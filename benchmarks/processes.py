@@ -161,7 +161,19 @@ class Server(Process):
 
     def __init__(self, host: str = "127.0.0.1", *, wrapper: Sequence[str] = (), lease_s: float | None = None) -> None:
         lease = [] if lease_s is None else ["--lease", str(lease_s)]
-        serve = ["-m", "tensorhub.cli", "serve", "--host", host, "--port", "0", "--fresh", "--log", "warning", *lease]
+        serve = [
+            "-m",
+            "benchmarks.serve",
+            "serve",
+            "--host",
+            host,
+            "--port",
+            "0",
+            "--fresh",
+            "--log",
+            "warning",
+            *lease,
+        ]
         super().__init__("server", [*wrapper, sys.executable, *serve])
         line = _first_line(self)
         if not line.startswith("reference server at "):
