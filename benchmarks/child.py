@@ -22,6 +22,8 @@ import tensorhub
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import register
+from tensorhub.runtime.config import worker_options
+from tensorhub.runtime.opening import make_transport
 from tensorhub.transport.base import Export, Transport
 from tensorhub.transport.progress import Progress
 
@@ -169,15 +171,7 @@ class Actor:
 
     def _transport(self, kind: str, host: str = "127.0.0.1") -> Transport:
         if kind not in self.transports:
-            if kind == "local":
-                from tensorhub.transport.local import LocalTransport
-
-                self.transports[kind] = LocalTransport()
-            else:
-                from tensorhub.transport.tcp import TcpTransport
-                from tensorhub.transport.tcp_settings import TcpSettings
-
-                self.transports[kind] = TcpTransport(TcpSettings(host=host))
+            self.transports[kind] = make_transport(kind, host, worker_options())
         return self.transports[kind]
 
     def export(

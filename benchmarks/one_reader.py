@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from tensorhub.transport.choose import PREFERENCE
+
 from .peers_run import PEERS, run_peer
 from .processes import Child, Failed, Server
 from .section import Goal, Options, Samples, Section, seconds_text, size_text
@@ -38,7 +40,7 @@ class Pair:
             options = {"server": self.server.address, "model": "m"}
             self.source.do("open", replica="source", **options)
             self.source.do("call", verb="publish", version=1)
-            found = self.source.do("export", kinds=["tcp", "local"])
+            found = self.source.do("export", kinds=list(PREFERENCE))
             self.root, self.endpoints, self.errors = found["root"], found["endpoints"], found["errors"]
             self.raw_port = self.source.do("serve_raw") if tensors == 1 else 0
         except BaseException:
@@ -133,10 +135,10 @@ def contestants() -> list[Contestant]:
         Contestant("raw sockets, 1 stream", "plain tcp", _raw(1)),
         Contestant("raw sockets, 2 streams", "plain tcp", _raw(2)),
     ]
-    for kind in ("local", "tcp"):
+    for kind in PREFERENCE:
         for verify, text in (("full", "verified"), ("none", "not verified")):
             found.append(Contestant(f"TensorHub {kind} transport alone, {text}", "ours", _alone(kind, verify)))
-    for kind in ("local", "tcp"):
+    for kind in PREFERENCE:
         for verify, text in (("full", "verified"), ("none", "not verified")):
             found.append(Contestant(f"TensorHub replicate() over {kind}, {text}", "ours", _whole(kind, verify)))
     return found
