@@ -248,7 +248,9 @@ def test_statistics_count_what_went_where(join):
     trainer.publish(1)
     reader.replicate()
     # the source counts a chunk when its reader has let go of it, which may be a moment after that has returned
-    eventually(lambda: trainer.statistics()["sent_bytes"] == source.nbytes, "the source to have counted all that it sent")
+    eventually(
+        lambda: trainer.statistics()["sent_bytes"] == source.nbytes, "the source to have counted all that it sent"
+    )
     mine = reader.statistics()
     assert mine["bytes_by_source"] == {"t": source.nbytes}
     assert mine["received_bytes"] == source.nbytes
