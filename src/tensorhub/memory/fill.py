@@ -140,13 +140,14 @@ class FillSink:
         if not 0 <= chunk < manifest.chunk_count:
             raise CorruptTransfer(f"chunk {chunk} was received, of content that has {manifest.chunk_count}")
         start, stop = manifest.chunk_range(chunk)
-        size_bytes = sum(view.nbytes for view in views)
+        begun = self._hashing.pop(chunk, None)
+        is_whole = begun is not None and begun.size_bytes == stop - start
+        size_bytes = stop - start if is_whole else sum(view.nbytes for view in views)
         is_checked = self._verify == "full"
         is_good = size_bytes == stop - start
-        begun = self._hashing.pop(chunk, None)
         found = b""
         if is_checked and is_good:
-            found = begun.digest() if begun is not None and begun.size_bytes == size_bytes else digest(views)
+            found = begun.digest() if is_whole and begun is not None else digest(views)
         if is_checked and is_good:
             is_good = found == manifest.digest_of(chunk)
         with self._lock:

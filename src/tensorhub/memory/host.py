@@ -62,6 +62,7 @@ class HostStream:
         self._starts = [piece.start for piece in pieces]
         self._stops = [piece.stop for piece in pieces]
         self._addresses = [piece.address for piece in pieces]
+        self._sizes = [piece.size_bytes for piece in pieces]
         self._views = [host_view(piece.address, piece.size_bytes, piece.owners) for piece in pieces]
         self._size_bytes = pieces[-1].stop if pieces else 0
 
@@ -96,10 +97,14 @@ class HostStream:
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The same as (address, length): for transports that let the kernel or the hardware copy."""
         first, last = self._span(start, stop)
-        found = []
-        for index in range(first, last):
-            begin, end = max(start, self._starts[index]), min(stop, self._stops[index])
-            found.append((self._addresses[index] + begin - self._starts[index], end - begin))
+        if first >= last:
+            return []
+        found = list(zip(self._addresses[first:last], self._sizes[first:last], strict=True))
+        address, size = found[-1]
+        found[-1] = (address, size - max(0, self._stops[last - 1] - stop))
+        address, size = found[0]
+        before = start - self._starts[first]
+        found[0] = (address + before, size - before)
         return found
 
     def _span(self, start: int, stop: int) -> tuple[int, int]:

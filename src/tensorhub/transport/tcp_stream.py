@@ -260,7 +260,7 @@ class Stream:
         self.await_chunk(chunk, stop - start)
         with sink.stream.writing(start, stop) as views:
             at = start
-            for size_bytes, block in blocks_of(views, job.settings.block_bytes):
+            for size_bytes, block in blocks_of(views, stop - start, job.settings.block_bytes):
                 self.take_bytes(at, at + size_bytes, block)
                 sink.arrived(chunk, at - start, block)
                 at += size_bytes
@@ -282,20 +282,22 @@ class Stream:
                 raise Garbled(f"a keepalive with {length} B")
 
 
-def blocks_of(views: Sequence[memoryview], block_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """The views in runs of about `block_bytes`, with the size of each; larger views are cut, small ones stay whole."""
-    if len(views) == 1 and 0 < views[0].nbytes <= block_bytes:  # as most chunks are
-        yield views[0].nbytes, [views[0]]
+def blocks_of(
+    views: Sequence[memoryview], size_bytes: int, block_bytes: int
+) -> Iterator[tuple[int, Sequence[memoryview]]]:
+    """The views, of `size_bytes`, in runs of about `block_bytes`, with the size of each; large views are cut."""
+    if size_bytes <= block_bytes:  # nearly always; and then nobody looks at each of a thousand small views
+        yield size_bytes, views
         return
     run: list[memoryview] = []
-    size_bytes = 0
+    run_bytes = 0
     for view in views:
         for first in range(0, view.nbytes, block_bytes):
             part = view if view.nbytes <= block_bytes else view[first : first + block_bytes]
             run.append(part)
-            size_bytes += part.nbytes
-            if size_bytes >= block_bytes:
-                yield size_bytes, run
-                run, size_bytes = [], 0
+            run_bytes += part.nbytes
+            if run_bytes >= block_bytes:
+                yield run_bytes, run
+                run, run_bytes = [], 0
     if run:
-        yield size_bytes, run
+        yield run_bytes, run
