@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tensorhub.cli.draw import draw_status, status_json
+from tensorhub.cli.draw import _reading, draw_status, status_json
 from tensorhub.core.view import ModelView, ReplicaView, Status, VersionView
 
 from .pictures import busy, quiet, transfer, worker
@@ -88,3 +88,13 @@ def test_names_are_not_markup() -> None:
 
 def test_json_is_the_whole_picture() -> None:
     assert msgspec.convert(json.loads(status_json(busy())), Status) == busy()
+
+
+def test_a_read_says_how_it_goes_and_why_not_a_better_way() -> None:
+    told = {"transport": "tcp", "path": "2 streams", "why": "local: it is on another host", "rate_bytes_per_s": 3 << 30}
+    text = Console(width=200, record=True, file=io.StringIO())
+    text.print(_reading(transfer(0, 32, **told), {}))
+    shown = text.export_text()
+    assert "reads from rollout-1 by tcp, 128.0 MiB of 256.0 MiB at 3.0 GiB/s" in shown
+    assert "2 streams" in shown
+    assert "not by local: it is on another host" in shown

@@ -12,6 +12,14 @@ Why what was read is right, though the source cannot call a reader back: a chunk
 random bytes in its memory, was seen there *after* the copy. `withdraw` breaks the seal before anything else, so what is
 copied later, by a reader that was stopped, say, is not even judged; and to have read what it should not harms nobody.
 The digest is checked besides, by the same thread, while the bytes are in its cache.
+
+Measured: 512 MiB and 1 GiB between two processes, 2 cores (AMD EPYC) shared with other work, programs in random order,
+12-40 rounds, against the best of bare `process_vm_readv` in 1 or 2 threads with calls of 4 or 16 MiB, as medians.
+Without digests 1.00 and 1.02 of it; with them 0.77 to 0.79. The cores were the limit: a GiB costs 0.083 s of CPU bare,
+0.095 here, 0.118 with xxh3-128, all of it at the reader, none at the source. When the memory was the limit (2 threads
+bare only 1.2 times as fast as 1), 0.92 without and 0.80 with. A read costs 0.7 ms besides, and 0.3 MiB of memory.
+Small tensors pay the kernel for each piece of the source, 0.7 us, whatever the length: 10,000 of 4 KiB take 2.5 times
+as long as one of 40 MiB (13 ms and 5 ms). Only packing them in the source's memory would mend that.
 """
 
 from collections.abc import Callable
