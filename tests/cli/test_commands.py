@@ -15,10 +15,12 @@ from tensorhub.core.errors import ServerUnreachable, VersionConflict
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """The program, started. Wide enough that nothing folds."""
+    """The program, started. Wide enough that nothing folds, and told nothing about colours by who runs the tests."""
     command = [sys.executable, "-m", "tensorhub.cli", *arguments]
     pipe = subprocess.PIPE
-    environment = {**os.environ, "COLUMNS": "120", "PYTHONUNBUFFERED": "1", "TERM": "dumb"}
+    colours = ("PY_COLORS", "FORCE_COLOR", "NO_COLOR", "GITHUB_ACTIONS")
+    environment = {name: value for name, value in os.environ.items() if name not in colours}
+    environment |= {"COLUMNS": "120", "PYTHONUNBUFFERED": "1", "TERM": "dumb"}
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
