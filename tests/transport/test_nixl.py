@@ -17,7 +17,7 @@ from tensorhub.core.errors import SourceLost, TransportMissing
 from tensorhub.transport import nixl_probe
 from tensorhub.transport.nixl import NixlSettings, NixlTransport
 from tensorhub.transport.nixl_memory import DESCRIPTOR_BYTES, Page, Place, Seal, cut, device_code, places_of
-from tensorhub.transport.nixl_path import Facts, lane, why_tcp
+from tensorhub.transport.nixl_path import Facts, advantage, lane, why_tcp
 from tensorhub.transport.nixl_reader import parse_endpoint
 
 from . import kit
@@ -106,6 +106,36 @@ def test_the_way_is_told_from_what_is_known() -> None:
     assert why_tcp(plain, other) == "there is no RDMA device here and there"
     assert why_tcp(Facts("a", (), "tcp"), plain) == "UCX_TLS=tcp permits nothing else"
     assert "another container" in why_tcp(plain, plain)
+
+
+def test_a_way_between_devices_is_not_told_by_what_lies_on_the_host() -> None:
+    """The seal is host memory, and is read at once on one host, whatever carries what lies on devices."""
+    here, rdma = Facts("a", (), ""), Facts("a", ("mlx5_0",), "")
+    assert lane(here, here, is_immediate=True, devices=[1]).name == "NIXL/UCX: CUDA IPC"
+    mixed = lane(here, here, is_immediate=True, devices=[0, 1])
+    assert (mixed.name, mixed.is_tcp) == ("NIXL/UCX: CUDA IPC and shared memory (cma)", False)
+    without = Facts("a", (), "cma,tcp")
+    assert lane(without, without, is_immediate=True, devices=[1]).is_tcp, "device memory is not for cma to read"
+    assert lane(rdma, Facts("b", ("mlx5_0",), ""), is_immediate=False, devices=[1]).name == "NIXL/UCX: RDMA (mlx5_0)"
+
+
+def test_what_gives_nixl_an_advantage(tmp_path: Path) -> None:
+    rdma, gpus = tmp_path / "infiniband", tmp_path / "gpus"
+    assert advantage(rdma, gpus) == (
+        False,
+        "no RDMA device and no GPU is here: local and tcp are faster than NIXL without them",
+    )
+    for device, state in (("mlx5_0", "1: DOWN\n"), ("mlx5_1", "2: INIT\n")):
+        (rdma / device / "ports" / "1").mkdir(parents=True)
+        (rdma / device / "ports" / "1" / "state").write_text(state)
+    found, why = advantage(rdma, gpus)
+    assert not found
+    assert why.startswith("no port of mlx5_0, mlx5_1 is active and no GPU is here")
+    (rdma / "mlx5_1" / "ports" / "1" / "state").write_text("4: ACTIVE\n")
+    assert advantage(rdma, gpus) == (True, "RDMA (mlx5_1)")
+    (gpus / "0000:01:00.0").mkdir(parents=True)
+    assert advantage(rdma, gpus) == (True, "RDMA (mlx5_1) and a GPU (CUDA IPC, NVLink)")
+    assert advantage(tmp_path / "none", gpus) == (True, "a GPU (CUDA IPC, NVLink)")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -223,7 +253,7 @@ def test_a_read_that_does_not_end_is_fenced_and_the_transport_goes_on(make: Make
     size, chunk = 192 * MIB, 64 * MIB
     script = str(Path(__file__).with_name("nixl_peer.py"))
     peer = subprocess.Popen(
-        [sys.executable, script, str(size), str(chunk)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, script, str(size), str(chunk), "tcp"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         endpoint, right, reader = line(peer), content(size), make(tls="tcp", allow_tcp=True, silence_s=1.0, threads=1)
@@ -277,18 +307,6 @@ def test_memory_is_registered_once_and_forgotten_with_its_stream(make: Make) -> 
     gc.collect()
     assert agent.region(export.stream) is not region
     assert len(agent._regions) == 1
-
-
-@needs_nixl
-def test_dead_peers_are_forgotten_and_their_next_life_is_met(make: Make) -> None:
-    right = content(5 * CHUNK)
-    reader = make()
-    for _ in range(3):
-        source = make()
-        source.export(full("k", right, CHUNK))
-        assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
-        source.close()
-    assert reader._agents.current().peer_count <= 3
 
 
 @needs_nixl

@@ -130,7 +130,9 @@ class Options:
     # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB
     chunk_bytes: int = _option(4 * MIB, parse_chunk_bytes, "the unit of progress, verification and resumption")
     verify: Verify = _option("full", parse_verify, 'check every chunk on arrival: "full" or "none"')
-    transports: tuple[str, ...] = _option(PREFERENCE, parse_transports, "ways to move bytes, best first")
+    transports: tuple[str, ...] = _option(
+        (), parse_transports, "ways to move bytes, best first; empty: local, nixl where RDMA or a GPU is, tcp"
+    )
     ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
     # a lease is 10 s: by then the place of a predecessor that died is free
     connect_s: float = _option(15.0, parse_seconds, "how long open() waits for the reference server")

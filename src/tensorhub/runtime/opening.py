@@ -14,7 +14,9 @@ from weakref import WeakSet
 from ..core.errors import ServerUnreachable, TensorHubError, TransportMissing, UsageError
 from ..core.messages import PROTOCOL, Hello
 from ..core.names import ModelName, ReplicaName, Shard
+from ..transport import nixl_path
 from ..transport.base import Transport
+from ..transport.choose import PREFERENCE
 from ..transport.local import LocalSettings, LocalTransport
 from ..transport.tcp import TcpTransport
 from ..transport.tcp_settings import TcpSettings
@@ -25,6 +27,8 @@ from .loops import in_thread, loop_thread
 _log = logging.getLogger(__name__)
 
 TRY_TCP = "add tcp to transports= or TENSORHUB_TRANSPORTS, and see `tensorhub doctor`"
+MOST_PROBE_S = 30.0  # of NIXL, in a child process: it takes 1 s, and 6 s were seen under ten times too much load
+PROBE_SHARE = 0.5  # and at most so much of what `open` may take: a NIXL that hangs must not make it fail
 EXIT_S = 0.5  # for everybody together: the interpreter must not hang
 
 _clients: "WeakSet[Client]" = WeakSet()  # those that live are kept alive by the loop
@@ -37,7 +41,8 @@ async def open_client(
     try:
         async with asyncio.timeout_at(deadline):
             host = options.host or await in_thread(partial(_address_towards, options.server), name="resolve")
-            transports = await in_thread(partial(_listen, host, options), name="listen")
+            probe_s = min(MOST_PROBE_S, PROBE_SHARE * (deadline - time.monotonic()))
+            transports = await in_thread(partial(_listen, host, options, probe_s), name="listen")
     except TimeoutError as error:
         text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
         raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
@@ -61,14 +66,25 @@ async def open_client(
     return client
 
 
-def _listen(host: str, options: Options) -> dict[str, Transport]:
+def wanted_transports(options: Options) -> tuple[str, ...]:
+    """Those that were named. Where none were: all, but NIXL only where it has hardware that gives it an advantage."""
+    if options.transports:
+        return options.transports
+    has_advantage, why = nixl_path.advantage()
+    if has_advantage:
+        return PREFERENCE
+    _log.debug("no nixl transport by default: %s", why)
+    return tuple(scheme for scheme in PREFERENCE if scheme != "nixl")
+
+
+def _listen(host: str, options: Options, probe_s: float) -> dict[str, Transport]:
     """The transports that are wanted and can be had, in the order wanted. Those that cannot be had are logged."""
     found: dict[str, Transport] = {}
     missing: list[str] = []
     try:
-        for scheme in options.transports:
+        for scheme in wanted_transports(options):
             try:
-                found[scheme] = make_transport(scheme, host, options)
+                found[scheme] = make_transport(scheme, host, options, probe_s=probe_s)
             except TransportMissing as error:
                 missing.append(f"{scheme}: {error}")
                 _log.info("no %s transport here: %s%s", scheme, error, f" ({error.hint})" if error.hint else "")
@@ -81,18 +97,29 @@ def _listen(host: str, options: Options) -> dict[str, Transport]:
     return found
 
 
-def make_transport(scheme: str, host: str, options: Options) -> Transport:
-    """A transport by its scheme, listening. Raises `TransportMissing` where it cannot be had."""
+def make_transport(scheme: str, host: str, options: Options, *, probe_s: float = MOST_PROBE_S) -> Transport:
+    """A transport by its scheme, listening. Raises `TransportMissing` where it cannot be had.
+
+    The first `nixl` of a process tries NIXL in a child process, which takes about a second, and `probe_s` at most.
+    """
     token = options.token or None
+    try:
+        return _made(scheme, host, token, options, probe_s)
+    except OSError as error:
+        text = f"cannot listen for peers on host={host!r}: {error.strerror or error}"
+        raise UsageError(text, hint="set host= or TENSORHUB_HOST to an address of this machine") from error
+
+
+def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: float) -> Transport:
     match scheme:
         case "local":
             return LocalTransport(LocalSettings(token=token, allow_readers=options.ptrace))
+        case "nixl":
+            from ..transport.nixl import NixlSettings, NixlTransport
+
+            return NixlTransport(NixlSettings(host=host, token=token, probe_s=probe_s))
         case "tcp":
-            try:
-                return TcpTransport(TcpSettings(host=host, token=token))
-            except OSError as error:
-                text = f"cannot listen for peers on host={host!r}: {error.strerror or error}"
-                raise UsageError(text, hint="set host= or TENSORHUB_HOST to an address of this machine") from error
+            return TcpTransport(TcpSettings(host=host, token=token))
         case _:
             raise TransportMissing(f"this version of tensorhub has no transport {scheme!r}")
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from . import nixl_path
 from .base import OnEnd, Sink
 from .nixl_agent import Agents, load
-from .nixl_probe import Probe, require
+from .nixl_probe import DEADLINE_S, Probe, require
 from .nixl_reader import NixlJob, NixlRead
 from .nixl_server import NixlServer
 from .tcp import TcpTransport
@@ -49,6 +49,7 @@ class NixlSettings:
     thread_bytes: int = 8 * MIB  # what makes a further thread worth its connection
     max_connections: int = 64  # 32 readers with 2 threads each
     tls: str = ""  # UCX_TLS for this transport; empty: what the environment says, or UCX's own choice
+    probe_s: float = DEADLINE_S  # how long the child process may take that tries NIXL first
     allow_tcp: bool = False  # for tests and comparison; a source that stops in mid-read may abort when it goes on
 
     def as_tcp(self) -> TcpSettings:
@@ -75,7 +76,7 @@ class NixlTransport(TcpTransport):
 
     def __init__(self, settings: NixlSettings | None = None) -> None:
         self._mine = settings or NixlSettings()
-        self.probed: Probe = require()
+        self.probed: Probe = require(self._mine.probe_s)
         self._facts = nixl_path.facts(self._mine.tls)
         self._agents = Agents(load(self.probed.module), workers=self._mine.threads, tls=self._mine.tls)
         try:

@@ -10,10 +10,15 @@ NIXL's manners, as measured with 1.5.1, that this file is shaped by:
 4. An agent that ends while a transfer over TCP is open aborts the *source* (UCX: "Fatal: unexpected error: Endpoint
    timeout", 10 of 13 sources): one more reason why `nixl` refuses to travel over TCP.
 5. It logs to stdout and stderr unless told otherwise before it is loaded.
+6. A thread that comes out of it while the interpreter ends aborts the process (the way out cannot be unwound): so every
+   agent ends before that, also a forgotten one (`atexit`). A forked child has an agent without its threads, whose end
+   would wait for them for ever: there it is neither used nor deleted.
 
-It must never: be used once ended, or be deleted while a thread is inside.
+It must never: be used once ended, be deleted while a thread is inside, or outlive its worker.
 """
 
+import atexit
+import ctypes
 import importlib
 import logging
 import os
@@ -25,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from ..core.errors import TransportMissing
 from .base import ByteStream
@@ -41,7 +46,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3  # twice as long each time: 4 MiB at 2
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}  # we report what happens; both are read while loading
 
 _environment = threading.Lock()
-_immortal: list[Any] = []  # agents that a thread did not leave: deleting them would pull the floor from under it
+_living: "WeakSet[Agents]" = WeakSet()
 
 
 class Broken(Exception):
@@ -50,6 +55,11 @@ class Broken(Exception):
 
 class Stuck(Exception):
     """A transfer is not over, and cannot be called back: only the end of its agent fences it. Never leaves either."""
+
+
+def _let_live(native: Any) -> None:
+    """It is never deleted, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 
 @contextmanager
@@ -139,10 +149,16 @@ class Agent:
                 return
             self.ended = reason
             if not self._changed.wait_for(lambda: self._inside == 0, _END_S):
-                _immortal.append(self._native)
+                _let_live(self._native)  # deleting it would pull the floor from under whoever is inside
             self._native = None
             self._regions.clear()
             self._changed.notify_all()
+
+    def forget(self, reason: str) -> None:
+        """In a forked child: it is the parent's. No lock is taken: whoever held one is not here."""
+        if self._native is not None:
+            _let_live(self._native)
+        self.ended, self._native = reason, None
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -291,6 +307,7 @@ class Agents:
         self._lock = threading.Lock()
         self._agent: Agent | None = self._make()
         self.replaced = 0
+        _living.add(self)
 
     def current(self) -> Agent:
         """Raises `TransportMissing` if a new one cannot be had, `Broken` once closed."""
@@ -307,3 +324,24 @@ class Agents:
             agent, self._agent = self._agent, None
         if agent is not None:
             agent.end("its worker closed")
+
+    def forget(self) -> None:
+        """In a forked child."""
+        if self._agent is not None:
+            self._agent.forget("this process is a fork of the one that opened it")
+        self._agent = None
+
+
+def _end_all() -> None:
+    for agents in list(_living):
+        agents.close()
+
+
+def _forget_all() -> None:
+    for agents in list(_living):
+        agents.forget()
+    _living.clear()
+
+
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -17,6 +17,7 @@ HOST = 0  # a device's code: 0 is the host's memory, n + 1 the memory of CUDA de
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RDMA = Path("/sys/class/infiniband")
+_GPUS = Path("/proc/driver/nvidia/gpus")
 USE_TCP = "take tcp for this pair: its own sockets are several times faster than UCX over TCP, at a tenth of the CPU"
 
 
@@ -45,15 +46,37 @@ def facts(tls: str = "") -> Facts:
     return Facts(boot, rdma, tls or os.environ.get("UCX_TLS", ""))
 
 
+def advantage(rdma: Path = _RDMA, gpus: Path = _GPUS) -> tuple[bool, str]:
+    """Whether anything is here that NIXL moves bytes with better than the other transports, and what, or what lacks.
+
+    Reads names of the kernel's, in microseconds: this is asked at every `open`.
+    """
+    active, idle = list[str](), list[str]()
+    with suppress(OSError):
+        for device in sorted(rdma.iterdir()):
+            states = [state.read_text() for state in sorted((device / "ports").glob("*/state"))]
+            (active if any("ACTIVE" in state for state in states) else idle).append(device.name)
+    found = [f"RDMA ({', '.join(active)})"] if active else []
+    with suppress(OSError):
+        found += ["a GPU (CUDA IPC, NVLink)"] if any(gpus.iterdir()) else []
+    if found:
+        return True, " and ".join(found)
+    ports = f"no port of {', '.join(idle)} is active" if idle else "no RDMA device"
+    return False, f"{ports} and no GPU is here: local and tcp are faster than NIXL without them"
+
+
 def lane(here: Facts, there: Facts, *, is_immediate: bool, devices: Sequence[int]) -> Lane:
     """What carries bytes between the two; `devices` are the codes of all memory involved, on both sides."""
     chosen = f", UCX_TLS={here.tls}" if here.tls else ""
-    if is_immediate:
-        return Lane(f"NIXL/UCX: shared memory (cma){chosen}", False)
     is_one_host = bool(here.boot) and here.boot == there.boot
+    has_cuda = any(device != HOST for device in devices)
     is_all_cuda = bool(devices) and all(device != HOST for device in devices)
-    if is_one_host and is_all_cuda and _permits(here.tls, "cuda"):
+    if is_one_host and is_all_cuda and _permits(here.tls, "cuda"):  # what was read at once lay on the host
         return Lane(f"NIXL/UCX: CUDA IPC{chosen}", False)
+    if is_immediate and not has_cuda:
+        return Lane(f"NIXL/UCX: shared memory (cma){chosen}", False)
+    if is_immediate and _permits(here.tls, "cuda"):
+        return Lane(f"NIXL/UCX: CUDA IPC and shared memory (cma){chosen}", False)
     if here.rdma and there.rdma and _permits(here.tls, "rc", "ud", "dc", "ib", "srd") and here.tls != "tcp":
         return Lane(f"NIXL/UCX: RDMA ({', '.join(here.rdma)}){chosen}", False)
     return Lane(f"NIXL/UCX: TCP{chosen}", True)

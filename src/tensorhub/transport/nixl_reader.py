@@ -25,7 +25,7 @@ from ..core.errors import TensorHubError, TransportMissing
 from . import nixl_path, tcp_wire
 from .base import OnEnd, Sink
 from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
-from .nixl_agent import Agents, Broken, Stuck
+from .nixl_agent import Agent, Agents, Broken, Stuck
 from .nixl_meeting import Meeting, Plan
 from .nixl_memory import SEAL_BYTES
 from .nixl_path import HOST, Facts, Lane
@@ -37,6 +37,7 @@ from .tcp_settings import parse_endpoint as parse_tcp_endpoint
 from .tcp_stream import Job, Stream, opened
 from .tcp_wire import Garbled, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
+USE_TCP = "use tcp"
 _TRIES = 4  # to connect, within the limit of silence
 _PROOFS = 3  # the first read connects; of those after it, one that is over at once is enough
 _LAST_WORDS_S = 0.5  # for a source to say why its memory cannot be read any more
@@ -71,6 +72,19 @@ class NixlJob(Job):
             return TransportMissing(f"{self.endpoint} cannot serve {self.key!r} this way: {refusal.message}")
         return super().refused(refusal)
 
+    def register(self) -> None:
+        """Make the sink's memory known to NIXL, once. Before anybody is spoken to: to pin much of it takes seconds."""
+        agent: Agent | None = None
+        try:
+            agent = self.agents.current()
+            region = agent.region(self.sink.stream)
+        except Broken as error:
+            if agent is None or agent.ended is not None:  # another read ended it just now: the next try gets a new one
+                raise self.lost(f"here: {error}") from error
+            raise TransportMissing(f"NIXL cannot register the tensors here: {error}", hint=USE_TCP) from error
+        if region is None:
+            raise TransportMissing("the tensors here have no addresses that NIXL could be told", hint=USE_TCP)
+
     def close(self) -> None:
         if self.meeting is not None:
             self.meeting.close()
@@ -97,6 +111,8 @@ class NixlRead(TcpRead):
         return self._make_job(endpoint, key, sink)
 
     def opened(self, index: int) -> AbstractContextManager[Stream]:
+        assert isinstance(self.job, NixlJob)
+        self.job.register()
         return opened(self.job, index, dial, NixlStream)
 
     @property

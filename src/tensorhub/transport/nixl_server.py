@@ -11,14 +11,16 @@ It must never: let an export's seal stand when the export has ended.
 """
 
 import socket
+import threading
 from typing import Annotated
 
 import msgspec
 
 from ..core.errors import UsageError
-from .base import Export
+from . import tcp_wire
+from .base import ByteStream, Export
 from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, Located
-from .nixl_agent import Agents
+from .nixl_agent import Agent, Agents, Region
 from .nixl_memory import SEAL_BYTES, Page, Place, Placed, Seal
 from .nixl_path import Facts
 from .tcp_server import Served, TcpServer
@@ -86,8 +88,7 @@ class NixlServer(TcpServer):
         assert isinstance(served, NixlServed)
         super().introduce(wire, served)
         agent = self._agents.current()
-        region = agent.region(served.export.stream)
-        assert region is not None, "a stream without addresses was let in"
+        region = self._registered(wire, agent, served.export.stream)
         places = [(place.device, place.address, place.size_bytes) for place in region.places]
         memory = Memory(
             self._facts, agent.name, agent.introduction(region), places, served.seal.address, served.seal.value
@@ -96,6 +97,28 @@ class NixlServer(TcpServer):
         if len(body) > MAX_MEMORY_BYTES:
             raise UsageError(f"{served.export.key!r} lies in too many pieces: {len(places)}")
         wire.send_frame(MEMORY, payload=[body])
+
+    def _registered(self, wire: Wire, agent: Agent, stream: ByteStream) -> Region:
+        """The stream's memory as NIXL knows it. To pin a large model takes seconds: keepalives go out meanwhile."""
+        found = list[Region | Exception | None]()
+        is_over = threading.Event()
+
+        def register() -> None:
+            try:
+                found.append(agent.region(stream))
+            except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, whoever waits raises it
+                found.append(error)
+            is_over.set()
+
+        thread = threading.Thread(target=register, name="tensorhub-nixl-register", daemon=True)
+        thread.start()
+        while not is_over.wait(self._settings.silence_s / 4):
+            wire.send_frame(tcp_wire.WAITING)
+        thread.join()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        assert found[0] is not None, "a stream without addresses was let in"
+        return found[0]
 
     def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
         """Announce all of [start, stop) that is there, up to the first gap."""

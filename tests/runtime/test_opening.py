@@ -1,0 +1,78 @@
+"""Which transports a worker has: those that were named, or those that make sense here; and NIXL cannot hold it up."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tensorhub
+from tensorhub.core.errors import TransportMissing
+from tensorhub.runtime import opening
+from tensorhub.runtime.config import worker_options
+from tensorhub.runtime.opening import wanted_transports
+from tensorhub.transport import nixl_path, nixl_probe
+
+
+def test_by_default_nixl_is_taken_only_where_it_has_an_advantage(monkeypatch):
+    monkeypatch.setattr(nixl_path, "advantage", lambda: (False, "nothing is here"))
+    assert wanted_transports(worker_options({})) == ("local", "tcp")
+    monkeypatch.setattr(nixl_path, "advantage", lambda: (True, "RDMA"))
+    assert wanted_transports(worker_options({})) == ("local", "nixl", "tcp")
+
+
+def test_what_is_named_is_taken_whatever_is_here(monkeypatch):
+    monkeypatch.setattr(nixl_path, "advantage", lambda: (False, "nothing is here"))
+    assert wanted_transports(worker_options({"TENSORHUB_TRANSPORTS": "nixl,tcp"})) == ("nixl", "tcp")
+    assert wanted_transports(worker_options({}, transports=["tcp"])) == ("tcp",)
+
+
+def test_where_it_has_no_advantage_nixl_is_not_even_tried(monkeypatch):
+    """The default costs no child process, and loads nothing."""
+    monkeypatch.setattr(nixl_path, "advantage", lambda: (False, "nothing is here"))
+    monkeypatch.setattr(nixl_probe, "_found", {})
+    monkeypatch.setattr(nixl_probe, "_ask_a_child", lambda deadline_s: pytest.fail("a child process was started"))
+    made = opening._listen("127.0.0.1", worker_options({}), 1.0)
+    for transport in made.values():
+        transport.close()
+    assert "tcp" in made
+    assert "nixl" not in made
+
+
+HANGING = """
+import time
+import tensorhub
+from tensorhub.transport import nixl_agent, nixl_probe
+nixl_probe.MODULES = nixl_agent.MODULES = ("nixl_that_hangs",)
+with tensorhub.serve() as server:
+    began = time.monotonic()
+    weights = tensorhub.open("m", replica="r", server=server.address, transports="nixl,tcp", timeout=4.0)
+    print(time.monotonic() - began < 4.0, list(weights._aio._client.driver.data._transports))
+    weights.close()
+"""
+
+
+@pytest.mark.processes
+def test_a_nixl_that_hangs_costs_open_its_share_and_no_more(tmp_path: Path):
+    """`open` ends by its deadline with the other transports; what hung is killed with its child process."""
+    (tmp_path / "nixl_that_hangs.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import tensorhub.transport.nixl_agent as a; a.MODULES = ('nixl_that_hangs',)"
+    )
+    path = [str(tmp_path), str(Path(tensorhub.__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{HANGING}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "True ['tcp']"), done.stderr
+
+
+def test_nixl_alone_where_it_is_not_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(nixl_probe, "MODULES", ("nixl_that_nobody_has",))
+    monkeypatch.setattr(nixl_probe, "_found", {})
+    with tensorhub.serve() as server, pytest.raises(TransportMissing) as caught:
+        tensorhub.open("m", replica="r", server=server.address, transports="nixl")
+    assert "nixl_that_nobody_has is installed" in str(caught.value)
+    assert "add tcp" in (caught.value.hint or "")
