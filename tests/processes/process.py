@@ -25,9 +25,8 @@ LATE_S = 1.0  # no call outlives its deadline by more than that
 SLACK_S = 15.0  # until a machine under load has carried an answer through two pipes
 PATIENCE_S = 60.0  # what a call gets that must succeed; no promise is measured by it
 COOKIE = "TENSORHUB_TEST_COOKIE"
-SOCKETS = {
-    "TENSORHUB_TRANSPORTS": "tcp"
-}  # what a scenario holds or counts goes through sockets, whatever else there is
+# What a scenario holds or counts goes through sockets, unless it opens otherwise: only there both ends have valves.
+SOCKETS = {"TENSORHUB_TRANSPORTS": "tcp"}
 
 
 def eventually(condition, what, *, within_s=30.0):

@@ -49,8 +49,8 @@ def test_a_source_that_is_itself_filling_is_killed(start, figures):
     first_calls, at = held_midway(cluster, first, percent=50)
     second_calls = second.start("replicate", spec="latest")
     eventually(lambda: cluster.sources("rollout-2") == {0: "rollout-1", 1: "rollout-1"}, "the chain")
-    eventually(
-        lambda: all(look["writing"]["passed"] > 8 for look in second.looks()), "the second reads behind the first"
+    eventually(  # how many chunks there are for it depends on how far the first's streams are apart
+        lambda: all(look["writing"]["passed"] > 0 for look in second.looks()), "the second reads behind the first"
     )
     killed = first.kill()
     assert [call.result() for call in second_calls] == [1, 1]

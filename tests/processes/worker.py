@@ -95,6 +95,10 @@ class ValvedStream:
     def reading(self, start, stop):
         return self._reading.passing(start, self._stream.reading(start, stop))
 
+    def ranges(self, start, stop):
+        """Where it is, for transports that read by address: those pass no valve of the source's, only the reader's."""
+        return self._stream.ranges(start, stop)
+
     def writing(self, start, stop):
         return self._writing.passing(start, self._stream.writing(start, stop))
 

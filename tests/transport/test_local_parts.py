@@ -118,6 +118,44 @@ def test_a_recycled_pid_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
         process.check()
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_who_has_the_pid_of_a_dead_source_is_not_read(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real PID that is given to another process: the kernel is told which one to give out next."""
+    if not has_pidfd:
+        monkeypatch.setattr(os, "pidfd_open", _unknown_call)
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = Process(dead.pid)
+    process.check()
+    began = local_memory._start_time(dead.pid)
+    dead.kill()
+    dead.communicate()
+    heir = _process_with(dead.pid, began)
+    try:
+        monkeypatch.setattr(process, "_read", pytest.fail)
+        with pytest.raises(Lost):
+            process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]))
+    finally:
+        heir.kill()
+        heir.communicate()
+        process.close()
+
+
+def _process_with(pid: int, began: str) -> "subprocess.Popen[bytes]":
+    """One that began at another time, which the kernel tells to a hundredth of a second."""
+    for _ in range(200):  # others start processes too
+        try:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        except OSError as error:
+            pytest.skip(f"PIDs cannot be chosen here: {error}")
+        found = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        if found.pid == pid and local_memory._start_time(pid) != began:
+            return found
+        found.kill()
+        found.communicate()
+    pytest.skip("another process was always faster to take the PID")
+
+
 def test_nobody_there() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
