@@ -99,6 +99,10 @@ class ValvedStream:
         """Where it is, for transports that read by address: those pass no valve of the source's, only the reader's."""
         return self._stream.ranges(start, stop)
 
+    @property
+    def addresses(self):
+        return self._stream.addresses
+
     def writing(self, start, stop):
         return self._writing.passing(start, self._stream.writing(start, stop))
 

@@ -143,6 +143,13 @@ class StagedStream:
         """Room whose every byte is to be written: what it holds before is not what the device holds."""
         return self._block(start, stop, writes=True)
 
+    def places(self, start: int, stop: int) -> list[tuple[str, int, int]]:
+        """Bytes [start, stop) as (device, address, length), in order: for transports that reach the devices themselves."""
+        return [
+            (self._pieces[index].device, self._pieces[index].address + begin, end - begin)
+            for index, begin, end in self._portions(start, stop)
+        ]
+
     @contextmanager
     def _block(self, start: int, stop: int, *, writes: bool) -> Iterator[Sequence[memoryview]]:
         portions = self._portions(start, stop)

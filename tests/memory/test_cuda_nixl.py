@@ -1,0 +1,196 @@
+"""CUDA tensors by NIXL, as far as that can be known without a device: with a NIXL and with devices that only pretend.
+
+What runs here is ours, from the registered pieces to the last chunk; what is copied, the pretended NIXL copies, and
+only between memory that was registered as what it is. Nothing here tells that a real device would agree.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from tensorhub.core.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing
+from tensorhub.core.manifest import chunk_count
+from tensorhub.memory.digests import digest
+from tensorhub.memory.staging import StagedStream, StagingRing
+from tensorhub.transport import nixl, nixl_path
+from tensorhub.transport.base import Export
+from tensorhub.transport.local import LocalTransport
+from tensorhub.transport.nixl import NixlSettings, NixlTransport
+from tensorhub.transport.nixl_memory import Place, places_of
+from tensorhub.transport.nixl_path import Facts
+from tensorhub.transport.nixl_probe import Probe
+from tensorhub.transport.progress import Progress
+
+from . import nixl_fake
+from .test_staging import FakeDevice
+
+Make = Callable[[], NixlTransport]
+CHUNK = 1000
+ALL_DEVICE = [("cuda:0", 3300), ("cuda:0", 1), ("cuda:1", 2500), ("cuda:0", 777)]
+MIXED = [("cuda:0", 1500), ("cpu", 900), ("cuda:1", 10), ("cpu", 5), ("cuda:0", 4096)]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(nixl, "require", lambda deadline_s: Probe("nixl_fake", "0"))
+    monkeypatch.setattr(nixl, "load", lambda name: nixl_fake)
+    monkeypatch.setattr(nixl_path, "facts", lambda tls="": Facts("this host", (), ""))
+    made: list[NixlTransport] = []
+
+    def one() -> NixlTransport:
+        made.append(NixlTransport(NixlSettings(thread_bytes=1024, silence_s=2.0)))
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+
+
+class Devices(FakeDevice):
+    """Pretended devices, and their memory as a worker registers it."""
+
+    def __init__(self, sizes: Sequence[tuple[str, int]]) -> None:
+        super().__init__(sizes)
+        self.ring = StagingRing(slot_bytes=CHUNK, slot_count=8)
+        self.stream = StagedStream(self.pieces, self, self.ring)
+
+    def clear(self) -> "Devices":
+        for memory in self.memory:
+            memory[:] = 0
+        return self
+
+    def export(self) -> Export:
+        chunks = chunk_count(self.stream.size_bytes, CHUNK)
+        image = self.image
+        digests = b"".join(digest([memoryview(image[at : at + CHUNK])]) for at in range(0, len(image), CHUNK))
+        return Export("k", digests, CHUNK, self.stream, Progress(chunks, complete=True))
+
+
+class Sink:
+    """Judges every chunk by its digest, as the fill of a worker does."""
+
+    chunk_bytes = CHUNK
+
+    def __init__(self, devices: Devices) -> None:
+        self.stream = devices.stream
+        self.stored_chunks: list[int] = []
+        self._digests = b""
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        self._digests = manifest
+        return range(chunk_count(self.stream.size_bytes, CHUNK))
+
+    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
+        assert sum(map(len, views)) == min(CHUNK, self.stream.size_bytes - chunk * CHUNK)
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        if digest(views) != self._digests[16 * chunk : 16 * chunk + 16]:
+            raise CorruptTransfer(f"chunk {chunk}")
+
+    def stored(self, chunk: int) -> None:
+        self.stored_chunks.append(chunk)
+
+
+class Ended:
+    """How a read ended, once it has."""
+
+    def __init__(self) -> None:
+        self.errors: list[TensorHubError | None] = []
+        self._event = threading.Event()
+
+    def __call__(self, error: TensorHubError | None) -> None:
+        self.errors.append(error)
+        self._event.set()
+
+    def wait(self) -> TensorHubError | None:
+        assert self._event.wait(30), "on_end was not called"
+        assert len(self.errors) == 1
+        return self.errors[0]
+
+
+def read(reader: NixlTransport, source: NixlTransport, sink: Sink) -> tuple[object, str]:
+    ended = Ended()
+    found = reader.read(source.endpoint, "k", sink, ended)
+    return ended.wait(), found.path
+
+
+@pytest.mark.parametrize("target", [ALL_DEVICE, MIXED])
+def test_device_memory_is_registered_as_what_it_is(target: list[tuple[str, int]], make: Make) -> None:
+    devices, transport = Devices(target), make()
+    region = transport._agents.current().region(devices.stream)
+    assert region is not None
+    assert sum(place.size_bytes for place in region.places) == devices.stream.size_bytes
+    by_kind = {one.kind: one.descriptors for one in region.lists}
+    assert {device for _, _, device in by_kind["VRAM"]} == {0, 1}, "as CUDA counts them"
+    assert ("DRAM" in by_kind) == (target is MIXED)
+
+
+def test_a_part_of_device_memory_in_places() -> None:
+    devices = Devices(MIXED)
+    first = devices.pieces[0].address
+    assert devices.stream.places(1400, 1510)[0] == ("cuda:0", first + 1400, 100)
+    assert [(device, size) for device, _, size in devices.stream.places(1400, 2411)] == [
+        ("cuda:0", 100),
+        ("cpu", 900),
+        ("cuda:1", 10),
+        ("cpu", 1),
+    ]
+    assert places_of(devices.stream)[0] == Place(1, first, 1500)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("source", "path"), [(ALL_DEVICE, "CUDA IPC"), (MIXED, "CUDA IPC and shared memory (cma)")])
+def test_from_device_to_device_without_a_copy_on_the_host(source: list[tuple[str, int]], path: str, make: Make) -> None:
+    """The target's devices are cut otherwise than the source's. Only what the judge looks at is copied to the host."""
+    ours = Devices(source)
+    total = ours.stream.size_bytes
+    target = Devices([("cuda:1", total - 1234), ("cuda:0", 1234)]).clear()
+    one, other, sink = make(), make(), Sink(target)
+    one.export(ours.export())
+    error, way = read(other, one, sink)
+    assert error is None
+    assert target.image == ours.image
+    assert sorted(sink.stored_chunks) == list(range(chunk_count(total, CHUNK)))
+    assert ours.copied_bytes == {"to_host": 0, "to_device": 0}, "the source does nothing"
+    assert target.copied_bytes == {"to_host": total, "to_device": 0}
+    assert target.ring.free_count == 8
+    assert way == f"NIXL/UCX: {path}, 2 threads"
+
+
+def test_a_chunk_that_came_wrong_is_not_stored(make: Make) -> None:
+    ours, target = Devices(ALL_DEVICE), Devices(ALL_DEVICE).clear()
+    one, other, sink = make(), make(), Sink(target)
+    export = ours.export()
+    ours.memory[2][100] ^= 1  # chunk 3: changed after it was published
+    one.export(export)
+    error, _ = read(other, one, sink)
+    assert isinstance(error, CorruptTransfer)
+    assert 3 not in sink.stored_chunks
+
+
+def test_what_is_read_after_the_withdrawal_does_not_count_on_devices_either(make: Make) -> None:
+    ours, target = Devices(ALL_DEVICE), Devices(ALL_DEVICE).clear()
+    one, other = make(), make()
+    one.export(ours.export())
+
+    class Withdrawing(Sink):
+        def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+            super().accept(chunk, views)
+            one.withdraw("k", timeout_s=0.0)
+            for memory in ours.memory:
+                memory[:] = 0xEE
+
+    sink = Withdrawing(target)
+    error, _ = read(other, one, sink)
+    assert isinstance(error, SourceLost), "not corrupt: nothing of what came later was judged"
+    assert len(sink.stored_chunks) <= 2, "one for each thread"
+
+
+def test_local_leaves_device_memory_to_others() -> None:
+    local, ended = LocalTransport(), Ended()
+    try:
+        local.export(Devices(ALL_DEVICE).export())
+        local.read(local.endpoint, "k", Sink(Devices(ALL_DEVICE)), ended)
+        assert isinstance(ended.wait(), TransportMissing)
+    finally:
+        local.close()
