@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tensorhub.cli import doctor, machine
-from tensorhub.cli.doctor import Check, Findings, TransportCheck, check_server, check_transport
+from tensorhub.cli.doctor import Check, Findings, TransportCheck, check_server, check_transport, with_choice
 from tensorhub.cli.doctor_draw import draw_findings
 from tensorhub.cli.machine import machine_checks
 
@@ -75,7 +75,50 @@ def test_a_child_that_hangs_or_dies_is_an_answer(
     found = check_transport("nixl", size_bytes=MIB, deadline_s=0.5)
     assert not found.works
     assert says in found.reason
-    assert "tensorhub[nixl]" in found.remedy
+    assert "TENSORHUB_TRANSPORTS=local,tcp" in found.remedy
+
+
+def test_where_no_process_can_be_started_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    found = check_transport("tcp", size_bytes=MIB)
+    assert not found.works
+    assert "/nowhere/python" in found.reason
+
+
+NOTHING, RDMA = (False, "no RDMA device and no GPU is here"), (True, "RDMA (mlx5_0)")
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "nixl", "is_taken", "says"),
+    [
+        ("local", (), NOTHING, True, ""),
+        ("nixl", (), NOTHING, False, "no RDMA device and no GPU is here"),
+        ("nixl", (), RDMA, True, ""),
+        ("nixl", ("nixl", "tcp"), NOTHING, True, ""),
+        ("nixl", ("tcp",), RDMA, False, "TENSORHUB_TRANSPORTS=tcp leaves it out"),
+        ("local", ("tcp",), NOTHING, False, "TENSORHUB_TRANSPORTS=tcp leaves it out"),
+    ],
+)
+def test_what_works_and_is_not_taken_says_why(
+    name: str, named: tuple[str, ...], nixl: tuple[bool, str], is_taken: bool, says: str
+) -> None:
+    found = with_choice(TransportCheck(name, True, "use", 5), named, nixl)
+    assert (found.works, found.is_taken) == (True, is_taken)
+    assert says in found.reason
+    assert bool(found.remedy) == (not is_taken)
+    missing = with_choice(TransportCheck(name, False, "use", reason="absent", remedy="install"), named, nixl)
+    assert missing.reason.startswith("absent")
+    assert missing.remedy == ("install" if is_taken else ""), "no remedy for what nobody needs"
+    assert ("mlx5_0" in found.use) == (is_taken and name == "nixl" and nixl[0])
+
+
+@pytest.mark.processes
+def test_the_setting_orders_and_limits_what_the_doctor_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_TRANSPORTS", "tcp,local")
+    found = doctor.examine(None, size_bytes=MIB)
+    assert [each.name for each in found.transports] == ["tcp", "local", "nixl"]
+    assert [each.is_taken for each in found.transports] == [True, True, False]
+    assert "take tcp" in drawn(found)
 
 
 @pytest.mark.processes
@@ -88,7 +131,7 @@ def test_as_a_command() -> None:
     assert found["transports"][-1]["works"]
     assert all(each["works"] or each["reason"] for each in found["transports"])
     names = {check["name"] for check in found["machine"]}
-    assert names >= {"host", "reading memory", "GPU", "RDMA", "NIXL", "congestion control", "open files"}
+    assert names >= {"host", "reading memory", "GPU", "RDMA", "congestion control", "open files"}
 
 
 def test_every_fact_about_the_machine_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +170,41 @@ def test_one_screen_says_what_works_why_not_and_what_to_do(width: int) -> None:
     text = " ".join(text.split())
     for words in ("5.0 GiB/s", "the kernel refuses", "→ ask it nicely", "ulimit -n 1024", "take tcp"):
         assert words in text
+
+
+WORST = Findings(
+    [
+        TransportCheck(
+            "local",
+            False,
+            "two workers of one host",
+            reason="reading the memory of process 15816 is refused: Operation not permitted",
+            remedy="run both as one user; in a container `--cap-add=SYS_PTRACE`, and let its seccomp filter pass it",
+        ),
+        TransportCheck("nixl", False, "RDMA, NVLink, CUDA IPC", reason="none is installed. Not taken: no GPU is here"),
+        TransportCheck("tcp", True, "any two hosts", 2 << 30, "2 streams"),
+    ],
+    [
+        Check("host", "good", "Linux"),
+        Check("reading memory", "note", "Yama 2 (administrators only)", "sysctl kernel.yama.ptrace_scope=1"),
+        Check("GPU", "absent", "no NVIDIA device: weights stay in host memory"),
+        Check("RDMA", "absent", "no device in /sys/class/infiniband; between hosts it is tcp"),
+        Check("open files", "note", "1024 (at most 4096)", "ulimit -n 4096"),
+        Check("shared memory", "good", "23.5 GiB free"),
+    ],
+)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_machine_with_many_faults_fits_a_screen_too(width: int) -> None:
+    text = drawn(WORST, width)
+    assert len(text.splitlines()) <= 23, "24 with the prompt below it"
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    assert "the rest ok host, shared memory" in words, "what is well is one line"
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(draw_findings(WORST, is_long=True))
+    assert "23.5 GiB free" in console.export_text()
 
 
 def test_where_nothing_works_it_says_so() -> None:

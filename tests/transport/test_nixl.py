@@ -80,8 +80,8 @@ def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(nixl_probe, "_found", {})
     with pytest.raises(TransportMissing) as caught:
         nixl_probe.require()
-    assert caught.value.hint == "pip install tensorhub[nixl]"
-    assert "pip install tensorhub[nixl]" in "".join(nixl_probe.probe().lines())
+    assert caught.value.hint == "pip install 'tensorhub[nixl]'"
+    assert "pip install 'tensorhub[nixl]'" in "".join(nixl_probe.probe().lines())
 
 
 @needs_nixl
@@ -123,7 +123,7 @@ def test_what_gives_nixl_an_advantage(tmp_path: Path) -> None:
     rdma, gpus = tmp_path / "infiniband", tmp_path / "gpus"
     assert advantage(rdma, gpus) == (
         False,
-        "no RDMA device and no GPU is here: local and tcp are faster than NIXL without them",
+        "no RDMA device and no GPU is here, so local and tcp are faster",
     )
     for device, state in (("mlx5_0", "1: DOWN\n"), ("mlx5_1", "2: INIT\n")):
         (rdma / device / "ports" / "1").mkdir(parents=True)

@@ -1,5 +1,8 @@
 """`tensorhub doctor`: which transports work on this machine, at what rate, and what to do about those that do not.
 
+A transport that works is not always taken: a setting may leave it out, and NIXL has no advantage without its hardware.
+Then the doctor says so, and why.
+
 Whatever could hang or crash runs in a child with a deadline: two workers of its own that move 256 MiB over loopback for
 each transport, and the question to the reference server. The rest is read from files of the kernel.
 It must never: hang, change a setting, or need a reference server.
@@ -13,8 +16,10 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
+from ..runtime.config import worker_options
+from ..transport import nixl_path
 from ..transport.choose import PREFERENCE
 
 SIZE_BYTES = 256 << 20  # 15 ms at the rate of memory, half a second at 4 Gbit/s
@@ -23,10 +28,10 @@ ENDING_S = 1.0
 
 USES = {
     "local": "two workers of one host",
-    "nixl": "RDMA, NVLink and CUDA IPC",
+    "nixl": "RDMA, NVLink, CUDA IPC",
     "tcp": "any two hosts",
 }
-HINTS = {"nixl": "pip install 'tensorhub[nixl]'"}
+OTHERWISE = {"nixl": "TENSORHUB_TRANSPORTS=local,tcp goes without it"}  # where it hangs or aborts and says nothing
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,9 @@ class TransportCheck:
     use: str
     rate_bytes_per_s: int = 0  # each chunk's digest checked
     path: str = ""
-    reason: str = ""  # why it does not work
+    reason: str = ""  # why it does not work, or is not taken though it does
     remedy: str = ""
+    is_taken: bool = True  # by a worker of this machine, with the settings as they are
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ class Findings:
     @property
     def is_well(self) -> bool:
         """Workers can work here: a transport works, and the reference server, if one was named, answers."""
-        return any(each.works for each in self.transports) and all(each.state != "bad" for each in self.machine)
+        return any(each.works and each.is_taken for each in self.transports) and all(
+            each.state != "bad" for each in self.machine
+        )
 
     def as_json(self) -> str:
         """For programs."""
@@ -73,17 +81,32 @@ def check_transport(name: str, *, size_bytes: int = SIZE_BYTES, deadline_s: floa
     """Start two workers, let one read from the other, and end both."""
     use = USES.get(name, "")
     found: Mapping[str, object] = {}
-    with _Child("source", name, str(size_bytes)) as source, _Child("reader", name) as reader:
-        told = source.answer(deadline_s)
-        if "endpoint" in told:
-            reader.tell(told)
-            found = reader.answer(deadline_s)
-        else:
-            found = told
+    try:
+        with _Child("source", name, str(size_bytes)) as source, _Child("reader", name) as reader:
+            found = source.answer(deadline_s)
+            if "endpoint" in found:
+                reader.tell(found)
+                found = reader.answer(deadline_s)
+    except OSError as error:
+        found = {"error": f"no process can be started to try it in: {error}"}
     if "rate_bytes_per_s" in found:
         return TransportCheck(name, True, use, int(str(found["rate_bytes_per_s"])), str(found["path"]))
-    reason, remedy = str(found.get("error") or "it gave no answer"), str(found.get("hint") or HINTS.get(name, ""))
+    reason = str(found.get("error") or "it gave no answer")
+    remedy = str(found.get("hint") or OTHERWISE.get(name, ""))
     return TransportCheck(name, False, use, reason=reason, remedy=remedy)
+
+
+def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool, str]) -> TransportCheck:
+    """Whether workers take it: a rule. `named` is what the setting names, `nixl` is `nixl_path.advantage()`."""
+    if named and check.name not in named:
+        why, way = f"TENSORHUB_TRANSPORTS={','.join(named)} leaves it out", "add it there"
+    elif not named and check.name == "nixl" and not nixl[0]:
+        why, way = nixl[1], "TENSORHUB_TRANSPORTS=nixl,tcp takes it"
+    else:
+        return replace(check, use=f"{check.use}; {nixl[1]} is here") if check.name == "nixl" and nixl[0] else check
+    if check.works:
+        return replace(check, reason=f"works, but is not taken: {why}", remedy=way, is_taken=False)
+    return replace(check, reason=f"{check.reason}. Not taken anyway: {why}", remedy="", is_taken=False)
 
 
 def check_server(address: str, token: str = "", *, deadline_s: float = DEADLINE_S) -> Check:
@@ -104,7 +127,9 @@ def examine(server: str | None, token: str = "", *, size_bytes: int = SIZE_BYTES
     machine = machine_checks()
     if server is not None:
         machine.append(check_server(server, token))
-    return Findings([check_transport(name, size_bytes=size_bytes) for name in PREFERENCE], machine)
+    named, nixl = worker_options().transports, nixl_path.advantage()
+    checks = [with_choice(check_transport(name, size_bytes=size_bytes), named, nixl) for name in PREFERENCE]
+    return Findings(sorted(checks, key=lambda check: [*named, *PREFERENCE].index(check.name)), machine)
 
 
 class _Child:

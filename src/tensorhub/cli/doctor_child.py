@@ -23,6 +23,7 @@ from ..memory.host import HostStream, Piece
 from ..runtime.config import worker_options
 from ..runtime.opening import make_transport
 from ..transport.base import Export, Transport
+from ..transport.nixl_probe import Probe
 from ..transport.progress import Progress
 
 KEY = "doctor"
@@ -94,6 +95,8 @@ def reader(scheme: str) -> None:
         began = time.perf_counter()
         path = _read(transport, told["endpoint"], Measure(stream, told["chunk_bytes"]))
         rates.append(told["size_bytes"] / (time.perf_counter() - began))
+    if isinstance(probed := getattr(transport, "probed", None), Probe):
+        path += f"; NIXL {probed.version}"
     say(rate_bytes_per_s=round(max(rates[1:])), path=path)
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.view import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView
+from ..transport.choose import scheme_of
 from .rows import Row, bytes_done, rows_of, transfers_of
 from .words import count_text, shards_text, size_text, some_text, time_text
 
@@ -204,6 +205,6 @@ def _where(row: Row) -> Text:
     if row.worker is None:
         return Text("")
     places = [place for place in (row.worker.site, row.worker.host) if place]
-    if row.worker.endpoints:
-        places.append(some_text(row.worker.endpoints, 1))
+    if row.worker.endpoints:  # by what it can be read: where exactly is for programs
+        places.append(", ".join(dict.fromkeys(scheme_of(endpoint) for endpoint in row.worker.endpoints)))
     return Text("\n".join(places), style="dim")

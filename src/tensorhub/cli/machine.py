@@ -5,8 +5,6 @@ import platform
 import resource
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..core.errors import TensorHubError
@@ -26,7 +24,6 @@ def machine_checks() -> list[Check]:
         _reading,
         _gpu,
         _rdma,
-        _nixl,
         _congestion,
         _files,
         _locked,
@@ -88,7 +85,7 @@ def _reading() -> Check:
 def _gpu() -> Check:
     devices = _names("/proc/driver/nvidia/gpus")
     if not devices:
-        return Check("GPU", "absent", "no NVIDIA device in /proc/driver/nvidia; weights stay in host memory")
+        return Check("GPU", "absent", "no NVIDIA device: weights stay in host memory")
     words = next(iter(_text("/proc/driver/nvidia/version").splitlines()), "").split()
     driver = next((word for word in words if word[:1].isdigit()), "unknown")
     return Check("GPU", "good", f"{count_text(len(devices), 'NVIDIA device')}, driver {driver}")
@@ -106,20 +103,6 @@ def _rdma() -> Check:
     is_active = any(port.endswith("active") for port in ports)
     says = ", ".join(ports) or f"{', '.join(devices)}, without a port"
     return Check("RDMA", "good" if is_active else "note", says, "" if is_active else "no port is active: see `ibstat`")
-
-
-def _nixl() -> Check:
-    if find_spec("nixl") is None:
-        why = "not installed; it carries RDMA, NVLink and CUDA IPC, and is not needed without them"
-        return Check("NIXL", "absent", why, "pip install 'tensorhub[nixl]'")
-    found = [f"{name} {known}" for name in ("nixl", "nixl-cu12", "nixl-cu13") if (known := _version(name))]
-    return Check("NIXL", "good", ", ".join(found) or "installed")
-
-
-def _version(package: str) -> str:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return ""
 
 
 def _congestion() -> Check:

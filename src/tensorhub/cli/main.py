@@ -125,6 +125,7 @@ def doctor(
     ] = None,
     token: TokenOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also a line for each thing that is well.")] = False,
 ) -> None:
     """Show which transports work on this machine, at what rate, and what to do about those that do not."""
     from rich.console import Console
@@ -139,7 +140,7 @@ def doctor(
         console = Console()
         with console.status("moving 256 MiB between two processes, once for each transport"):
             found = examine(server, token)
-        console.print(draw_findings(found))
+        console.print(draw_findings(found, is_long=all_))
     raise typer.Exit(0 if found.is_well else 1)
 
 

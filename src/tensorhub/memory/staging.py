@@ -144,7 +144,7 @@ class StagedStream:
         return self._block(start, stop, writes=True)
 
     def places(self, start: int, stop: int) -> list[tuple[str, int, int]]:
-        """Bytes [start, stop) as (device, address, length), in order: for transports that reach the devices themselves."""
+        """Bytes [start, stop) as (device, address, length), in order: for transports that reach devices themselves."""
         return [
             (self._pieces[index].device, self._pieces[index].address + begin, end - begin)
             for index, begin, end in self._portions(start, stop)

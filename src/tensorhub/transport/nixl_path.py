@@ -62,7 +62,7 @@ def advantage(rdma: Path = _RDMA, gpus: Path = _GPUS) -> tuple[bool, str]:
     if found:
         return True, " and ".join(found)
     ports = f"no port of {', '.join(idle)} is active" if idle else "no RDMA device"
-    return False, f"{ports} and no GPU is here: local and tcp are faster than NIXL without them"
+    return False, f"{ports} and no GPU is here, so local and tcp are faster"
 
 
 def lane(here: Facts, there: Facts, *, is_immediate: bool, devices: Sequence[int]) -> Lane:

@@ -27,7 +27,7 @@ from .nixl_agent import MODULES, Agent, Broken, Stuck, load
 from .nixl_memory import Page
 
 DEADLINE_S = 30.0  # it takes 1 s on an idle machine; 6 s were seen on one with ten times more to do than it could
-INSTALL = "pip install tensorhub[nixl]"
+INSTALL = "pip install 'tensorhub[nixl]'"
 _MARK = b"tensorhub-nixl-probe "
 _PR_SET_PDEATHSIG = 1
 _TEST_BYTES = 1 << 20
