@@ -38,7 +38,7 @@ class Pair:
             self.address = source.result()
             self.right = self.source.do("digest")
             options = {"server": self.server.address, "model": "m"}
-            self.source.do("open", replica="source", **options)
+            self.source.do("open", replica="source", transports=",".join(PREFERENCE), **options)
             self.source.do("call", verb="publish", version=1)
             found = self.source.do("export", kinds=list(PREFERENCE))
             self.root, self.endpoints, self.errors = found["root"], found["endpoints"], found["errors"]

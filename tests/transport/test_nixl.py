@@ -114,6 +114,11 @@ def test_a_way_between_devices_is_not_told_by_what_lies_on_the_host() -> None:
     assert lane(here, here, is_immediate=True, devices=[1]).name == "NIXL/UCX: CUDA IPC"
     mixed = lane(here, here, is_immediate=True, devices=[0, 1])
     assert (mixed.name, mixed.is_tcp) == ("NIXL/UCX: CUDA IPC and shared memory (cma)", False)
+    assert lane(Facts("a", (), "tcp"), here, is_immediate=True, devices=[0]).is_tcp, "16 bytes were quick, that is all"
+    shared = Facts("a", ("mlx5_0",), "shm,tcp")
+    assert lane(shared, shared, is_immediate=True, devices=[0]).name.startswith("NIXL/UCX: shared memory (cma)")
+    assert lane(shared, shared, is_immediate=False, devices=[0]).is_tcp, "UCX_TLS names no RDMA"
+    assert lane(here, Facts("b", (), ""), is_immediate=True, devices=[0]).is_tcp, "another host's memory is not shared"
     without = Facts("a", (), "cma,tcp")
     assert lane(without, without, is_immediate=True, devices=[1]).is_tcp, "device memory is not for cma to read"
     assert lane(rdma, Facts("b", ("mlx5_0",), ""), is_immediate=False, devices=[1]).name == "NIXL/UCX: RDMA (mlx5_0)"

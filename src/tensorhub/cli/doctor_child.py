@@ -29,6 +29,7 @@ from ..transport.progress import Progress
 KEY = "doctor"
 ROUNDS = 4  # the first one also touches the memory
 READ_S = 10.0
+PROBE_S = 12.0  # of NIXL: well before the doctor loses patience, so that it hears why
 ASK_S = 3.0
 
 
@@ -68,7 +69,7 @@ class Measure:
 
 
 def _made(scheme: str) -> Transport:
-    return make_transport(scheme, "127.0.0.1", worker_options())
+    return make_transport(scheme, "127.0.0.1", worker_options(), probe_s=PROBE_S)
 
 
 def source(scheme: str, size: str) -> None:

@@ -1,9 +1,10 @@
 """Which of UCX's ways a pair of workers really has, as far as that can be known: a rule, and the facts that it takes.
 
-NIXL does not tell which transports UCX has selected. What can be known for sure is whether a read was over when the
-call that posted it returned: then UCX copied by itself, out of memory that both processes can reach (cma, xpmem). A
-read that was not is done by hardware, or by the source's own process over TCP, which costs ten times the CPU of plain
-sockets and cannot be called back. Hardware needs a device at both ends; where there is none, it is TCP.
+NIXL does not tell which transports UCX has selected. What can be known is whether reads were over when the call that
+posted them returned: on one host UCX then copied by itself, out of memory that both processes can reach (cma, xpmem).
+A small read over TCP may happen to be as quick, so one is no proof, and where UCX may not use shared memory it is none
+at all. A read that was not is done by hardware, or by the source's own process over TCP, which costs ten times the CPU
+of plain sockets and cannot be called back. Hardware needs a device at both ends; where there is none, it is TCP.
 """
 
 import os
@@ -17,6 +18,7 @@ HOST = 0  # a device's code: 0 is the host's memory, n + 1 the memory of CUDA de
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RDMA = Path("/sys/class/infiniband")
+_SHARED = ("cma", "xpmem", "posix", "sysv", "knem")  # UCX's ways through memory that both processes can reach
 _GPUS = Path("/proc/driver/nvidia/gpus")
 USE_TCP = "take tcp for this pair: its own sockets are several times faster than UCX over TCP, at a tenth of the CPU"
 
@@ -69,6 +71,7 @@ def lane(here: Facts, there: Facts, *, is_immediate: bool, devices: Sequence[int
     """What carries bytes between the two; `devices` are the codes of all memory involved, on both sides."""
     chosen = f", UCX_TLS={here.tls}" if here.tls else ""
     is_one_host = bool(here.boot) and here.boot == there.boot
+    is_immediate = is_immediate and is_one_host and _permits(here.tls, *_SHARED)
     has_cuda = any(device != HOST for device in devices)
     is_all_cuda = bool(devices) and all(device != HOST for device in devices)
     if is_one_host and is_all_cuda and _permits(here.tls, "cuda"):  # what was read at once lay on the host
@@ -100,4 +103,8 @@ def _permits(tls: str, *names: str) -> bool:
         forbidden = tls[1:].split(",")
         return any(name not in forbidden for name in names)
     wanted = tls.split(",")
-    return any(one.startswith(name) or one in ("all", "shm", "sm") for one in wanted for name in names)
+    return any(
+        one == "all" or one.startswith(name) or (one in ("shm", "sm") and name in _SHARED)
+        for one in wanted
+        for name in names
+    )
