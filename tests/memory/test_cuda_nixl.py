@@ -13,13 +13,12 @@ from tensorhub.core.errors import CorruptTransfer, SourceLost, TensorHubError, T
 from tensorhub.core.manifest import chunk_count
 from tensorhub.memory.digests import digest
 from tensorhub.memory.staging import StagedStream, StagingRing
-from tensorhub.transport import nixl, nixl_path
+from tensorhub.transport import nixl_path
 from tensorhub.transport.base import Export
 from tensorhub.transport.local import LocalTransport
 from tensorhub.transport.nixl import NixlSettings, NixlTransport
 from tensorhub.transport.nixl_memory import Place, places_of
 from tensorhub.transport.nixl_path import Facts
-from tensorhub.transport.nixl_probe import Probe
 from tensorhub.transport.progress import Progress
 
 from . import nixl_fake
@@ -33,13 +32,11 @@ MIXED = [("cuda:0", 1500), ("cpu", 900), ("cuda:1", 10), ("cpu", 5), ("cuda:0", 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(nixl, "require", lambda deadline_s: Probe("nixl_fake", "0"))
-    monkeypatch.setattr(nixl, "load", lambda name: nixl_fake)
     monkeypatch.setattr(nixl_path, "facts", lambda tls="": Facts("this host", (), ""))
     made: list[NixlTransport] = []
 
     def one() -> NixlTransport:
-        made.append(NixlTransport(NixlSettings(thread_bytes=1024, silence_s=2.0)))
+        made.append(NixlTransport(NixlSettings(thread_bytes=1024, silence_s=2.0), bindings=nixl_fake))
         return made[-1]
 
     yield one

@@ -4,15 +4,19 @@ Also run by the helper processes (`peer.py`), so it imports nothing of the test 
 """
 
 import ctypes
+import importlib.util
 import os
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -54,6 +58,24 @@ def _nixl(threads: int) -> Callable[[float], Transport]:
     return lambda silence_s: NixlTransport(NixlSettings(silence_s=silence_s, threads=threads, thread_bytes=1024))
 
 
+def _pretended_nixl() -> Any:
+    """A NIXL of our own (`nixl_fake.py`), so that our side of it is tested on machines without it."""
+    name = "tensorhub_pretended_nixl"
+    if name not in sys.modules:
+        path = Path(__file__).parents[1] / "memory" / "nixl_fake.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _pretended(silence_s: float) -> Transport:
+    settings = NixlSettings(silence_s=silence_s, threads=2, thread_bytes=1024)
+    return NixlTransport(settings, bindings=_pretended_nixl())
+
+
 def _no_nixl() -> str:
     return nixl_probe.probe().why_not
 
@@ -79,6 +101,7 @@ KINDS = {
         Kind("tcp-3", _tcp(3), _mute_tcp),
         Kind("local-1", _local(1), _mute_local),
         Kind("local-3", _local(3), _mute_local),
+        Kind("pretended-nixl-2", _pretended, partial(_mute_tcp, "nixl")),
         Kind("nixl-1", _nixl(1), partial(_mute_tcp, "nixl"), _no_nixl),
         Kind("nixl-3", _nixl(3), partial(_mute_tcp, "nixl"), _no_nixl, is_settled=False),
     )

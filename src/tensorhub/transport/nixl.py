@@ -23,6 +23,7 @@ UCX itself knows no token: whoever may read the host's RDMA network is trusted, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from . import nixl_path
 from .base import OnEnd, Sink
@@ -74,11 +75,13 @@ class NixlTransport(TcpTransport):
     kind = "nixl"
     is_revocable = True
 
-    def __init__(self, settings: NixlSettings | None = None) -> None:
+    def __init__(self, settings: NixlSettings | None = None, *, bindings: Any = None) -> None:
+        """`bindings` stand for NIXL's own in tests; otherwise those are probed, then loaded."""
         self._mine = settings or NixlSettings()
-        self.probed: Probe = require(self._mine.probe_s)
+        self.probed: Probe = require(self._mine.probe_s) if bindings is None else Probe(bindings.__name__)
         self._facts = nixl_path.facts(self._mine.tls)
-        self._agents = Agents(load(self.probed.module), workers=self._mine.threads, tls=self._mine.tls)
+        bindings = bindings or load(self.probed.module)
+        self._agents = Agents(bindings, workers=self._mine.threads, tls=self._mine.tls)
         try:
             super().__init__(self._mine.as_tcp())
         except BaseException:
