@@ -295,8 +295,12 @@ def deliver(sink: FillSink, chunk: int, data: bytes, parts: Sequence[tuple[int, 
     with sink.stream.writing(start, start + len(data)) as views:
         scatter(data, views)
         flat = memoryview(data)
+        look = None
         for offset, size in parts:
-            sink.arrived(chunk, offset, [flat[offset : offset + size]])
+            if offset == 0 or look is None:  # it begins, perhaps again
+                look = sink.observe(chunk)
+                assert look is not None
+            look(flat[offset : offset + size])
         sink.accept(chunk, views)
     sink.stored(chunk)
 
@@ -333,6 +337,9 @@ def test_a_read_that_broke_off_inside_a_chunk_leaves_nothing_that_counts(
     sink = FillSink(register(filled), manifest.root())
     sink.begin(manifest.encode())
     data = image(source)[:CHUNK]
-    sink.arrived(0, 0, [memoryview(b"x" * 400)])
+    look = sink.observe(0)
+    assert look is not None
+    look(memoryview(b"x" * 400))
+    assert list(sink.begin(manifest.encode())) == list(range(sink.progress.chunk_count))
     deliver(sink, 0, data, parts)
     assert sink.progress.has(0)

@@ -23,7 +23,7 @@ import xxhash
 from tensorhub.core.errors import CorruptTransfer, TensorHubError
 from tensorhub.core.manifest import chunk_count
 from tensorhub.transport import local_host, nixl_probe
-from tensorhub.transport.base import Export, Read, Transport
+from tensorhub.transport.base import Export, Look, Read, Transport
 from tensorhub.transport.local import LocalSettings, LocalTransport
 from tensorhub.transport.nixl import NixlSettings, NixlTransport
 from tensorhub.transport.progress import Progress
@@ -46,8 +46,10 @@ class Kind:
 
 
 def _tcp(streams: int) -> Callable[[float], Transport]:
-    # stream_bytes is small, so that small contents too are read through all streams
-    return lambda silence_s: TcpTransport(TcpSettings(silence_s=silence_s, streams=streams, stream_bytes=1024))
+    # stream_bytes is small and no rate needed, so that small contents too are read through all streams
+    return lambda silence_s: TcpTransport(
+        TcpSettings(silence_s=silence_s, streams=streams, stream_bytes=1024, stream_rate_bytes_per_s=0)
+    )
 
 
 def _local(threads: int) -> Callable[[float], Transport]:
@@ -214,7 +216,7 @@ class Target:
         count = chunk_count(len(right), chunk_bytes)
         self.progress = Progress(count)
         self.order: list[int] = []
-        self.arrivals: dict[int, list[tuple[int, int]]] = {}  # offset and size of what came of each chunk
+        self.arrivals: dict[int, list[bytes]] = {}  # what was shown of each chunk while it came
         self.manifest: bytes | None = None
         self._wanted = range(count) if wanted is None else wanted
         self._digests = [xxhash.xxh3_128_digest(right[i * chunk_bytes : (i + 1) * chunk_bytes]) for i in range(count)]
@@ -228,9 +230,15 @@ class Target:
             raise self._begin_error
         return self._wanted
 
-    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
-        assert self.stream.inside > 0, "arrived is called inside the writing block"
-        self.arrivals.setdefault(chunk, []).append((offset, sum(map(len, views))))
+    def observe(self, chunk: int) -> Look:
+        assert self.stream.inside > 0, "observe is called inside the writing block"
+        shown = self.arrivals[chunk] = []
+
+        def look(view: memoryview) -> None:
+            assert self.stream.inside > 0, "bytes are shown inside the writing block"
+            shown.append(bytes(view))
+
+        return look
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         assert self.stream.inside > 0, "accept is called inside the writing block"
@@ -241,6 +249,8 @@ class Target:
         digest = xxhash.xxh3_128()
         for view in views:
             digest.update(view)
+        if chunk in self.arrivals:
+            assert b"".join(self.arrivals[chunk]) == b"".join(views), "what was shown is what came, in order"
         if digest.digest() != self._digests[chunk]:
             raise CorruptTransfer(f"chunk {chunk} is not as announced")
 

@@ -18,7 +18,7 @@ from tensorhub.transport import local_host, local_memory
 from tensorhub.transport.base import Export
 from tensorhub.transport.local import LocalSettings, LocalTransport
 from tensorhub.transport.local_host import Place, format_endpoint, here, parse_endpoint
-from tensorhub.transport.local_memory import IOV_MAX, Addresses, Lost, Process, Seal, Token
+from tensorhub.transport.local_memory import IOV_MAX, Addresses, Call, Lost, Process, Seal, Token
 from tensorhub.transport.progress import Progress
 
 from . import kit
@@ -86,10 +86,10 @@ def test_addresses_that_are_none(data: bytes) -> None:
 def test_a_seal_stands_until_it_is_broken() -> None:
     process, seal = Process(os.getpid()), Seal()
     token = Token(seal.address, seal.value)
-    assert process.has(token)
-    assert not process.has(Token(seal.address, bytes(16)))
+    assert process.has(token, Call(process.pid))
+    assert not process.has(Token(seal.address, bytes(16)), Call(process.pid))
     seal.break_()
-    assert not process.has(token)
+    assert not process.has(token, Call(process.pid))
     process.close()
 
 
@@ -104,7 +104,7 @@ def test_a_process_that_ended_is_never_asked_again(has_pidfd: bool, monkeypatch:
     child.kill()
     child.communicate()
     with pytest.raises(Lost):
-        process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]))
+        process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]), Call(child.pid))
     process.close()
 
 
@@ -358,12 +358,14 @@ def test_what_is_read_while_the_promise_is_taken_back_is_not_even_judged(local: 
     assert bytes(target.buffer[MIB : MIB + 4]) == b"\xee" * 4  # chunk 1 was copied, and came to nothing
 
 
-def test_chunks_arrive_in_blocks_and_in_order(local: Local) -> None:
+@pytest.mark.parametrize("piece_bytes", [0, 1_000_000, 70_000, 5000])
+def test_chunks_are_shown_while_a_cache_has_them(local: Local, piece_bytes: int) -> None:
+    """Large pieces in blocks, small ones one by one, and whatever the source's pieces are."""
     right = content(3 * MIB)
-    source, reader = local(), local(block_bytes=300_000)
-    source.export(full("k", right, MIB))
-    target = Target(right, MIB)
+    source, reader = local(), local()
+    source.export(full("k", right, MIB, piece_bytes=333_333))
+    target = Target(right, MIB, piece_bytes=piece_bytes)
     assert read_all(reader, source.endpoint, "k", target) is None
-    for arrivals in target.arrivals.values():
-        assert [offset for offset, _ in arrivals] == [0, 300_000, 600_000, 900_000]
-        assert sum(size for _, size in arrivals) == MIB
+    assert bytes(target.buffer) == right
+    for shown in target.arrivals.values():  # that they are the bytes is checked by the target itself
+        assert max(map(len, shown)) <= max(local_memory.CACHED_BYTES, 333_333)

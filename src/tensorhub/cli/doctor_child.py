@@ -55,8 +55,9 @@ class Measure:
         self._digests = manifest
         return range(chunk_count(self.stream.size_bytes, self.chunk_bytes))
 
-    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
-        self._hashing.setdefault(chunk, Hashing()).update(views)
+    def observe(self, chunk: int) -> Callable[[memoryview], object]:
+        self._hashing[chunk] = Hashing()
+        return self._hashing[chunk].see
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         hashing = self._hashing.pop(chunk, None)

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from operator import attrgetter
 from typing import Literal
 
 import xxhash
@@ -33,21 +32,16 @@ NO_ALGORITHM = "none"
 MAX_THREADS = 8  # 8 cores at 20-30 GiB/s read more than the memory bus of one socket gives
 
 
-_nbytes = attrgetter("nbytes")
-
-
 class Hashing:
     """A digest of bytes that come one after another."""
 
     def __init__(self) -> None:
         self._hasher = xxhash.xxh3_128()
-        self.size_bytes = 0
+        self.see = self._hasher.update  # more bytes, of one view; the hasher's own: nothing comes between, and no GIL
 
     def update(self, views: Iterable[memoryview]) -> None:
         """More bytes."""
-        views = tuple(views)
-        deque(map(self._hasher.update, views), 0)  # a loop without Python's: 0.15 us for a view of 4 KiB, not 0.25
-        self.size_bytes += sum(map(_nbytes, views))
+        deque(map(self.see, views), 0)  # a loop without Python's: 0.15 us for a view of 4 KiB, not 0.25
 
     def digest(self) -> bytes:
         """Of all so far (16 bytes)."""

@@ -25,7 +25,7 @@ from ..core.errors import (
 )
 from ..core.manifest import Manifest, decode_manifest
 from ..core.names import Digest
-from ..transport.base import ByteStream
+from ..transport.base import ByteStream, Look
 from ..transport.progress import Progress
 from .digests import ALGORITHM, NO_ALGORITHM, Hashing, Verify, check_verify, digest, tensors_of
 from .registration import Registration
@@ -122,17 +122,16 @@ class FillSink:
                 self._registration.settle()  # nothing launched earlier may still read or write these tensors
                 if self._on_begin is not None:
                     self._on_begin(self)
+        self._hashing.clear()  # of a read that broke off: its bytes may be written over unobserved
         progress = self.progress
         return [chunk for chunk in range(progress.chunk_count) if not progress.has(chunk)]
 
-    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
-        """Hash a part of a chunk as soon as it is there. `accept` needs no more for it, whatever comes in between."""
+    def observe(self, chunk: int) -> Look | None:
+        """Hash the parts of a chunk as they come: then `accept` need not look at them again."""
         if self._verify != "full":
-            return
-        begun = Hashing() if offset == 0 else self._hashing.get(chunk)
-        if begun is not None and begun.size_bytes == offset:
-            begun.update(views)
-            self._hashing[chunk] = begun
+            return None
+        begun = self._hashing[chunk] = Hashing()
+        return begun.see
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         """Judge received bytes. `CorruptTransfer` names the chunk, its bytes and its tensors."""
@@ -141,15 +140,16 @@ class FillSink:
             raise CorruptTransfer(f"chunk {chunk} was received, of content that has {manifest.chunk_count}")
         start, stop = manifest.chunk_range(chunk)
         begun = self._hashing.pop(chunk, None)
-        is_whole = begun is not None and begun.size_bytes == stop - start
-        size_bytes = stop - start if is_whole else sum(view.nbytes for view in views)
+        size_bytes = stop - start
         is_checked = self._verify == "full"
-        is_good = size_bytes == stop - start
-        found = b""
-        if is_checked and is_good:
-            found = begun.digest() if is_whole and begun is not None else digest(views)
-        if is_checked and is_good:
-            is_good = found == manifest.digest_of(chunk)
+        found = begun.digest() if begun is not None else b""
+        is_good = found == manifest.digest_of(chunk) if found else False
+        if not is_good:  # not observed, or not all of it: only a look at the whole can tell that it is bad
+            size_bytes = sum(view.nbytes for view in views)
+            is_good = size_bytes == stop - start
+            if is_checked and is_good:
+                found = digest(views)
+                is_good = found == manifest.digest_of(chunk)
         with self._lock:
             self._check_live()
             if not is_good:

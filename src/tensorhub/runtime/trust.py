@@ -10,7 +10,7 @@ from math import inf
 
 from ..core.errors import SessionLost
 from ..memory.fill import FillSink
-from ..transport.base import ByteStream
+from ..transport.base import ByteStream, Look
 
 
 class Lease:
@@ -45,8 +45,8 @@ class TrustedSink:
         self._check()
         return self._fill.begin(manifest)
 
-    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
-        self._fill.arrived(chunk, offset, views)
+    def observe(self, chunk: int) -> Look | None:
+        return self._fill.observe(chunk)
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         self._check()

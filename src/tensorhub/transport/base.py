@@ -23,6 +23,7 @@ from ..core.errors import TensorHubError
 from .progress import Progress
 
 OnEnd = Callable[[TensorHubError | None], None]
+Look = Callable[[memoryview], object]  # sees bytes that have just come
 
 
 class ByteStream(Protocol):
@@ -66,11 +67,11 @@ class Sink(Protocol):
         """Take the source's manifest; return the chunks wanted, in order. Raises if the content is not the expected."""
         ...
 
-    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
-        """A chunk's bytes from `offset` on have come into `views`: look at them now, while a cache has them.
+    def observe(self, chunk: int) -> Look | None:
+        """What wants to see the bytes of a chunk that begins to come, view by view, while a cache has them; or None.
 
-        A courtesy, which a transport may leave out. It begins each chunk with offset 0, and what it has shown does not
-        change any more before `accept`.
+        A courtesy, which a transport may leave out. It shows all views in order, each once its bytes are there, and
+        what it has shown does not change any more before `accept`.
         """
         ...
 

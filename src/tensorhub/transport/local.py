@@ -45,7 +45,8 @@ class LocalSettings:
     silence_s: float = 5.0  # as tcp's: the keepalive comes every 1.25 s
     threads: int = 2  # one copies 16-18 GiB/s, or 12.7 with the digest; two 20-24, which is all that the memory gives
     thread_bytes: int = 8 * MIB  # what makes a further thread worth its connection: 0.5 ms of copying
-    block_bytes: int = 4 * MIB  # copied, then hashed; of 1 MiB, calls cost more than the nearer cache saves
+    block_bytes: int = 4 * MIB  # copied, then hashed, where a chunk lies in many pieces
+    ahead_bytes: int = 256 * MIB  # each request wakes the source, which takes a core from a reader for 0.1 ms
     max_connections: int = 64  # 32 readers with 2 threads each
     allow_readers: bool = True  # under Yama's scope 1 only: without it nobody may read (as Open MPI and UCX do)
 
@@ -56,8 +57,10 @@ class LocalSettings:
             silence_s=self.silence_s,
             connect_s=self.silence_s,
             streams=self.threads,
+            stream_rate_bytes_per_s=0,
             stream_bytes=self.thread_bytes,
             block_bytes=self.block_bytes,
+            ahead_bytes=self.ahead_bytes,
             max_connections=self.max_connections,
             congestion=None,
         )

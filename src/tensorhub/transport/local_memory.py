@@ -20,13 +20,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
+from typing import NoReturn
 
 from ..core.errors import TransportMissing
+from .base import Look
 from .local_host import remedy
 
 IOV_MAX = 1024  # of the kernel, for both sides of one call
 CALL_BYTES = 32 << 20  # of one call: 2-4 ms, so that a stopped read ends soon; larger ones gain nothing
+CACHED_BYTES = 1 << 19  # copied, then hashed in a core's own cache of 1 MiB, which holds source and target
 SEAL_BYTES = 16
+_NOTHING = bytes(SEAL_BYTES)
 
 
 class Addresses:
@@ -58,6 +62,12 @@ class Addresses:
             return cls(pairs)
         except OverflowError as error:
             raise ValueError("more bytes than there are addresses") from error
+
+    def whole(self, start: int, stop: int) -> int:
+        """The address of bytes [start, stop) of the stream if they lie in one piece, or 0."""
+        first = bisect_right(self._starts, start) - 1
+        end = self._starts[first + 1] if first + 1 < len(self._starts) else self.stop
+        return self.pairs[2 * first] + start - self._starts[first] if stop <= end else 0
 
     def part(self, start: int, stop: int) -> "array[int]":
         """Bytes [start, stop) of the stream as iovecs (address, length, address, …), at most IOV_MAX of them."""
@@ -109,14 +119,32 @@ class Seal:
         ctypes.memset(self._memory, 0, SEAL_BYTES)
 
 
+class Call:
+    """The arguments of a call that copies one piece, made once: to make them takes longer than to copy 64 KiB.
+
+    For one thread. Every argument is a C object already, so that ctypes converts nothing.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._ours, self._theirs = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 2)()
+        one, flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
+        self.arguments = (ctypes.c_int(pid), ctypes.byref(self._ours), one, ctypes.byref(self._theirs), one, flags)
+
+    def of(self, theirs: int, ours: int, size_bytes: int) -> tuple[object, ...]:
+        """The arguments that copy so many bytes from their address to ours."""
+        self._theirs[0], self._ours[0] = theirs, ours
+        self._theirs[1] = self._ours[1] = size_bytes
+        return self.arguments
+
+
 class Token:
     """A seal as its reader knows it, and room to read it into. For one thread."""
 
     def __init__(self, address: int, value: bytes) -> None:
+        self.address = address
         self.value = value
         self.found = ctypes.create_string_buffer(SEAL_BYTES)
-        self.theirs = array("Q", (address, SEAL_BYTES))
-        self.ours = array("Q", (ctypes.addressof(self.found), SEAL_BYTES))
+        self.found_address = ctypes.addressof(self.found)
 
 
 class Lost(Exception):
@@ -154,24 +182,57 @@ class Process:
         elif _start_time(self.pid) != self._started:
             raise Lost(f"process {self.pid} is another one now")
 
-    def read(self, start: int, stop: int, theirs: Addresses, ours: Addresses) -> None:
-        """Bytes [start, stop) of the stream from their memory into ours. Raises `Lost`, `TransportMissing`."""
+    def read(self, start: int, stop: int, theirs: Addresses, ours: Addresses, call: Call) -> None:
+        """Bytes [start, stop) of the stream from their memory into ours. Raises `Lost`, `TransportMissing`.
+
+        `call` is this process's and this thread's own.
+        """
         self.check()
         while start < stop:
             end = min(stop, start + CALL_BYTES)
-            start += self._copy(theirs.part(start, end), ours.part(start, end))
+            from_, into = theirs.whole(start, end), ours.whole(start, end)
+            if from_ and into:
+                moved = self._read(*call.of(from_, into, end - start))
+            else:
+                moved = self._copy(theirs.part(start, end), ours.part(start, end))
+            if moved <= 0:
+                self._failed(moved)
+            start += moved
 
-    def has(self, token: "Token") -> bool:
+    def read_piece(self, theirs: int, ours: int, view: memoryview, look: Look | None, call: Call) -> None:
+        """What is at their address into `view`, which is at ours, and shown piecemeal. Raises like `read`.
+
+        Nothing is in this loop that need not be: what it touches comes back from a cold cache each time.
+        """
+        self.check()
+        read, of = self._read, call.of
+        for first in range(0, len(view), CALL_BYTES if look is None else CACHED_BYTES):
+            part = view[first : first + (CALL_BYTES if look is None else CACHED_BYTES)]
+            at, end = first, first + len(part)
+            while at < end:
+                moved = read(*of(theirs + at, ours + at, end - at))
+                if moved <= 0:
+                    self._failed(moved)
+                at += moved
+            if look is not None:
+                look(part)
+
+    def has(self, token: Token, call: Call) -> bool:
         """Whether it has these bytes there now. Raises `Lost`, `TransportMissing`."""
-        ctypes.memset(token.found, 0, SEAL_BYTES)
-        return self._copy(token.theirs, token.ours) == SEAL_BYTES and token.found.raw == token.value
+        token.found.raw = _NOTHING
+        moved = self._read(*call.of(token.address, token.found_address, SEAL_BYTES))
+        if moved <= 0:
+            self._failed(moved)
+        return moved == SEAL_BYTES and token.found.raw == token.value
 
     def _copy(self, theirs: "array[int]", ours: "array[int]") -> int:
-        """One call of the kernel; the number of bytes that it has moved, which is at least one."""
-        their_vector, ours_vector = theirs.buffer_info()[0], ours.buffer_info()[0]
-        moved = int(self._read(self.pid, ours_vector, len(ours) // 2, their_vector, len(theirs) // 2, 0))
-        if moved > 0:
-            return moved
+        """One call of the kernel for many pieces; the number of bytes that it has moved, or -1."""
+        vectors = []
+        for pairs in (ours, theirs):
+            vectors += [ctypes.c_void_p(pairs.buffer_info()[0]), ctypes.c_ulong(len(pairs) // 2)]
+        return int(self._read(ctypes.c_int(self.pid), *vectors, ctypes.c_ulong(0)))
+
+    def _failed(self, moved: int) -> NoReturn:
         number = ctypes.get_errno()
         if moved < 0 and number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             text = f"reading the memory of process {self.pid} is refused: {os.strerror(number)}"
@@ -184,9 +245,7 @@ def _function() -> "ctypes._NamedFuncPointer":
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except AttributeError as error:
         raise TransportMissing("this C library has no process_vm_readv", hint="use tcp") from error
-    vector = (ctypes.c_void_p, ctypes.c_ulong)
-    function.argtypes = (ctypes.c_int, *vector, *vector, ctypes.c_ulong)
-    function.restype = ctypes.c_ssize_t
+    function.restype = ctypes.c_ssize_t  # and no argtypes: whoever calls it brings C objects
     return function
 
 
@@ -201,7 +260,7 @@ def probe_self() -> None:
     """Raises `TransportMissing` if not even this process can be read: no such call, or a filter."""
     process, seal = Process(os.getpid()), Seal()
     try:
-        if not process.has(Token(seal.address, seal.value)):
+        if not process.has(Token(seal.address, seal.value), Call(process.pid)):
             raise TransportMissing("process_vm_readv gives other bytes than there are", hint="use tcp")
     except Lost as error:
         raise TransportMissing(f"process_vm_readv does not work here: {error}", hint="use tcp") from error

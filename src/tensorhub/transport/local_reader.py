@@ -10,20 +10,21 @@ can still use tcp. It must never: let a chunk be judged whose seal was not seen 
 """
 
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from ..core.errors import TensorHubError, TransportMissing
 from . import tcp_wire
-from .base import OnEnd, Sink
+from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
-from .local_memory import Addresses, Lost, Process, Token
+from .local_memory import Addresses, Call, Lost, Process, Token
 from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, SEAL, AddressBook, credentials_of
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
 from .tcp_stream import Job, Stream, opened
 from .tcp_wire import Garbled, Refusal, Vanished, Welcome, Wire
 
+SMALL_BYTES = 1 << 16  # smaller pieces on the average go to the kernel together
 _CANNOT = ("user", "memory")  # refusals that are no fault of the source: another transport may do
 
 
@@ -34,20 +35,38 @@ class Remote:
         self._process = process
         self._addresses = addresses
         self._token = Token(seal_address, seal)
+        self._call = Call(process.pid)
 
     def again(self) -> "Remote":
         """The same for another thread."""
-        return Remote(self._process, self._addresses, self._token.theirs[0], self._token.value)
+        return Remote(self._process, self._addresses, self._token.address, self._token.value)
+
+    def read_view(self, start: int, view: memoryview, ours: Addresses, look: Look | None) -> None:
+        """What is now at `start` of the stream into the view that is there in ours; both may lie in several pieces."""
+        stop = start + len(view)
+        theirs_at, ours_at = self._addresses.whole(start, stop), ours.whole(start, stop)
+        if not theirs_at or not ours_at:
+            self.read(start, stop, ours)
+            if look is not None:
+                look(view)
+            return
+        with self._explained():
+            self._process.read_piece(theirs_at, ours_at, view, look, self._call)
 
     @property
     def is_sealed(self) -> bool:
         """The export has not ended, and this is still the process that made it."""
-        return self._process.has(self._token)
+        return self._process.has(self._token, self._call)
 
     def read(self, start: int, stop: int, ours: Addresses) -> None:
         """Copy what is there now; `is_sealed` tells if it counts. Raises `TransportMissing` if it never can work."""
+        with self._explained():
+            self._process.read(start, stop, self._addresses, ours, self._call)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            self._process.read(start, stop, self._addresses, ours)
+            yield
         except Lost as error:
             if self.is_sealed:  # it is there and means it, and yet these pages are not for the kernel to read
                 text = f"the memory that process {self._process.pid} exports cannot be read from outside: {error}"
@@ -189,15 +208,26 @@ class LocalStream(Stream):
             raise Garbled(f"chunk {self._ready[0]} is announced where chunk {chunk} was due")
         self._ready = self._ready[1:]
 
-    def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+    def transfer(self, start: int, stop: int, views: Sequence[memoryview], look: Look | None) -> None:
+        """Large pieces one by one and through the core's cache; small ones all in one call."""
         if self._remote is None:
             assert self._its.remote is not None, "bytes before addresses"
             self._remote = self._its.remote.again()
             self._ours = self._its.book.of(self.job.sink.stream)
+        remote, ours = self._remote, self._ours
         try:
-            self._remote.read(start, stop, self._ours or Addresses.of_views(views, start))
+            if ours is None or len(views) > 1 + (stop - start) // SMALL_BYTES:
+                super().transfer(start, stop, views, look)
+                return
+            for view in views:
+                remote.read_view(start, view, ours, look)
+                start += len(view)
         except Lost as error:
             raise self._left() from error
+
+    def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+        assert self._remote is not None
+        self._remote.read(start, stop, self._ours or Addresses.of_views(views, start))
 
     def taken(self, size_bytes: int) -> None:
         """What was copied counts if the seal is still there."""

@@ -64,6 +64,7 @@ class NixlSettings:
             connect_s=self.silence_s,
             streams=self.threads,
             stream_bytes=self.thread_bytes,
+            stream_rate_bytes_per_s=0,
             max_connections=self.max_connections,
             congestion=None,
         )

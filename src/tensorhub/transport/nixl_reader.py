@@ -16,6 +16,7 @@ chunk be judged whose seal was not seen after its bytes, or return while a trans
 
 import ctypes
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 
@@ -305,7 +306,8 @@ class NixlStream(Stream):
 
     def _judge(self, chunk: int, size_bytes: int, views: Sequence[memoryview]) -> None:
         self.job.count_received(size_bytes)
-        self.job.sink.arrived(chunk, 0, views)
+        if (look := self.job.sink.observe(chunk)) is not None:
+            deque(map(look, views), 0)
         self.job.sink.accept(chunk, views)
 
     def _left(self, why: str, otherwise: type[TensorHubError] | None = None) -> Exception:

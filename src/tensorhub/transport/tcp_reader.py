@@ -126,10 +126,15 @@ class TcpRead(Read):
             job.generation = welcome.generation
             job.claims = Claims(wanted, streams)
             job.missing = len(wanted)
-            self.streams = streams
-            for further in range(1, streams):
-                self._start(self._follow, further)
+            if streams > 1:
+                stream.when_fast(lambda: self._widen(streams))
             stream.pump()
+
+    def _widen(self, streams: int) -> None:
+        """One stream is not enough: start the others."""
+        self.streams = streams
+        for further in range(1, streams):
+            self._start(self._follow, further)
 
     def _follow(self, index: int) -> None:
         """A further stream. That the source has no connection to spare is no error: the others do its work."""

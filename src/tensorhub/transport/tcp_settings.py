@@ -36,6 +36,9 @@ class TcpSettings:
     stream_bytes: int = (
         8 * MIB
     )  # what makes a further stream worth its connection (0.3 ms, which is 2 MiB): four times that
+    stream_rate_bytes_per_s: float = 1e9  # a link of 10 Gbit/s gives 1.2e9: one stream that gets less is held up by its
+    # link, and then a second only makes every chunk take twice as long, for peers that read behind and for what is in
+    # flight when a source dies. 0: all streams at once, as a thin long path across sites wants it
     block_bytes: int = 4 * MIB  # hashed while a cache has it; of 1 MiB, calls cost 5 % and the nearer cache saves less
     max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait
     congestion: str | None = (

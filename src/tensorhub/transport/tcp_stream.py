@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ..core.errors import Refused, SourceLost, TensorHubError
 from . import tcp_wire
-from .base import Sink
+from .base import Look, Sink
 from .tcp_settings import TcpSettings, parse_endpoint
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
@@ -194,6 +194,7 @@ class Stream:
         self.wire = wire
         self.index = index
         self.asked = deque[tuple[int, float]]()  # chunks asked for and not there yet, and when
+        self._on_fast: Callable[[], None] | None = None
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         """Ask to be served; raises `SourceLost` with the source's reason if it does not want to."""
@@ -219,6 +220,7 @@ class Stream:
         """Ask and receive until nothing is left to ask for, or the read is over."""
         job, asked = self.job, self.asked
         ahead = Ahead(job.settings, job.sink.chunk_bytes)
+        last = time.monotonic()
         while not job.is_over:
             if len(asked) <= ahead.chunks // 2:
                 claimed = job.claims.take(ahead.chunks - len(asked))
@@ -231,8 +233,27 @@ class Stream:
                 return
             chunk, asked_at = asked.popleft()
             self._receive_chunk(chunk)
+            if self._on_fast is not None:
+                before, last = last, time.monotonic()
+                self._judge_speed(last - before)
             if len(asked) <= ahead.chunks // 2:
                 ahead.adjust(time.monotonic() - asked_at)
+
+    def when_fast(self, then: Callable[[], None]) -> None:
+        """Call `then` once, as soon as a chunk comes so fast that its link may have more to give than one stream takes.
+
+        With a limit of 0 that is at once.
+        """
+        if self.job.settings.stream_rate_bytes_per_s <= 0:
+            then()
+        else:
+            self._on_fast = then
+
+    def _judge_speed(self, took_s: float) -> None:
+        job, then = self.job, self._on_fast
+        if then is not None and job.sink.chunk_bytes >= took_s * job.settings.stream_rate_bytes_per_s:
+            self._on_fast = None
+            then()
 
     def ask(self, chunks: Sequence[int]) -> None:
         """Request chunks."""
@@ -245,6 +266,14 @@ class Stream:
             raise Garbled(
                 f"frame {kind} with {length} B of chunk {number}, where {size_bytes} B of chunk {chunk} were due"
             )
+
+    def transfer(self, start: int, stop: int, views: Sequence[memoryview], look: Look | None) -> None:
+        """Bring bytes [start, stop) of the stream into `views`, and let `look` see them as they come."""
+        for size_bytes, block in blocks_of(views, stop - start, self.job.settings.block_bytes):
+            self.take_bytes(start, start + size_bytes, block)
+            if look is not None:
+                deque(map(look, block), 0)  # a loop without Python's: there may be a thousand small views
+            start += size_bytes
 
     def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         """Put bytes [start, stop) of the stream into `views`."""
@@ -259,11 +288,7 @@ class Stream:
         stop = min(start + sink.chunk_bytes, sink.stream.size_bytes)
         self.await_chunk(chunk, stop - start)
         with sink.stream.writing(start, stop) as views:
-            at = start
-            for size_bytes, block in blocks_of(views, stop - start, job.settings.block_bytes):
-                self.take_bytes(at, at + size_bytes, block)
-                sink.arrived(chunk, at - start, block)
-                at += size_bytes
+            self.transfer(start, stop, views, sink.observe(chunk))
             self.taken(stop - start)
             job.count_received(stop - start)
             sink.accept(chunk, views)
