@@ -32,7 +32,7 @@ def tcp(nothing_left_behind: None) -> Iterator[Tcp]:
     made: list[TcpTransport] = []
 
     def one(**settings: object) -> TcpTransport:
-        made.append(TcpTransport(TcpSettings(**{"stream_bytes": 1024, **settings})))  # type: ignore[arg-type]
+        made.append(TcpTransport(TcpSettings(**{"stream_bytes": 1024, "stream_rate_bytes_per_s": 0, **settings})))  # type: ignore[arg-type]
         return made[-1]
 
     yield one
@@ -204,6 +204,21 @@ def test_no_room_is_said_and_passes(tcp: Tcp) -> None:
     assert [ended.wait() for ended in ends] == [None, None]
     kit.until(lambda: source.statistics()["connections_open"] == 0, "the connections are free again")
     assert read_all(reader, source.endpoint, "k", Target(right, MIB)) is None
+
+
+@pytest.mark.parametrize(("rate", "connections"), [(1e18, 1), (1e-6, 4), (0, 4)])
+def test_further_streams_are_opened_where_the_first_is_not_enough(tcp: Tcp, rate: float, connections: int) -> None:
+    right = content(32 * MIB)
+    source, reader = tcp(), tcp(streams=4, stream_bytes=MIB, stream_rate_bytes_per_s=rate)
+    source.export(full("k", right, MIB))
+    gate = Gate()
+    read, ended = start_read(reader, source.endpoint, "k", Target(right, MIB, gates={1: gate}))
+    assert gate.reached.wait(DEADLINE_S)  # by then the first chunk has told
+    kit.until(lambda: source.statistics()["connections_accepted"] == connections, "the streams are there")
+    assert read.path.startswith(f"{connections} stream")
+    gate.release.set()
+    assert ended.wait() is None
+    assert source.statistics()["connections_accepted"] == connections
 
 
 def test_a_flood_of_connections_is_bounded(tcp: Tcp) -> None:

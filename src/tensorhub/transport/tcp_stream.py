@@ -194,6 +194,7 @@ class Stream:
         self.wire = wire
         self.index = index
         self.asked = deque[tuple[int, float]]()  # chunks asked for and not there yet, and when
+        self.chunk_bytes = 0  # until the read has begun
         self._on_fast: Callable[[], None] | None = None
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
@@ -219,7 +220,8 @@ class Stream:
     def pump(self) -> None:
         """Ask and receive until nothing is left to ask for, or the read is over."""
         job, asked = self.job, self.asked
-        ahead = Ahead(job.settings, job.sink.chunk_bytes)
+        self.chunk_bytes = job.sink.chunk_bytes
+        ahead = Ahead(job.settings, self.chunk_bytes)
         last = time.monotonic()
         while not job.is_over:
             if len(asked) <= ahead.chunks // 2:
@@ -251,7 +253,7 @@ class Stream:
 
     def _judge_speed(self, took_s: float) -> None:
         job, then = self.job, self._on_fast
-        if then is not None and job.sink.chunk_bytes >= took_s * job.settings.stream_rate_bytes_per_s:
+        if then is not None and self.chunk_bytes >= took_s * job.settings.stream_rate_bytes_per_s:
             self._on_fast = None
             then()
 
@@ -284,8 +286,8 @@ class Stream:
 
     def _receive_chunk(self, chunk: int) -> None:
         job, sink = self.job, self.job.sink
-        start = chunk * sink.chunk_bytes
-        stop = min(start + sink.chunk_bytes, sink.stream.size_bytes)
+        start = chunk * self.chunk_bytes
+        stop = min(start + self.chunk_bytes, sink.stream.size_bytes)
         self.await_chunk(chunk, stop - start)
         with sink.stream.writing(start, stop) as views:
             self.transfer(start, stop, views, sink.observe(chunk))
