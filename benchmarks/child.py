@@ -27,7 +27,7 @@ from tensorhub.runtime.opening import make_transport
 from tensorhub.transport.base import Export, Transport
 from tensorhub.transport.progress import Progress
 
-from .plain import MIB, RawReader, RawSource, read_memory
+from .plain import MIB, RawReader, RawSource, read_and_hash, read_memory
 from .serve import die_with_parent
 
 PATIENCE_S = 120.0
@@ -156,6 +156,11 @@ class Actor:
     def read_vm(self, pid: int, address: int, threads: int) -> dict[str, float]:
         array = self._whole()
         return self._timed(lambda: read_memory(pid, address, array.ctypes.data, len(array), threads=threads))
+
+    def read_vm_hashed(self, pid: int, address: int, threads: int) -> dict[str, float]:
+        array = self._whole()
+        view = memoryview(array)
+        return self._timed(lambda: read_and_hash(pid, address, array.ctypes.data, view, threads=threads))
 
     def serve_raw(self, host: str = "127.0.0.1") -> int:
         self.raw_source = RawSource(memoryview(self._whole()), host)

@@ -12,7 +12,7 @@ COUNTED = ("resident_bytes", "descriptors", "threads", "sockets")
 
 def run(options: Options) -> list[Section]:
     """Peaks of fresh processes, at two sizes."""
-    sizes = (4 * MIB,) if options.is_tiny else (256 * MIB, 1024 * MIB)
+    sizes = (4 * MIB,) if options.is_tiny else (1024 * MIB, 4096 * MIB)
     section = Section(
         "memory",
         "Peak memory of a worker beyond its registered tensors",

@@ -14,8 +14,11 @@ import struct
 import threading
 from collections.abc import Callable
 
+import xxhash
+
 MIB = 1 << 20
 CALL_BYTES = 4 * MIB
+HASHED_BYTES = MIB // 2  # copied, then hashed in the core's own cache: of 0.25 to 4 MiB the fastest
 PATIENCE_S = 60.0
 _RANGE = struct.Struct("<QQ")
 
@@ -45,6 +48,32 @@ def read_memory(pid: int, remote: int, local: int, size_bytes: int, *, threads: 
             at += got
 
     _in_parts(part, size_bytes, threads)
+
+
+def read_and_hash(pid: int, remote: int, local: int, view: memoryview, *, threads: int) -> None:
+    """The same, and an xxh3-128 of every 4 MiB by the thread that has just copied it: what verification must cost.
+
+    With every argument made beforehand, so that Python has no part in it worth the name.
+    """
+
+    def part(start: int, stop: int) -> None:
+        ours, theirs = _Vector(), _Vector()
+        one = ctypes.c_ulong(1)
+        arguments = (ctypes.c_int(pid), ctypes.byref(ours), one, ctypes.byref(theirs), one, ctypes.c_ulong(0))
+        for chunk in range(start, stop, CALL_BYTES):
+            hasher = xxhash.xxh3_128()
+            end = min(chunk + CALL_BYTES, stop)
+            for at in range(chunk, end, HASHED_BYTES):
+                length = min(HASHED_BYTES, end - at)
+                ours.base, theirs.base = local + at, remote + at
+                ours.length = theirs.length = length
+                if _libc.process_vm_readv(*arguments) != length:
+                    number = ctypes.get_errno()
+                    raise OSError(number, f"process_vm_readv: {os.strerror(number)}")
+                hasher.update(view[at : at + length])
+            hasher.digest()
+
+    _in_parts(part, len(view), threads)
 
 
 def _in_parts(part: Callable[[int, int], None], size_bytes: int, threads: int) -> None:

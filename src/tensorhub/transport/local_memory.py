@@ -28,7 +28,7 @@ from .local_host import remedy
 
 IOV_MAX = 1024  # of the kernel, for both sides of one call
 CALL_BYTES = 32 << 20  # of one call: 2-4 ms, so that a stopped read ends soon; larger ones gain nothing
-CACHED_BYTES = 1 << 19  # copied, then hashed in a core's own cache of 1 MiB, which holds source and target
+CACHED_BYTES = 1 << 20  # copied, then hashed in the near cache; of 512 KiB, threads wait for the GIL more than it saves
 SEAL_BYTES = 16
 _NOTHING = bytes(SEAL_BYTES)
 
