@@ -9,7 +9,14 @@ from .section import GIB, MIB, Section
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"ours": "#0b6e4f", "limit": "#999999", "plain local": "#bbbbbb", "plain tcp": "#bbbbbb", "peer": "#d98e04"}
+COLOURS = {
+    "ours": "#0b6e4f",
+    "limit": "#999999",
+    "plain local": "#bbbbbb",
+    "plain checked": "#bbbbbb",
+    "plain tcp": "#bbbbbb",
+    "peer": "#d98e04",
+}
 
 
 def draw(folder: Path, sections: Sequence[Section], title: str) -> list[Path]:
