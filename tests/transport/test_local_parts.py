@@ -134,7 +134,7 @@ def test_who_has_the_pid_of_a_dead_source_is_not_read(has_pidfd: bool, monkeypat
     try:
         monkeypatch.setattr(process, "_read", pytest.fail)
         with pytest.raises(Lost):
-            process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]))
+            process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]), Call(process.pid))
     finally:
         heir.kill()
         heir.communicate()
