@@ -14,7 +14,7 @@ from tensorhub.core.manifest import chunk_count
 from tensorhub.memory.digests import digest
 from tensorhub.memory.staging import StagedStream, StagingRing
 from tensorhub.transport import nixl_path
-from tensorhub.transport.base import Export
+from tensorhub.transport.base import Export, Look
 from tensorhub.transport.local import LocalTransport
 from tensorhub.transport.nixl import NixlSettings, NixlTransport
 from tensorhub.transport.nixl_memory import Place, places_of
@@ -78,8 +78,14 @@ class Sink:
         self._digests = manifest
         return range(chunk_count(self.stream.size_bytes, CHUNK))
 
-    def arrived(self, chunk: int, offset: int, views: Sequence[memoryview]) -> None:
-        assert sum(map(len, views)) == min(CHUNK, self.stream.size_bytes - chunk * CHUNK)
+    def observe(self, chunk: int) -> Look:
+        shown: list[int] = []
+
+        def look(view: memoryview) -> None:
+            shown.append(len(view))
+            assert sum(shown) <= min(CHUNK, self.stream.size_bytes - chunk * CHUNK)
+
+        return look
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         if digest(views) != self._digests[16 * chunk : 16 * chunk + 16]:
