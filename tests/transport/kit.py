@@ -29,6 +29,7 @@ from tensorhub.transport.nixl import NixlSettings, NixlTransport
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_settings import TcpSettings
+from tensorhub.transport.vectors import Addresses
 
 DEADLINE_S = 30.0  # how long a test waits for what must happen; never how long it should take
 MIB = 1 << 20
@@ -161,6 +162,9 @@ class Pieces:
         """The same as (address, length)."""
         with self.reading(start, stop) as views:
             return [(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)) for view in views if len(view)]
+
+    def addresses(self) -> Addresses:
+        return Addresses.of_ranges(self.ranges(0, self.size_bytes))
 
     def _cut(self, start: int, stop: int) -> list[memoryview]:
         step = self.piece_bytes or max(1, stop - start)

@@ -13,8 +13,11 @@ Never: copy, change or run an operation on a tensor, keep the user's object inst
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
 
 from ..core.errors import UsageError
 
@@ -26,9 +29,11 @@ NUMPY_KINDS = "biufc"  # bool, signed, unsigned, float, complex; ml_dtypes are r
 COMPLEX_BYTES = 16  # the widest portable element; wider ones (long double) have padding that differs between machines
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """The facts of one tensor. `owner` keeps its memory alive, whatever happens to the user's object."""
+class Described(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The facts of one tensor. `owner` keeps its memory alive, whatever happens to the user's object.
+
+    Made by the hundred thousand, so its kind is the cheapest to make, and none that the garbage collector looks at.
+    """
 
     name: str
     dtype: str
@@ -41,8 +46,17 @@ class Described:
     owner: object
 
 
-def describe(name: object, tensor: object) -> Described:
-    """The facts of one torch tensor or numpy array. Raises `UsageError`, naming it, if it cannot be registered."""
+def describe_all(items: Iterable[tuple[object, object]]) -> list[Described]:
+    """The facts of each. Raises `UsageError`, naming the first tensor that cannot be registered."""
+    with ExitStack() as plainly:
+        torch = sys.modules.get("torch")
+        if torch is not None:  # a subclass's own operations and autograd are no business of ours: entered once for all
+            plainly.enter_context(torch._C.DisableTorchFunctionSubclass())
+            plainly.enter_context(torch.no_grad())
+        return [_describe(name, tensor) for name, tensor in items]
+
+
+def _describe(name: object, tensor: object) -> Described:
     if not isinstance(name, str):
         raise UsageError(
             f"tensor names are strings, but {name!r} is a {type(name).__name__}", hint="register(dict[str, Tensor])"
@@ -61,47 +75,30 @@ def describe(name: object, tensor: object) -> Described:
     _refuse(name, f"is a {kind}, not a torch tensor or numpy array", "leave it out of the mapping")
 
 
-def is_still_at(known: Described, tensor: object) -> bool:
-    """The tensor's bytes are where they were when it was described (`param.data = ...` or a resize moves them)."""
-    if not known.size_bytes:
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(tensor, torch.Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
-            storage = tensor.untyped_storage()
-            end = storage.data_ptr() + storage.nbytes()
-            return bool(tensor.data_ptr() == known.address and known.address + known.size_bytes <= end)
-    facts: dict[str, tuple[int, bool]] = tensor.__array_interface__  # type: ignore[attr-defined]
-    return facts["data"][0] == known.address and getattr(tensor, "nbytes", 0) == known.size_bytes
-
-
 def _refuse(name: str, why: str, remedy: str) -> NoReturn:
     raise UsageError(f"tensor {name!r} {why}; nothing was registered", hint=remedy)
 
 
 def _describe_torch(name: str, tensor: "torch.Tensor") -> Described:
-    import torch  # imported already: the user passed a tensor
-
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        _refuse_unusual(name, tensor)
-        try:
-            alias = tensor.detach()  # holds the memory, even if the user's tensor is given other memory later
-            storage = alias.untyped_storage()
-            address, start, end = alias.data_ptr(), storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        except (RuntimeError, NotImplementedError) as error:  # a functorch wrapper, for example
-            raise UsageError(
-                f"tensor {name!r} has no memory of its own ({error}); nothing was registered",
-                hint="register the plain tensor behind it",
-            ) from error
-        shape = tuple(alias.shape)
-        strides = _dense_strides(name, shape, tuple(alias.stride()))
-        size_bytes = alias.numel() * alias.element_size()
-        if size_bytes and not start <= address <= end - size_bytes:
-            _refuse(name, "lies outside of its storage, which was freed or shrunk", "register it while it has memory")
-        device = tensor.device
+    _refuse_unusual(name, tensor)
+    try:
+        alias = tensor.detach()  # holds the memory, even if the user's tensor is given other memory later
+        storage = alias.untyped_storage()
+        address, start = alias.data_ptr(), storage.data_ptr()
+    except (RuntimeError, NotImplementedError) as error:  # a functorch wrapper, for example
+        raise UsageError(
+            f"tensor {name!r} has no memory of its own ({error}); nothing was registered",
+            hint="register the plain tensor behind it",
+        ) from error
+    shape = tuple(alias.shape)
+    strides = _dense_strides(name, shape, alias.stride())
+    size_bytes = alias.nbytes
+    if size_bytes and not start <= address <= start + storage.nbytes() - size_bytes:
+        _refuse(name, "lies outside of its storage, which was freed or shrunk", "register it while it has memory")
+    device = tensor.device
     return Described(
         name=name,
-        dtype=str(alias.dtype).removeprefix("torch."),
+        dtype=_dtype_names.get(alias.dtype) or _named(alias.dtype),
         shape=shape,
         strides=strides,
         address=address if size_bytes else 0,
@@ -110,6 +107,13 @@ def _describe_torch(name: str, tensor: "torch.Tensor") -> Described:
         storage=start,
         owner=alias,
     )
+
+
+_dtype_names: "dict[torch.dtype, str]" = {}  # text costs more to make than all else of a small tensor
+
+
+def _named(dtype: "torch.dtype") -> str:
+    return _dtype_names.setdefault(dtype, str(dtype).removeprefix("torch."))
 
 
 def _refuse_unusual(name: str, tensor: "torch.Tensor") -> None:
@@ -185,6 +189,13 @@ def _numpy_dtype(name: str, dtype: "np.dtype[np.generic]") -> str:
 
 def _dense_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides as they go into the layout, or a refusal if the elements do not fill one range exactly."""
+    expected = 1
+    for axis in range(len(shape) - 1, -1, -1):  # contiguous, as nearly all are
+        if strides[axis] != expected or shape[axis] < 2:
+            break
+        expected *= shape[axis]
+    else:
+        return strides
     if 0 not in shape:
         expected = 1
         for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):

@@ -73,7 +73,7 @@ def build_manifest(
     check_verify(verify)
     if chunk_bytes < 1:
         raise UsageError(f"chunks of {chunk_bytes} B: a chunk has at least one byte")
-    layout, size_bytes = registration.layout.digest(), registration.size_bytes
+    layout, size_bytes = registration.layout_digest, registration.size_bytes
     registration.settle()
     if verify == "none":
         if not salt:
@@ -91,7 +91,7 @@ def changed_chunks(registration: Registration, manifest: Manifest, *, threads: i
             f"content published with algorithm {manifest.algorithm!r} cannot be checked",
             hint='publish with verify="full"',
         )
-    mine = registration.layout.digest()
+    mine = registration.layout_digest
     if mine != manifest.layout or registration.size_bytes != manifest.size_bytes:
         raise LayoutMismatch(f"the manifest is of layout {manifest.layout}, the registered tensors are of {mine}")
     registration.settle()

@@ -192,7 +192,7 @@ class FillSink:
             raise CorruptTransfer(
                 f"the source's content has root digest {root}, the server named {self._expected}: not this version"
             )
-        mine = self._registration.layout.digest()
+        mine = self._registration.layout_digest
         if manifest.layout != mine:
             raise LayoutMismatch(
                 f"the published tensors have layout {manifest.layout}, the tensors registered here {mine}",

@@ -3,20 +3,21 @@
 A stream is a list of pieces that cover it without gaps. Asking for a range costs a binary search, a slice of a ready
 list of views, and at most two new views at its ends, however many small pieces lie between them.
 
-Never hand out a view that can outlive its memory: each keeps the tensors that it shows alive.
+Never hand out a view that can outlive its memory: each keeps the stream's tensors alive.
 """
 
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+
+import msgspec
 
 from ..core.errors import UsageError
+from ..transport.vectors import Addresses
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A range of memory that is bytes [start, stop) of the logical stream."""
 
     start: int
@@ -55,6 +56,20 @@ def host_view(address: int, size_bytes: int, owner: object) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def host_views(pieces: Sequence[Piece]) -> list[memoryview]:
+    """Writable bytes of each piece; any of the views keeps all owners alive.
+
+    They are slices of one view from the lowest to the highest address, of which nobody else gets hold: a slice takes
+    0.1 us to make, and a view of its own 3 us.
+    """
+    if not pieces:
+        return []
+    lowest = min(piece.address for piece in pieces)
+    highest = max(piece.address + piece.size_bytes for piece in pieces)
+    every = host_view(lowest, highest - lowest, [piece.owners for piece in pieces])
+    return [every[piece.address - lowest : piece.address - lowest + piece.size_bytes] for piece in pieces]
+
+
 class HostStream:
     """A `ByteStream` over memory of this process."""
 
@@ -63,8 +78,9 @@ class HostStream:
         self._stops = [piece.stop for piece in pieces]
         self._addresses = [piece.address for piece in pieces]
         self._sizes = [piece.size_bytes for piece in pieces]
-        self._views = [host_view(piece.address, piece.size_bytes, piece.owners) for piece in pieces]
+        self._views = host_views(pieces)
         self._size_bytes = pieces[-1].stop if pieces else 0
+        self._table = Addresses.of_ranges(zip(self._addresses, self._sizes, strict=True))
 
     @property
     def size_bytes(self) -> int:
@@ -73,6 +89,10 @@ class HostStream:
     @property
     def piece_count(self) -> int:
         return len(self._views)
+
+    def addresses(self) -> Addresses:
+        """All of its memory, for transports that hand it to the kernel."""
+        return self._table
 
     def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """The registered memory itself: what is written to it during the block is seen in it."""

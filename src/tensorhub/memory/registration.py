@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UsageError
 from ..core.manifest import Layout, TensorSpec
+from ..core.names import Digest
 from ..transport.base import ByteStream
-from .describe import Described, describe, is_still_at
+from .describe import Described, describe_all
 from .host import HostStream, Piece
+from .in_place import InPlace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,14 +37,14 @@ class Registration:
     """Registered tensors: their layout, and their memory as a stream. Keeps that memory alive; copies nothing."""
 
     layout: Layout
+    layout_digest: Digest  # of `layout`: computed once, for it is asked for at every publish and every read
     stream: ByteStream
     pieces: tuple[Piece, ...]  # the stream's memory, in order: what a transport registers with its hardware
     devices: tuple[str, ...]  # sorted: ("cpu",), ("cuda:0",), or several
-    _described: tuple[Described, ...]
-    _tensors: tuple[object, ...]
+    _in_place: InPlace
 
     def __repr__(self) -> str:
-        return f"<Registration of {len(self._tensors)} tensors, {self.size_bytes} B on {self.device}>"
+        return f"<Registration of {len(self.layout.tensors)} tensors, {self.size_bytes} B on {self.device}>"
 
     @property
     def size_bytes(self) -> int:
@@ -58,11 +60,7 @@ class Registration:
 
         Their new contents would never be read, and what is received would never reach them: register again.
         """
-        return [
-            known.name
-            for known, tensor in zip(self._described, self._tensors, strict=True)
-            if not is_still_at(known, tensor)
-        ]
+        return self._in_place.moved()
 
     def settle(self) -> None:
         """Wait until the devices have finished all work launched so far, so that bytes may be read or overwritten."""
@@ -80,19 +78,20 @@ def register(tensors: "Mapping[str, type_of_tensor]") -> Registration:
     if not tensors:
         raise UsageError("no tensors to register: the mapping is empty", hint="pass model.state_dict()")
     items = list(tensors.items())
-    described = [describe(name, tensor) for name, tensor in items]
+    described = describe_all(items)
     offsets, pieces = place(described)
     specs = tuple(
         TensorSpec(facts.name, facts.dtype, facts.shape, facts.strides, offset, facts.size_bytes)
         for facts, offset in zip(described, offsets, strict=True)
     )
+    layout = Layout(specs, pieces[-1].stop if pieces else 0)
     return Registration(
-        layout=Layout(specs, pieces[-1].stop if pieces else 0),
+        layout=layout,
+        layout_digest=layout.digest(),
         stream=_stream(pieces),
         pieces=tuple(pieces),
         devices=tuple(sorted({facts.device for facts in described})),
-        _described=tuple(described),
-        _tensors=tuple(tensor for _, tensor in items),
+        _in_place=InPlace(described, [tensor for _, tensor in items]),
     )
 
 
@@ -104,6 +103,13 @@ def place(described: Sequence[Described]) -> tuple[list[int], list[Piece]]:
     pieces: list[Piece] = []
     at = 0
     for members in blocks:
+        if len(members) == 1:  # nearly always
+            facts = described[members[0]]
+            offsets[members[0]] = at
+            stop = at + facts.size_bytes
+            pieces.append(Piece(at, stop, facts.address, facts.device, facts.storage, (facts.owner,)))
+            at = stop
+            continue
         address = min(described[index].address for index in members)
         end = max(described[index].address + described[index].size_bytes for index in members)
         for index in members:

@@ -57,7 +57,7 @@ class Client:
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
         layout = registration.layout
         self.driver.data.registration = registration
-        self.driver.feed(Registered(LayoutInfo(layout), layout.digest(), registration.size_bytes))
+        self.driver.feed(Registered(LayoutInfo(layout), registration.layout_digest, registration.size_bytes))
 
     async def operate(self, verb: str, spec: Spec, deadline: float) -> Version | None:
         """One group operation that is no publish. Returns the version then held."""

@@ -18,8 +18,8 @@ Measured: 512 MiB and 1 GiB between two processes, 2 cores (AMD EPYC) shared wit
 Without digests 1.00 and 1.02 of it; with them 0.77 to 0.79. The cores were the limit: a GiB costs 0.083 s of CPU bare,
 0.095 here, 0.118 with xxh3-128, all of it at the reader, none at the source. When the memory was the limit (2 threads
 bare only 1.2 times as fast as 1), 0.92 without and 0.80 with. A read costs 0.7 ms besides, and 0.3 MiB of memory.
-Small tensors pay the kernel for each piece of the source, 0.7 us, whatever the length: 10,000 of 4 KiB take 2.5 times
-as long as one of 40 MiB (13 ms and 5 ms). Only packing them in the source's memory would mend that.
+Small tensors pay the kernel for each piece of the source, 0.7 us whatever the length, unless they lie near each other,
+as those do that were allocated one after another: then they are read across the gaps (`vectors`, decision 0009).
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from .base import OnEnd, Sink
 from .local_host import allow_readers, here, parse_endpoint
 from .local_memory import probe_self
 from .local_reader import LocalRead
-from .local_server import AddressBook, LocalServer
+from .local_server import LocalServer
 from .tcp import TcpTransport
 from .tcp_reader import TcpRead
 from .tcp_server import TcpServer
@@ -77,17 +77,16 @@ class LocalTransport(TcpTransport):
         probe_self()
         if settings.allow_readers:
             allow_readers()
-        self._book = AddressBook()
         super().__init__(settings.as_tcp())
 
     def make_server(self) -> TcpServer:
         try:
-            return LocalServer(self.settings, self._place, self._book)
+            return LocalServer(self.settings, self._place)
         except OSError as error:
             raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
-        return LocalRead(self.settings, endpoint, key, sink, ending, self._place, self._book)
+        return LocalRead(self.settings, endpoint, key, sink, ending, self._place)
 
     def why_not(self, endpoint: str) -> str | None:
         try:

@@ -1,6 +1,6 @@
 """Bytes of another process, read by the kernel straight into ours: `process_vm_readv` through ctypes, without the GIL.
 
-`Addresses` says where the bytes of a stream lie, in this process or in the other. `Seal` is a source's word for as long
+`vectors` says where the bytes of a stream lie, in this process and in the other. `Seal` is a source's word for as long
 as an export lasts: 16 random bytes in its memory, zeroed when the export ends. A reader reads it *after* the bytes.
 If it is still there, then these were the right process and the right memory when the bytes were read; if not, nothing
 that was read counts. So no answer from the source is waited for, and a process that has got a dead source's PID is
@@ -15,92 +15,19 @@ import os
 import secrets
 import signal
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
 from ..core.errors import TransportMissing
 from .base import Look
 from .local_host import remedy
+from .vectors import Addresses, Bridged
 
-IOV_MAX = 1024  # of the kernel, for both sides of one call
 CALL_BYTES = 32 << 20  # of one call: 2-4 ms, so that a stopped read ends soon; larger ones gain nothing
 CACHED_BYTES = 1 << 20  # copied, then hashed in the near cache; of 512 KiB, threads wait for the GIL more than it saves
 SEAL_BYTES = 16
 _NOTHING = bytes(SEAL_BYTES)
-
-
-class Addresses:
-    """A stream's memory: (address, length) of each piece in stream order, neighbours joined."""
-
-    def __init__(self, pairs: "array[int]", first: int = 0) -> None:
-        """`pairs` is address, length, address, length, …; `first` the place in the stream of the first of its bytes."""
-        self.pairs = pairs
-        self._starts = array("Q", accumulate(pairs[1::2], initial=first))
-        self.stop = self._starts.pop()
-
-    @classmethod
-    def of_ranges(cls, ranges: Iterable[tuple[int, int]]) -> "Addresses":
-        return cls(_joined(ranges))
-
-    @classmethod
-    def of_views(cls, views: Sequence[memoryview], first: int) -> "Addresses":
-        """Of writable memory of this process; the views must outlive the use."""
-        return cls(_joined((_address_of(view), view.nbytes) for view in views if view.nbytes), first)
-
-    @classmethod
-    def decode(cls, data: memoryview) -> "Addresses":
-        """What `pairs.tobytes()` was. Raises `ValueError`."""
-        pairs = array("Q")
-        pairs.frombytes(data)
-        if len(pairs) % 2 or 0 in pairs[1::2]:
-            raise ValueError("an address without a length")
-        try:
-            return cls(pairs)
-        except OverflowError as error:
-            raise ValueError("more bytes than there are addresses") from error
-
-    def whole(self, start: int, stop: int) -> int:
-        """The address of bytes [start, stop) of the stream if they lie in one piece, or 0."""
-        first = bisect_right(self._starts, start) - 1
-        end = self._starts[first + 1] if first + 1 < len(self._starts) else self.stop
-        return self.pairs[2 * first] + start - self._starts[first] if stop <= end else 0
-
-    def part(self, start: int, stop: int) -> "array[int]":
-        """Bytes [start, stop) of the stream as iovecs (address, length, address, …), at most IOV_MAX of them."""
-        first = bisect_right(self._starts, start) - 1
-        if first + 1 == len(self._starts) or self._starts[first + 1] >= stop:  # one piece, as most parts are
-            return array("Q", (self.pairs[2 * first] + start - self._starts[first], stop - start))
-        last = min(bisect_left(self._starts, stop), first + IOV_MAX)
-        part = self.pairs[2 * first : 2 * last]
-        end = self._starts[last - 1] + part[-1]
-        if end > stop:
-            part[-1] -= end - stop
-        before = start - self._starts[first]
-        part[0] += before
-        part[1] -= before
-        return part
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> "array[int]":
-    pairs = array("Q")
-    end = -1
-    for address, length in ranges:
-        if not length:
-            continue
-        if address == end:
-            pairs[-1] += length
-        else:
-            pairs.extend((address, length))
-        end = address + length
-    return pairs
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class Seal:
@@ -198,6 +125,16 @@ class Process:
             if moved <= 0:
                 self._failed(moved)
             start += moved
+
+    def read_bridged(self, start: int, stop: int, bridged: Bridged) -> int:
+        """As much of [start, stop) as can be read that way; returns where to go on. Raises as `read`."""
+        self.check()
+        while start < stop:
+            theirs, ours, size_bytes = bridged.part(start, min(stop, start + CALL_BYTES))
+            if self._copy(theirs, ours) != sum(ours[1::2]):
+                return start  # a page is not there: `read` finds out whether a tensor's or, in vain, a gap's
+            start += size_bytes
+        return start
 
     def read_piece(self, theirs: int, ours: int, view: memoryview, look: Look | None, call: Call) -> None:
         """What is at their address into `view`, which is at ours, and shown piecemeal. Raises like `read`.

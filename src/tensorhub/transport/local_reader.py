@@ -17,12 +17,13 @@ from ..core.errors import TensorHubError, TransportMissing
 from . import tcp_wire
 from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
-from .local_memory import Addresses, Call, Lost, Process, Token
-from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, SEAL, AddressBook, credentials_of
+from .local_memory import Call, Lost, Process, Token
+from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, SEAL, Located, credentials_of
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
 from .tcp_stream import Job, Stream, opened
 from .tcp_wire import Garbled, Refusal, Vanished, Welcome, Wire
+from .vectors import Addresses, Bridged
 
 SMALL_BYTES = 1 << 16  # smaller pieces on the average go to the kernel together
 _CANNOT = ("user", "memory")  # refusals that are no fault of the source: another transport may do
@@ -31,15 +32,19 @@ _CANNOT = ("user", "memory")  # refusals that are no fault of the source: anothe
 class Remote:
     """The source's memory, for one thread of a read."""
 
-    def __init__(self, process: Process, addresses: Addresses, seal_address: int, seal: bytes) -> None:
+    def __init__(
+        self, process: Process, addresses: Addresses, bridged: Bridged | None, seal_address: int, seal: bytes
+    ) -> None:
+        """`bridged` is given if that is the faster way to read it."""
         self._process = process
         self._addresses = addresses
+        self._bridged = bridged
         self._token = Token(seal_address, seal)
         self._call = Call(process.pid)
 
     def again(self) -> "Remote":
         """The same for another thread."""
-        return Remote(self._process, self._addresses, self._token.address, self._token.value)
+        return Remote(self._process, self._addresses, self._bridged, self._token.address, self._token.value)
 
     def read_view(self, start: int, view: memoryview, ours: Addresses, look: Look | None) -> None:
         """What is now at `start` of the stream into the view that is there in ours; both may lie in several pieces."""
@@ -61,6 +66,8 @@ class Remote:
     def read(self, start: int, stop: int, ours: Addresses) -> None:
         """Copy what is there now; `is_sealed` tells if it counts. Raises `TransportMissing` if it never can work."""
         with self._explained():
+            if self._bridged is not None:
+                start = self._process.read_bridged(start, stop, self._bridged)
             self._process.read(start, stop, self._addresses, ours, self._call)
 
     @contextmanager
@@ -77,9 +84,9 @@ class Remote:
 class LocalJob(Job):
     """What the threads of one read share."""
 
-    def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, book: AddressBook) -> None:
+    def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> None:
         super().__init__(settings, endpoint, key, sink)
-        self.book = book
+        self.ours: Addresses | None = None  # None: the sink's memory has no lasting addresses
         self.remote: Remote | None = None
         self.process: Process | None = None
 
@@ -106,14 +113,12 @@ class LocalRead(TcpRead):
         sink: Sink,
         ending: Callable[[TcpRead], OnEnd],
         place: Place,
-        book: AddressBook,
     ) -> None:
         self._place = place
-        self._book = book
         super().__init__(settings, endpoint, key, sink, ending)
 
     def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
-        return LocalJob(settings, endpoint, key, sink, self._book)
+        return LocalJob(settings, endpoint, key, sink)
 
     def opened(self, index: int) -> AbstractContextManager[Stream]:
         return opened(self.job, index, self._dial, LocalStream)
@@ -153,7 +158,6 @@ class LocalStream(Stream):
         self._read_bytes = self._told_bytes = 0
         self._size_bytes = 0
         self._remote: Remote | None = None
-        self._ours: Addresses | None = None  # None: the sink's memory has no lasting addresses
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         welcome = super().greet(wants_manifest=wants_manifest)
@@ -169,8 +173,10 @@ class LocalStream(Stream):
         body = memoryview(self.wire.receive_body(length, MAX_MEMORY_BYTES + SEAL.size))
         if length < SEAL.size:
             raise Garbled(f"addresses of {length} B")
+        stream = self.job.sink.stream
+        self._its.ours = stream.addresses() if isinstance(stream, Located) else None
         try:
-            addresses = Addresses.decode(body[SEAL.size :])
+            addresses = Addresses.decode(body[SEAL.size :], self._its.ours)
         except ValueError as error:
             raise Garbled(f"malformed addresses: {error}") from error
         if addresses.stop != self._size_bytes:
@@ -184,7 +190,10 @@ class LocalStream(Stream):
             raise TransportMissing("the source's process is not of our PID namespace", hint=remedy())
         try:
             self._its.process = Process(pid)
-            remote = Remote(self._its.process, addresses, seal_address, seal)
+            bridged = Bridged(addresses, self._its.ours) if self._its.ours is not None else None
+            remote = Remote(
+                self._its.process, addresses, bridged if bridged and bridged.can_help else None, seal_address, seal
+            )
             if not remote.is_sealed:
                 raise self._left()
         except Lost as error:
@@ -213,8 +222,7 @@ class LocalStream(Stream):
         if self._remote is None:
             assert self._its.remote is not None, "bytes before addresses"
             self._remote = self._its.remote.again()
-            self._ours = self._its.book.of(self.job.sink.stream)
-        remote, ours = self._remote, self._ours
+        remote, ours = self._remote, self._its.ours
         try:
             if ours is None or len(views) > 1 + (stop - start) // SMALL_BYTES:
                 super().transfer(start, stop, views, look)
@@ -227,7 +235,7 @@ class LocalStream(Stream):
 
     def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         assert self._remote is not None
-        self._remote.read(start, stop, self._ours or Addresses.of_views(views, start))
+        self._remote.read(start, stop, self._its.ours or Addresses.of_views(views, start))
 
     def taken(self, size_bytes: int) -> None:
         """What was copied counts if the seal is still there."""

@@ -3,7 +3,7 @@
 It is the tcp transport's server over an abstract unix socket: the same greetings, requests, keepalives and farewells
 (`tcp_wire`), the same threads and the same ways for an export to end. In place of chunks a reader gets, once
 
-    source  MEMORY  the seal's address, the seal, and (address, length) of every piece of the stream, in order
+    source  MEMORY  the seal's address, the seal, and where every piece of the stream lies (`vectors.Addresses`)
     source  READY   chunks [`number`, number + n) are there; n is the body
 
 and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is counted.
@@ -14,56 +14,26 @@ import logging
 import os
 import socket
 import struct
-import threading
-from collections.abc import MutableMapping
-from typing import Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 from ..core.errors import UsageError
-from .base import ByteStream, Export
+from .base import Export
 from .local_host import Place, format_endpoint, new_name, socket_address
-from .local_memory import Addresses, Seal
+from .local_memory import Seal
+from .located import Located
 from .tcp_server import Served, TcpServer
 from .tcp_settings import TcpSettings
 from .tcp_wire import Hello, Refusal, Wire
 
 _log = logging.getLogger(__name__)
 
+__all__ = ["Located"]
+
 READY, MEMORY = 16, 17
 SEAL = struct.Struct("=Q16s")  # both ends are one machine: its own byte order
 COUNT = struct.Struct("=Q")
-MAX_MEMORY_BYTES = 64 << 20  # 4 million pieces
+MAX_MEMORY_BYTES = 64 << 20  # 2 million pieces and more
 CREDENTIALS = struct.Struct("@iII")  # struct ucred: process, user, group
 _BACKLOG = 1024
-
-
-@runtime_checkable
-class Located(Protocol):
-    """A stream whose bytes have addresses in this process."""
-
-    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Bytes [start, stop) as (address, length), in order."""
-        ...
-
-
-class AddressBook:
-    """Where the streams of this process lie. Found out once for each: ten thousand pieces take milliseconds."""
-
-    def __init__(self) -> None:
-        self._known: MutableMapping[ByteStream, Addresses] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def of(self, stream: ByteStream) -> Addresses | None:
-        """None for a stream without addresses, like one that is staged from a device."""
-        if not isinstance(stream, Located):
-            return None
-        with self._lock:
-            known = self._known.get(stream)
-        if known is None:
-            known = Addresses.of_ranges(stream.ranges(0, stream.size_bytes))
-            with self._lock:
-                self._known[stream] = known
-        return known
 
 
 class LocalServed(Served):
@@ -83,9 +53,8 @@ class LocalServer(TcpServer):
 
     kind = "local"
 
-    def __init__(self, settings: TcpSettings, place: Place, book: AddressBook) -> None:
+    def __init__(self, settings: TcpSettings, place: Place) -> None:
         self._place = place
-        self._book = book
         self._name = new_name()
         super().__init__(settings)
 
@@ -119,11 +88,13 @@ class LocalServer(TcpServer):
     def introduce(self, wire: Wire, served: Served) -> None:
         assert isinstance(served, LocalServed)
         super().introduce(wire, served)
-        addresses = self._book.of(served.export.stream)
-        if addresses is None or len(addresses.pairs) * 8 > MAX_MEMORY_BYTES:
-            raise UsageError(f"{served.export.key!r} lies in too many pieces, or in none")
-        seal = SEAL.pack(served.seal.address, served.seal.value)
-        wire.send_frame(MEMORY, payload=[seal, addresses.pairs.tobytes()])
+        stream = served.export.stream
+        if not isinstance(stream, Located):
+            raise UsageError(f"{served.export.key!r} has no addresses")
+        body = stream.addresses().encode()
+        if len(body) > MAX_MEMORY_BYTES - SEAL.size:
+            raise UsageError(f"{served.export.key!r} lies in too many pieces")
+        wire.send_frame(MEMORY, payload=[SEAL.pack(served.seal.address, served.seal.value), body])
 
     def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
         """Announce all of [start, stop) that is there, up to the first gap."""

@@ -22,6 +22,7 @@ from ..core.errors import Closed, UsageError
 from ..core.manifest import chunk_count
 from . import tcp_wire
 from .base import Export
+from .located import Scattered
 from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
@@ -38,6 +39,7 @@ class Served:
 
     def __init__(self, export: Export) -> None:
         self.export = export
+        self.scattered = Scattered(export.stream)
         self.generation = secrets.randbits(62) + 1  # no other export has it, not even in another life of this worker
         self.chunk_count = chunk_count(export.stream.size_bytes, export.chunk_bytes)
         self.inside: dict[Wire, int] = {}  # and the bytes that this reader says it has read
@@ -103,7 +105,12 @@ class TcpServer:
         first = start * export.chunk_bytes
         last = min(first + export.chunk_bytes, export.stream.size_bytes)
         with export.stream.reading(first, last) as views:
-            wire.send_frame(tcp_wire.CHUNK, start, views)
+            addresses = served.scattered.for_views(len(views))
+            if addresses is not None:
+                wire.send_header(tcp_wire.CHUNK, start, last - first)
+                wire.send_located(addresses, first, last)
+            else:
+                wire.send_frame(tcp_wire.CHUNK, start, views)
         self.count_sent(served, 1, last - first)
         return start + 1
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 from ..core.errors import Refused, SourceLost, TensorHubError
 from . import tcp_wire
 from .base import Look, Sink
+from .located import Scattered
 from .tcp_settings import TcpSettings, parse_endpoint
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
@@ -195,6 +196,7 @@ class Stream:
         self.index = index
         self.asked = deque[tuple[int, float]]()  # chunks asked for and not there yet, and when
         self.chunk_bytes = 0  # until the read has begun
+        self._scattered = Scattered(job.sink.stream)
         self._on_fast: Callable[[], None] | None = None
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
@@ -279,7 +281,11 @@ class Stream:
 
     def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         """Put bytes [start, stop) of the stream into `views`."""
-        self.wire.receive_into(views)
+        addresses = self._scattered.for_views(len(views))
+        if addresses is not None:
+            self.wire.receive_located(addresses, start, stop)
+        else:
+            self.wire.receive_into(views)
 
     def taken(self, size_bytes: int) -> None:
         """All bytes of a chunk are there."""

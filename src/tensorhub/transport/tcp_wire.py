@@ -25,11 +25,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from . import tcp_vectors
 from .tcp_settings import TcpSettings, limit_waits, tune
+from .vectors import IOV_MAX, Addresses
 
 MAGIC = b"\x93THubTCP"  # the first byte is not text: no HTTP, TLS or SSH client begins like this
 VERSION = 1
@@ -201,6 +204,35 @@ class Wire:
         except OSError as error:
             raise Vanished(f"connection lost: {error}") from error
 
+    def send_located(self, addresses: Addresses, start: int, stop: int) -> None:
+        """Send bytes [start, stop) from where they lie. Goes on as long as bytes move."""
+        self._move(tcp_vectors.send, addresses, start, stop, IOV_MAX, Silent("the peer takes no byte"))
+
+    def receive_located(self, addresses: Addresses, start: int, stop: int) -> None:
+        """Fill bytes [start, stop) where they belong. Goes on as long as bytes come."""
+        self._move(tcp_vectors.receive, addresses, start, stop, IOV_MAX // 4, Silent("the peer sends no byte"))
+
+    def _move(
+        self,
+        move: Callable[[int, "array[int]"], int],
+        addresses: Addresses,
+        start: int,
+        stop: int,
+        most: int,
+        silence: Silent,
+    ) -> None:
+        descriptor = self.sock.fileno()  # its owner, who closes it, is who calls
+        try:
+            while start < stop:
+                moved = move(descriptor, addresses.part(start, stop, most))
+                if moved == 0:
+                    raise Vanished("the peer closed the connection")
+                start += moved
+        except BlockingIOError as error:
+            raise silence from error
+        except OSError as error:
+            raise Vanished(f"connection lost: {error}") from error
+
     def _receive(self, size_bytes: int, deadline: float | None = None) -> bytearray:
         buffer = bytearray(size_bytes)
         self.receive_into([memoryview(buffer)], deadline)
@@ -231,6 +263,15 @@ class Wire:
     def send_frame(self, kind: int, number: int = 0, payload: Sequence[bytes | memoryview] = ()) -> None:
         """A header and its payload in one go; the payload is not copied."""
         self.send([HEADER.pack(kind, sum(_size(part) for part in payload), number), *payload])
+
+    def send_header(self, kind: int, number: int, length: int) -> None:
+        """Of a frame whose payload follows at once."""
+        try:
+            self.sock.sendall(HEADER.pack(kind, length, number), socket.MSG_MORE)
+        except BlockingIOError as error:
+            raise Silent("the peer takes no byte") from error
+        except OSError as error:
+            raise Vanished(f"connection lost: {error}") from error
 
     def receive_header(self) -> tuple[int, int, int]:
         """(kind, length, number); the length is not yet compared with anything."""
