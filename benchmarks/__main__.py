@@ -50,6 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--peers-venv", action="append", default=[], help="environment with peers' packages; repeatable"
     )
+    parser.add_argument("--no-star", action="store_true", help="part fanout without the star, which takes N transfers")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: a few minutes in all")
     parser.add_argument("--selfcheck", action="store_true", help="everything once and tiny: does it still run?")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON, markdown and picture (out/bench)")
@@ -72,6 +73,7 @@ def options_of(given: argparse.Namespace) -> Options:
         link_bytes=given.link_size,
         peers=tuple(given.peers_venv),
         updates=given.updates,
+        has_star=not given.no_star,
     )
     if given.quick:
         options.rounds, options.largest_bytes = min(3, given.rounds), min(256 * MIB, given.largest)

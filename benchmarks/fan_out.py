@@ -146,7 +146,7 @@ def _measured(options: Options, section: Section, links: Links, counts: list[int
         for number in range(repeats):
             for count in counts if number % 2 == 0 else counts[::-1]:
                 for name, way in (("replicate", replicate), ("star", star)):
-                    if name == "star" and (number or section.key != "fan_out"):
+                    if name == "star" and (number or section.key != "fan_out" or not options.has_star):
                         continue  # nothing is as steady as a queue: once is enough
                     text = f"fan-out, chunks of {size_text(chunk_bytes)}, round {number + 1} of {repeats}"
                     options.tell(f"{text}: {name}, {count} readers")

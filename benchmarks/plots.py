@@ -88,6 +88,8 @@ def _fan_out(axis: "Axes", figures: dict[str, object]) -> None:
             if each["way"] == way:
                 seconds = sorted(run["seconds"] for run in each["runs"])
                 points.append((each["readers"], seconds[len(seconds) // 2]))
+        if not points:
+            continue
         points.sort()
         axis.plot(
             *zip(*points, strict=True), style, label=text, color=COLOURS["ours" if way == "replicate" else "peer"]

@@ -21,6 +21,7 @@ class Options:
     link_bytes: int = 64 * MIB
     peers: tuple[str, ...] = ()  # virtual environments of the peers
     updates: int = 200
+    has_star: bool = True
     say: "object" = None
 
     def tell(self, text: str) -> None:
