@@ -81,3 +81,17 @@ def test_a_block_larger_than_a_slot_takes_several(image: Callable[[Registration]
     stream = CudaStream(registration.pieces, StagingRing(1 << 16, 13))
     with stream.reading(0, 800_000) as views:
         assert b"".join(views) == torch.arange(100_000).numpy().tobytes()
+
+
+def test_the_device_computes_the_digests_that_the_host_does() -> None:
+    made = {name: tensor for name, tensor in tensors("cpu").items() if name != "host"}
+    on_host = register(made)
+    on_device = register({name: tensor.to("cuda") for name, tensor in made.items()})
+    assert isinstance(on_device.stream, CudaStream)
+    assert on_device.stream.device_bytes(0, on_device.size_bytes) is not None, "hashed where it is"
+    theirs = build_manifest(on_host, 1 << 20, algorithm="multilinear-128")
+    assert build_manifest(on_device, 1 << 20, algorithm="multilinear-128") == theirs
+    mixed = register(tensors("cuda"))
+    assert build_manifest(mixed, 1 << 20, algorithm="multilinear-128") == build_manifest(
+        register(tensors("cpu")), 1 << 20, algorithm="multilinear-128"
+    )

@@ -29,7 +29,20 @@ class CudaStream(StagedStream):
     """A `ByteStream` over memory of CUDA devices, and of the host among it."""
 
     def __init__(self, pieces: Sequence[Piece], ring: StagingRing | None = None) -> None:
-        super().__init__(pieces, CudaCopier(pieces), ring)
+        self._cuda = CudaCopier(pieces)
+        super().__init__(pieces, self._cuda, ring)
+
+    def device_bytes(self, start: int, stop: int) -> torch.Tensor | None:
+        """Bytes [start, stop) as one uint8 tensor on their device, gathered if need be; None if not all are on one."""
+        parts: list[torch.Tensor] = []
+        for index, begin, end in self._portions(start, stop):
+            memory = self._cuda.memory_of(index)
+            if memory is None or (parts and memory.device != parts[0].device):
+                return None
+            parts.append(memory[begin:end])
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class CudaCopier:
@@ -53,6 +66,10 @@ class CudaCopier:
         except RuntimeError as error:
             raise TransferError(f"{size_bytes} B of pinned host memory could not be had: {error}") from error
         return host_view(self._staging.data_ptr(), size_bytes, self._staging)
+
+    def memory_of(self, piece: int) -> torch.Tensor | None:
+        """A piece's bytes on its device; None for one on the host."""
+        return self._bytes[piece]
 
     def to_host(self, copies: Sequence[Copy]) -> None:
         """Device to pinned memory; returns when the bytes are there."""

@@ -1,8 +1,9 @@
 """What a shard's bytes are, in numbers: a digest for each chunk, and the manifest that they make up.
 
 Rules:
-1. The algorithm is xxh3-128 over the chunk's bytes in stream order, 16 bytes, big-endian as xxHash prints it. How the
-   bytes lie in memory, or on which device, never changes it.
+1. The algorithm is xxh3-128 over the chunk's bytes in stream order, 16 bytes, big-endian as xxHash prints it; or, where
+   the publisher says so, `multilinear-128`, which a CUDA device computes itself. The manifest names it, and readers use
+   that one. How the bytes lie in memory, or on which device, never changes a digest.
 2. Hashing runs in threads. xxhash releases the GIL only inside one `update` of more than 64 KiB (its one-shot functions
    only since version 4), so pieces are fed whole and one at a time to a streaming hasher; smaller pieces hold the GIL
    for their microseconds.
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import xxhash
 
@@ -25,9 +26,15 @@ from ..core.manifest import Layout, Manifest, chunk_count
 from ..transport.base import ByteStream
 from .registration import Registration
 
-Verify = Literal["full", "none"]
+if TYPE_CHECKING:
+    import torch
 
-ALGORITHM = "xxh3-128"
+Verify = Literal["full", "none"]
+Algorithm = Literal["xxh3-128", "multilinear-128"]
+
+ALGORITHM: Algorithm = "xxh3-128"
+MULTILINEAR: Algorithm = "multilinear-128"
+ALGORITHMS: tuple[Algorithm, ...] = (ALGORITHM, MULTILINEAR)
 NO_ALGORITHM = "none"
 MAX_THREADS = 8  # 8 cores at 20-30 GiB/s read more than the memory bus of one socket gives
 
@@ -49,8 +56,22 @@ class Hashing:
         return found
 
 
-def digest(views: Iterable[memoryview]) -> bytes:
+def algorithm_of(manifest: Manifest) -> Algorithm:
+    """The algorithm of its digests. Raises `UsageError` if this release does not know it."""
+    for known in ALGORITHMS:
+        if manifest.algorithm == known:
+            return known
+    raise UsageError(f"digests by {manifest.algorithm!r} are unknown here", hint="use one release of tensorhub")
+
+
+def digest(views: Iterable[memoryview], algorithm: str = ALGORITHM) -> bytes:
     """The digest of the views' bytes, one after another (16 bytes)."""
+    if algorithm == MULTILINEAR:
+        from .multilinear import Multilinear  # with numpy, which nothing else here needs
+
+        summing = Multilinear()
+        summing.update(views)
+        return summing.digest()
     hashing = Hashing()
     hashing.update(views)
     return hashing.digest()
@@ -63,14 +84,23 @@ def check_verify(verify: str) -> None:
 
 
 def build_manifest(
-    registration: Registration, chunk_bytes: int, *, verify: Verify = "full", salt: str = "", threads: int | None = None
+    registration: Registration,
+    chunk_bytes: int,
+    *,
+    verify: Verify = "full",
+    algorithm: Algorithm = ALGORITHM,
+    salt: str = "",
+    threads: int | None = None,
 ) -> Manifest:
     """The manifest of the bytes as they are now, read in parallel. Blocks; nobody may write to the tensors meanwhile.
 
     With verify="none" nothing is read, and `salt` must be unique to this content; with "full" it is left out, so that
-    equal bytes have equal roots. `threads` is at most this process's cores and 8 by default.
+    equal bytes have equal roots. `threads` is at most this process's cores and 8 by default. Bytes that all lie on one
+    device are hashed there with `multilinear-128`; otherwise everything is hashed on the host.
     """
     check_verify(verify)
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"algorithm={algorithm!r} is unknown: it is one of {', '.join(ALGORITHMS)}")
     if chunk_bytes < 1:
         raise UsageError(f"chunks of {chunk_bytes} B: a chunk has at least one byte")
     layout, size_bytes = registration.layout_digest, registration.size_bytes
@@ -80,13 +110,13 @@ def build_manifest(
             raise UsageError('verify="none" needs a salt, so that this content is never taken for other content')
         return Manifest(layout, size_bytes, chunk_bytes, NO_ALGORITHM, b"", salt)
     chunks = range(chunk_count(size_bytes, chunk_bytes))
-    digests = b"".join(_each_digest(registration.stream, chunk_bytes, chunks, threads))
-    return Manifest(layout, size_bytes, chunk_bytes, ALGORITHM, digests)
+    digests = b"".join(_each_digest(registration.stream, chunk_bytes, chunks, threads, algorithm))
+    return Manifest(layout, size_bytes, chunk_bytes, algorithm, digests)
 
 
 def changed_chunks(registration: Registration, manifest: Manifest, *, threads: int | None = None) -> list[int]:
     """The chunks whose bytes now differ from the manifest's. Raises `UsageError` if the manifest has no digests."""
-    if manifest.algorithm != ALGORITHM:
+    if manifest.algorithm not in ALGORITHMS:
         raise UsageError(
             f"content published with algorithm {manifest.algorithm!r} cannot be checked",
             hint='publish with verify="full"',
@@ -95,7 +125,9 @@ def changed_chunks(registration: Registration, manifest: Manifest, *, threads: i
     if mine != manifest.layout or registration.size_bytes != manifest.size_bytes:
         raise LayoutMismatch(f"the manifest is of layout {manifest.layout}, the registered tensors are of {mine}")
     registration.settle()
-    found = _each_digest(registration.stream, manifest.chunk_bytes, range(manifest.chunk_count), threads)
+    found = _each_digest(
+        registration.stream, manifest.chunk_bytes, range(manifest.chunk_count), threads, manifest.algorithm
+    )
     return [chunk for chunk, value in enumerate(found) if value != manifest.digest_of(chunk)]
 
 
@@ -114,13 +146,45 @@ def tensors_of(layout: Layout, manifest: Manifest, chunks: Iterable[int]) -> lis
     ]
 
 
-def _each_digest(stream: ByteStream, chunk_bytes: int, chunks: Sequence[int], threads: int | None) -> list[bytes]:
+@runtime_checkable
+class OnDevice(Protocol):
+    """A stream whose bytes a device can hash."""
+
+    def device_bytes(self, start: int, stop: int) -> "torch.Tensor | None":
+        """Bytes [start, stop) as one uint8 tensor where they lie; None if they lie in several places."""
+        ...
+
+
+def _each_digest(
+    stream: ByteStream, chunk_bytes: int, chunks: Sequence[int], threads: int | None, algorithm: str
+) -> list[bytes]:
+    if algorithm == MULTILINEAR and chunks and isinstance(stream, OnDevice):
+        found = _on_device(stream, stream.size_bytes, chunk_bytes, chunks)
+        if found is not None:
+            return found
+
     def one(chunk: int) -> bytes:
         start = chunk * chunk_bytes
         with stream.reading(start, min(start + chunk_bytes, stream.size_bytes)) as views:
-            return digest(views)
+            return digest(views, algorithm)
 
     return _in_threads(one, chunks, _thread_count(len(chunks), threads))
+
+
+def _on_device(stream: OnDevice, size_bytes: int, chunk_bytes: int, chunks: Sequence[int]) -> list[bytes] | None:
+    """Every chunk's digest by the device; the host waits once, at the end."""
+    import torch
+
+    from .multilinear import packed, sums_of
+
+    sums = []
+    with torch.no_grad():
+        for chunk in chunks:
+            data = stream.device_bytes(chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, size_bytes))
+            if data is None:
+                return None
+            sums.append(sums_of(data))
+        return [packed(row) for row in torch.stack(sums).cpu().numpy()]
 
 
 def _in_threads(work: Callable[[int], bytes], items: Sequence[int], threads: int) -> list[bytes]:

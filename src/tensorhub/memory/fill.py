@@ -27,7 +27,7 @@ from ..core.manifest import Manifest, decode_manifest
 from ..core.names import Digest
 from ..transport.base import ByteStream, Look
 from ..transport.progress import Progress
-from .digests import ALGORITHM, NO_ALGORITHM, Hashing, Verify, check_verify, digest, tensors_of
+from .digests import ALGORITHM, ALGORITHMS, NO_ALGORITHM, Hashing, Verify, check_verify, digest, tensors_of
 from .registration import Registration
 
 NAMES_SHOWN = 3  # of the tensors in a bad chunk; a chunk of 4 MiB can hold thousands
@@ -128,8 +128,8 @@ class FillSink:
 
     def observe(self, chunk: int) -> Look | None:
         """Hash the parts of a chunk as they come: then `accept` need not look at them again."""
-        if self._verify != "full":
-            return None
+        if self._verify != "full" or self.manifest.algorithm != ALGORITHM:
+            return None  # the other algorithm wants whole chunks
         begun = self._hashing[chunk] = Hashing()
         return begun.see
 
@@ -148,7 +148,7 @@ class FillSink:
             size_bytes = sum(view.nbytes for view in views)
             is_good = size_bytes == stop - start
             if is_checked and is_good:
-                found = digest(views)
+                found = digest(views, manifest.algorithm)
                 is_good = found == manifest.digest_of(chunk)
         with self._lock:
             self._check_live()
@@ -207,7 +207,7 @@ class FillSink:
                 'this version was published with verify="none": its bytes cannot be verified',
                 hint='publish it with verify="full", or say verify="none" here as well',
             )
-        if self._verify == "full" and manifest.algorithm != ALGORITHM:
+        if self._verify == "full" and manifest.algorithm not in ALGORITHMS:
             raise UsageError(
                 f"this version's digests are {manifest.algorithm!r}, which is unknown here",
                 hint="use one release of tensorhub on both sides",

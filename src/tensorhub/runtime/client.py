@@ -19,7 +19,7 @@ from ..core.events import Called, Registered
 from ..core.manifest import Manifest
 from ..core.messages import Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
-from ..memory.digests import build_manifest, changed_chunks, tensors_of
+from ..memory.digests import algorithm_of, build_manifest, changed_chunks, tensors_of
 from ..memory.registration import Registration
 from ..transport.base import Transport
 from .config import Options
@@ -177,7 +177,15 @@ class Client:
         if held is not None and not held.digests:
             return held  # what was never hashed cannot be hashed again: it is taken for what it was
         chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then
-        build = functools.partial(build_manifest, registration, chunk_bytes, verify=options.verify, salt=uuid4().hex)
+        algorithm = options.digest if held is None else algorithm_of(held)
+        build = functools.partial(
+            build_manifest,
+            registration,
+            chunk_bytes,
+            verify=options.verify,
+            algorithm=algorithm,
+            salt=uuid4().hex,
+        )
         return await self._by(deadline, f"publish({version}) of {self.me}: hashing its tensors", build)
 
     async def _by(self, deadline: float, what: str, work: Callable[[], T]) -> T:
