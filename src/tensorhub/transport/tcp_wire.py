@@ -188,6 +188,9 @@ class Wire:
 
     def receive_into(self, buffers: Sequence[memoryview], deadline: float | None = None) -> None:
         """Fill all of it, straight into the given memory. Goes on as long as bytes come, or until the deadline."""
+        if len(buffers) == 1 and deadline is None:
+            self._receive_one(_flat(buffers[0]))
+            return
         pending = list(filter(len, map(_flat, buffers)))
         first = 0
         try:
@@ -230,6 +233,20 @@ class Wire:
                 start += moved
         except BlockingIOError as error:
             raise silence from error
+        except OSError as error:
+            raise Vanished(f"connection lost: {error}") from error
+
+    def _receive_one(self, view: memoryview) -> None:
+        """As most chunks come: thousands of calls for a GiB, so nothing else is in the loop."""
+        receive, at, end = self.sock.recv_into, 0, len(view)
+        try:
+            while at < end:
+                got = receive(view[at:])
+                if got == 0:
+                    raise Vanished("the peer closed the connection")
+                at += got
+        except BlockingIOError as error:
+            raise Silent("the peer sends no byte") from error
         except OSError as error:
             raise Vanished(f"connection lost: {error}") from error
 
