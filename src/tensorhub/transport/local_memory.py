@@ -16,6 +16,7 @@ import secrets
 import signal
 from array import array
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -177,7 +178,9 @@ class Process:
         raise Lost(f"process {self.pid} cannot be read: {os.strerror(number) if moved < 0 else 'no byte came'}")
 
 
+@cache
 def _function() -> "ctypes._NamedFuncPointer":
+    """Once for all reads: ctypes makes a class of its own for every library that it opens, and lets it lie about."""
     try:
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except AttributeError as error:
