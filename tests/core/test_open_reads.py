@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.names import Ticket
+from tensorhub.core.names import Ticket, Version
 from tensorhub.core.open_reads import OpenRead, OpenReads
 
 from .kit import grant, worker
@@ -55,7 +55,9 @@ def test_who_reads_behind_whom() -> None:
     reads = OpenReads()
     for ticket, (reader, source) in enumerate(["ba", "cb", "db", "fe"], start=1):
         reads.add(read(ticket, reader, source))
-    names = [who.replica for who in reads.readers_behind(worker("a"))]
+    version = reads.all()[0].version
+    assert list(reads.readers_behind(worker("a"), Version(version + 1))) == [worker("a")]
+    names = [who.replica for who in reads.readers_behind(worker("a"), version)]
     assert sorted(names) == ["a", "b", "c", "d"]
     assert [who.replica for who in reads.chain(worker("d"))] == ["b", "a"]
     assert reads.chain(worker("a")) == []

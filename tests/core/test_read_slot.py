@@ -21,13 +21,12 @@ def slot(*, ticket: int = 5, trust_until: float = 10.0) -> ReadSlot:
 
 def test_a_granted_read_starts_when_it_is_wanted_and_trusted() -> None:
     found = slot()
-    assert found.may_start(ONE, 9.9)
-    assert not found.may_start(ONE, 10.0)
-    assert not found.may_start(Version(2), 0.0)
-    assert not found.may_start(None, 0.0)
+    assert found.may_start(is_wanted=True, now=9.9)
+    assert not found.may_start(is_wanted=True, now=10.0)
+    assert not found.may_start(is_wanted=False, now=0.0)
     found.start()
     assert [type(effect) for effect in found.take_effects()] == [Trust, Trust, StartRead]
-    assert not found.may_start(ONE, 0.0)
+    assert not found.may_start(is_wanted=True, now=0.0)
 
 
 def test_a_ticket_that_was_closed_is_never_begun() -> None:
@@ -37,7 +36,7 @@ def test_a_ticket_that_was_closed_is_never_begun() -> None:
     found.take_grant(grant(5))
     assert found.grant is None
     found.take_grant(grant(6))
-    assert found.may_start(ONE, 0.0)
+    assert found.may_start(is_wanted=True, now=0.0)
 
 
 def test_a_void_grant_stops_its_read_once() -> None:
@@ -45,8 +44,8 @@ def test_a_void_grant_stops_its_read_once() -> None:
     found.start()
     found.take_effects()
     found.take_grant(None)
-    found.stop_unless_granted(ONE)
-    found.stop_unless_granted(ONE)
+    found.stop_unless_granted(is_wanted=True)
+    found.stop_unless_granted(is_wanted=True)
     assert found.take_effects() == [StopRead(Ticket(5))]
 
 
@@ -55,7 +54,7 @@ def test_a_read_goes_on_while_its_grant_stands() -> None:
     found.start()
     found.take_effects()
     found.take_grant(grant(5))
-    found.stop_unless_granted(ONE)
+    found.stop_unless_granted(is_wanted=True)
     assert found.take_effects() == []
 
 

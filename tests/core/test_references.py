@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.core.groups import Replica
-from tensorhub.core.messages import Buffer, Empty, Filling, Holding, Poisoned, Withdrawing
+from tensorhub.core.messages import Buffer, Empty, Filling, Holding, HostCopy, Poisoned, Report, Withdrawing
 from tensorhub.core.names import Digest, ModelName, ReplicaName, Shard, Version
 from tensorhub.core.references import Model, version_in
 
@@ -83,6 +83,10 @@ def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
     assert [found.awaited(spec) for spec in ("latest", 4, 5, 6, "latest-1")] == [5, 5, 5, None, None]
 
 
+def report(buffer: Buffer, *beside: HostCopy) -> Report:
+    return Report(number=1, buffer=buffer, copies=beside)
+
+
 def test_news_is_told_once() -> None:
     found = model()
     assert found.note_exists(Version(5))
@@ -92,15 +96,15 @@ def test_news_is_told_once() -> None:
 def test_the_last_holder_is_remembered() -> None:
     found = model()
     held = Holding(Version(7), ROOT)
-    found.move(worker("a"), Empty(), held)
-    found.move(worker("a"), held, Empty())
+    found.move(worker("a"), report(Empty()), report(held))
+    found.move(worker("a"), report(held), report(Empty()))
     assert found.versions[Version(7)].last_holder == "policy/a[0]"
 
 
 def test_a_failed_fill_does_not_make_a_last_holder() -> None:
     found = model()
-    found.move(worker("a"), Empty(), Filling(Version(7)))
-    found.move(worker("a"), Filling(Version(7)), Poisoned())
+    found.move(worker("a"), report(Empty()), report(Filling(Version(7))))
+    found.move(worker("a"), report(Filling(Version(7))), report(Poisoned()))
     assert found.versions[Version(7)].last_holder == ""
 
 
@@ -108,7 +112,7 @@ def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
     found = model(most_versions=3)
     for version in range(1, 4):
         found.note_exists(Version(version))
-    found.move(worker("a"), Empty(), Holding(Version(1), ROOT))
+    found.move(worker("a"), report(Empty()), report(Holding(Version(1), ROOT)))
     found.note_exists(Version(4))
     assert sorted(found.versions) == [1, 3, 4]
     assert found.newest == 4
@@ -122,6 +126,10 @@ def test_the_newest_is_known_however_many_come_and_go() -> None:
     assert found.resolve("latest") == (100, None)
 
 
+def has(said: Report, version: int) -> bool:
+    return version_in(said.buffer) == version or any(copy.version == version for copy in said.copies)
+
+
 buffers = st.one_of(
     st.just(Empty()),
     st.just(Poisoned()),
@@ -131,13 +139,17 @@ buffers = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), buffers)))
-def test_the_index_of_holders_is_what_was_last_said(moves: list[tuple[str, Buffer]]) -> None:
+copies = st.lists(st.builds(HostCopy, st.just(1), st.integers(1, 3), st.just(ROOT)), max_size=2)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), buffers, copies)))
+def test_the_index_of_holders_is_what_was_last_said(moves: list[tuple[str, Buffer, list[HostCopy]]]) -> None:
     found, now = model(), {}
-    for name, buffer in moves:
-        found.move(worker(name), now.get(name), buffer)
-        now[name] = buffer
+    for name, buffer, beside in moves:
+        said = report(buffer, *beside)
+        found.move(worker(name), now.get(name), said)
+        now[name] = said
     for version in (1, 2, 3):
         record = found.versions.get(Version(version))
         indexed = [who.replica for held in record.holders.values() for who in held] if record is not None else []
-        assert sorted(indexed) == sorted(name for name, buffer in now.items() if version_in(buffer) == version)
+        assert sorted(indexed) == sorted(name for name, said in now.items() if has(said, version))

@@ -1,5 +1,7 @@
 """Who reads from whom."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +12,7 @@ from .kit import candidate, worker
 
 def chosen(*candidates: Candidate, now: float = 0.0) -> str | None:
     found = choose_source(candidates, now=now)
-    return found[0].replica if found is not None else None
+    return found[0].worker.replica if found is not None else None
 
 
 def test_nobody_has_it() -> None:
@@ -58,7 +60,15 @@ def test_one_that_failed_is_not_tried_before_its_time() -> None:
 
 def test_the_reason_says_what_was_weighed() -> None:
     found = choose_source([candidate("a", load=2, done=3, is_near=True), candidate("b", load=3)], now=0.0)
-    assert found == (worker("a"), "relay, filling, 3 chunks in place, serves 2 more, same host; best of 2")
+    assert found is not None
+    assert found[0].worker == worker("a")
+    assert found[1] == "relay, filling, 3 chunks in place, serves 2 more, same host; best of 2"
+
+
+def test_the_reason_says_where_a_host_copy_lies() -> None:
+    found = choose_source([replace(candidate("a"), from_host=True)], now=0.0)
+    assert found is not None
+    assert found[1].startswith("relay, full from host memory, idle")
 
 
 @st.composite
@@ -92,5 +102,5 @@ def test_it_is_one_that_may_be_tried_and_stays_if_any_does(found: list[Candidate
     choice = choose_source(found, now=now)
     assert (choice is None) == (not usable)
     if choice is not None:
-        (best,) = [one for one in usable if one.worker == choice[0]]
+        (best,) = [one for one in usable if one.worker == choice[0].worker]
         assert not best.is_withdrawing or all(one.is_withdrawing for one in usable)

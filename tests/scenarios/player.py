@@ -2,6 +2,7 @@
 shell that carries out what the real worker machine wants."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,13 @@ from tensorhub.core.events import (
     Cancelled,
     Closing,
     Connected,
+    CopiedIn,
+    CopiedOut,
+    CopyDropped,
+    CopyIn,
+    CopyOut,
     Disconnected,
+    DropCopy,
     Effect,
     Event,
     Left,
@@ -26,6 +33,7 @@ from tensorhub.core.events import (
     StopServing,
     Tick,
     Trust,
+    Wished,
 )
 from tensorhub.core.manifest import Layout
 from tensorhub.core.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
@@ -43,13 +51,16 @@ CHUNKS = 4
 class Player:
     """A worker on the stage."""
 
-    def __init__(self, stage: "Stage", hello: Hello, layout: Layout) -> None:
+    def __init__(self, stage: "Stage", hello: Hello, layout: Layout, copies: int = 0) -> None:
         self.stage = stage
         self.hello = hello
         self.me = hello.worker
         self.name = name_of(hello.worker)
         self.sender = hello.life
         self.memory = ["-"] * CHUNKS
+        self.copies: dict[Version, list[str]] = {}  # host copies, as far as they are filled
+        self.is_copying_slow = False  # offloads and fills from host copies wait
+        self.waiting: list[CopiedIn | CopiedOut] = []
         self.serving: Version | None = None
         self.filling: Version | None = None  # what `done` counts
         self.done = 0
@@ -60,7 +71,7 @@ class Player:
         self.retry_at = inf
         self.worker = Worker(self.me)
         self._layout = layout
-        self.tell(Registered(LayoutInfo(layout), layout.digest(), layout.size_bytes))
+        self.tell(Registered(LayoutInfo(layout), layout.digest(), layout.size_bytes, copies))
 
     # --- events in, effects out ---------------------------------------------------------------------------------------
 
@@ -80,9 +91,13 @@ class Player:
             case Send(message=message):
                 self.stage.send(Letter(self, message, is_up=True))
             case StartRead(grant=grant):
+                self.grant, self.is_asked_to_stop = grant, False
+                if grant.to_host:
+                    self.copies.setdefault(grant.version, [])
+                    return []
                 if self.filling != grant.version:
                     self.filling, self.done = grant.version, 0
-                self.serving, self.grant, self.is_asked_to_stop = grant.version, grant, False
+                self.serving = grant.version
             case Trust(until=until):
                 self.trust_until = until
             case StopRead(ticket=ticket):
@@ -95,9 +110,34 @@ class Player:
             case StopServing(version=version):
                 self.serving, self.filling, self.done = None, None, 0
                 return [ServingStopped(version)]
+            case CopyOut(version=version):
+                self.copies[version] = list(self.memory)
+                return self._copied(CopiedOut(version))
+            case CopyIn(version=version):
+                self.memory = list(self.copies[version])
+                return self._copied(CopiedIn(version))
+            case DropCopy(version=version):
+                del self.copies[version]
+                return [CopyDropped(version)]
             case Left():
                 self.stage.crash_worker(self)
         return []
+
+    def _copied(self, event: CopiedIn | CopiedOut) -> Sequence[Event]:
+        if not self.is_copying_slow:
+            return [event]
+        self.waiting.append(event)
+        return []
+
+    def copies_end(self, failure: Failure | None = None) -> None:
+        """What was being copied is there now, or was found to be bad."""
+        self.is_copying_slow = False
+        waiting, self.waiting = self.waiting, []
+        for event in waiting:
+            self.tell(replace(event, failure=failure))
+
+    def wish(self, prefetch: int | str | None, pins: tuple[Version, ...]) -> None:
+        self.tell(Wished(prefetch, pins))
 
     # --- the connection -----------------------------------------------------------------------------------------------
 
@@ -138,11 +178,13 @@ class Player:
 
     # --- the data plane -----------------------------------------------------------------------------------------------
 
-    def available(self, version: Version) -> int:
-        """Chunks of the version that others may read here now."""
-        if self.serving != version:
-            return 0
-        return self.done if self.filling == version else CHUNKS
+    def source_of(self, grant: Grant) -> list[str] | None:
+        """What others may read here now under that grant; None: it is not served."""
+        if grant.from_host:
+            return self.copies.get(grant.version)
+        if self.serving != grant.version:
+            return None
+        return self.memory[: self.done] if self.filling == grant.version else self.memory
 
     def read_chunk(self, *, corrupt: bool = False) -> bool:
         """The next chunk lands, or the read fails. False: there is nothing to be had now."""
@@ -151,21 +193,30 @@ class Player:
         source = self.stage.players.get(name_of(grant.source))
         if source is None:
             return self.read_fails("source-lost", f"{name_of(grant.source)} is gone")
-        if source.serving != grant.version:
+        served = source.source_of(grant)
+        if served is None:
             return self.read_fails("source-lost", f"{source.name} does not serve version {grant.version}")
-        if source.available(grant.version) <= self.done:
+        copy = self.copies[grant.version] if grant.to_host else None
+        done = len(copy) if copy is not None else self.done
+        if len(served) <= done:
             self.stage.say(f"{self.name} waits for {source.name}, which has no more than it")
             return False
-        value = "??" if corrupt else source.memory[self.done]
-        self.memory[self.done] = value
+        value = "??" if corrupt else served[done]
+        if copy is None:
+            self.memory[done] = value
         if self.stage.now >= self.trust_until:
             return self.read_fails("session-lost", "the lease ended during the read")
-        if value != self.stage.contents[grant.root][self.done]:
-            return self.read_fails("corrupt-transfer", f"chunk {self.done} is {value}, which is not as published")
-        self.done += 1
-        self.stage.say(f"{self.name} has {self.done} of {CHUNKS} chunks of version {grant.version}: {self.content}")
-        self.tell(ReadAdvanced(grant.ticket, self.done, CHUNKS))
-        if self.done == CHUNKS:
+        if value != self.stage.contents[grant.root][done]:
+            return self.read_fails("corrupt-transfer", f"chunk {done} is {value}, which is not as published")
+        done += 1
+        where = " in host memory" if copy is not None else f": {self.content}"
+        if copy is not None:
+            copy.append(value)
+        else:
+            self.done = done
+        self.stage.say(f"{self.name} has {done} of {CHUNKS} chunks of version {grant.version}{where}")
+        self.tell(ReadAdvanced(grant.ticket, done, CHUNKS))
+        if done == CHUNKS:
             self.grant = None
             self.tell(ReadEnded(grant.ticket, complete=True))
         return self.grant is grant

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Callable
 
 from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Hello
-from tensorhub.core.names import ModelName, ReplicaName, Shard
+from tensorhub.core.messages import PROTOCOL, Failure, Hello
+from tensorhub.core.names import ModelName, ReplicaName, Shard, Version
 from tensorhub.core.settings import Settings
 
 from .player import CHUNKS, Player
@@ -94,10 +94,11 @@ def _player(stage: Stage, name: str) -> Player:
 
 
 def _settings(stage: Stage, words: list[str]) -> None:
-    _, options = _options(words, ("lease", "report", "failures"))
+    _, options = _options(words, ("lease", "report", "failures", "retain"))
     lease_s = _seconds(options.get("lease", "10s"))
     report_s = _seconds(options.get("report", "1s"))
-    stage.settings = Settings(lease_s=lease_s, report_s=report_s, most_failures=int(options.get("failures", "8")))
+    failures, retain = int(options.get("failures", "8")), int(options.get("retain", "0"))
+    stage.settings = Settings(lease_s=lease_s, report_s=report_s, most_failures=failures, default_retain=retain)
 
 
 def _server(stage: Stage, words: list[str]) -> None:
@@ -109,8 +110,8 @@ def _worker(stage: Stage, words: list[str]) -> None:
     if "with" in words:
         at = words.index("with")
         words, tensors = words[:at], " ".join(words[at + 1 :])
-    revocable = "revocable" in words
-    (name,), options = _options([word for word in words if word != "revocable"], ("of", "host"))
+    plain = [word for word in words if word not in ("revocable", "spot")]
+    (name,), options = _options(plain, ("of", "host", "copies", "site", "prefetch"))
     model, _, short = name.rpartition(":")
     replica, _, shard = short.partition("/")
     shards = int(options.get("of", "1"))
@@ -126,10 +127,14 @@ def _worker(stage: Stage, words: list[str]) -> None:
                 shards,
                 life,
                 endpoints=(f"link://{life}",),
-                revocable=revocable,
+                revocable="revocable" in words,
+                reliable="spot" not in words,
+                site=options.get("site", ""),
                 host=options.get("host", life),
+                prefetch=options.get("prefetch", "never"),
             ),
             _layout(tensors),
+            int(options.get("copies", "0")),
         )
         stage.pump()
 
@@ -205,6 +210,30 @@ def _stick(stage: Stage, words: list[str]) -> None:
 
 def _unstick(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).unstick()
+
+
+def _slow(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).is_copying_slow = True
+
+
+def _copied(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).copies_end()
+
+
+def _spoil(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).copies_end(Failure("corrupt-transfer", "chunk 1 is ??, which is not as published"))
+
+
+def _prefetch(stage: Stage, words: list[str]) -> None:
+    for player in _players(stage, words[0]):
+        player.wish(int(words[1]) if words[1].isdigit() else words[1], player.worker.shelf.pins)
+        stage.pump()
+
+
+def _pin(stage: Stage, words: list[str]) -> None:
+    for player in _players(stage, words[0]):
+        player.wish(player.worker.shelf.prefetch, tuple(Version(int(word)) for word in words[1:]))
+        stage.pump()
 
 
 def _write(stage: Stage, words: list[str]) -> None:
@@ -294,6 +323,11 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "fail": _fail,
     "stick": _stick,
     "unstick": _unstick,
+    "slow": _slow,
+    "copied": _copied,
+    "spoil": _spoil,
+    "prefetch": _prefetch,
+    "pin": _pin,
     "write": _write,
     "hold": _hold,
     "release": _release,

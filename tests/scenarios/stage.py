@@ -38,7 +38,7 @@ class Letter:
 class Stage:
     """All that a script can move. Each method is one thing that happens; what follows from it is in `lines`."""
 
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings = field(default_factory=lambda: Settings(default_retain=0))
     now: float = 0.0
     lines: list[str] = field(default_factory=list)
     players: dict[str, Player] = field(default_factory=dict)
@@ -96,10 +96,10 @@ class Stage:
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def start_worker(self, hello: Hello, layout: Layout) -> None:
+    def start_worker(self, hello: Hello, layout: Layout, copies: int = 0) -> None:
         name = name_of(hello.worker)
         assert name not in self.players, f"{name} is alive"
-        player = self.players[name] = Player(self, hello, layout)
+        player = self.players[name] = Player(self, hello, layout, copies)
         self.connect(player)
 
     def life_of(self, name: str) -> str:

@@ -4,7 +4,7 @@ from tensorhub.core.messages import Filling
 
 from .player import CHUNKS, Player
 from .stage import Stage
-from .words import buffer_text, call_text, name_of
+from .words import buffer_text, call_text, copy_text, name_of
 
 
 def content_of(player: Player) -> str:
@@ -26,6 +26,7 @@ def _player(player: Player) -> str:
         parts.append(f"in {call_text(worker.call.verb, worker.call.spec)}")
     if worker.serving is not None:
         parts.append(f"serves {worker.serving}")
+    parts += [copy_text(copy) for copy in worker.shelf.told()]
     if not worker.connected:
         parts.append("not connected")
     return f"{player.name}: {', '.join(parts)}"

@@ -4,7 +4,18 @@ Numbers of the server (tickets, sessions) are shown in the order in which they f
 says no more than the one before it in the same direction is not shown, so what is left is news.
 """
 
-from tensorhub.core.events import Effect, Finished, Left, StartRead, StartServing, StopRead, StopServing
+from tensorhub.core.events import (
+    CopyIn,
+    CopyOut,
+    DropCopy,
+    Effect,
+    Finished,
+    Left,
+    StartRead,
+    StartServing,
+    StopRead,
+    StopServing,
+)
 from tensorhub.core.messages import (
     Answer,
     Buffer,
@@ -13,6 +24,7 @@ from tensorhub.core.messages import (
     Grant,
     Hello,
     Holding,
+    HostCopy,
     LayoutInfo,
     Orders,
     Poisoned,
@@ -82,8 +94,13 @@ class Words:
         if report.reading is not None:
             parts.append(f"reads {self.ticket(report.reading.ticket)} from {name_of(report.reading.source)}")
         parts += [f"{self.ticket(failure.ticket)} failed: {failure.code}" for failure in report.failures]
-        if report.leaving:
-            parts.append("leaving")
+        parts += [copy_text(copy) for copy in report.copies]
+        if report.pins:
+            parts.append(f"pins {', '.join(map(str, report.pins))}")
+        if report.prefetch is not None:
+            parts.append(f"wants {report.prefetch} ahead")
+        if report.closing:
+            parts.append("leaving" if report.leaving else "wants to leave")
         return ", ".join(parts)
 
     def _standing(self, who: str, report: Report) -> list[tuple[str, str]]:
@@ -124,11 +141,17 @@ class Words:
             parts.append(self.grant(orders.grant))
         if orders.drained is not None:
             parts.append(f"drained {orders.drained}")
+        if orders.offload is not None:
+            parts.append(f"offload {orders.offload}")
+        if orders.fetch is not None:
+            parts.append(f"fetch {orders.fetch}")
+        parts += [f"release copy {number}" for number in orders.release]
         return ", ".join(parts)
 
     def grant(self, grant: Grant) -> str:
         where = f"{self.ticket(grant.ticket)}: version {grant.version} from {name_of(grant.source)}"
-        return f"grant {where} ({grant.reason})"
+        into = " into host memory" if grant.to_host else ""
+        return f"grant {where}{into} ({grant.reason})"
 
     # --- what the worker does -----------------------------------------------------------------------------------------
 
@@ -137,6 +160,7 @@ class Words:
         match effect:
             case StartRead(grant=grant):
                 where = f"version {grant.version} from {name_of(grant.source)}"
+                where += " into host memory" if grant.to_host else ""
                 return f"{who} starts to read {where}, {self.ticket(grant.ticket)}"
             case StopRead(ticket=ticket):
                 return f"{who} stops {self.ticket(ticket)}"
@@ -144,6 +168,12 @@ class Words:
                 return f"{who} serves version {version}"
             case StopServing(version=version):
                 return f"{who} stops serving version {version}"
+            case CopyOut(version=version):
+                return f"{who} copies version {version} to host memory"
+            case CopyIn(version=version):
+                return f"{who} fills its tensors from its host copy of version {version}"
+            case DropCopy(version=version):
+                return f"{who} drops its host copy of version {version}"
             case Finished(version=version, error=None):
                 return f"{who} RETURNS" + ("" if version is None else f" {version}")
             case Finished(error=Failure() as error):
@@ -164,6 +194,11 @@ def buffer_text(buffer: Buffer) -> str:
         case Poisoned(version=version):
             return "poisoned" + (f" (readers of {version})" if version is not None else "")
     return "empty"
+
+
+def copy_text(copy: HostCopy) -> str:
+    state = "about to go" if copy.leaving else "whole" if copy.whole else "filling"
+    return f"copy {copy.number} of {copy.version} {state}"
 
 
 def call_text(verb: str, spec: int | str) -> str:

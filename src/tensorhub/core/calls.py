@@ -103,7 +103,10 @@ def deadline_failure(worker: "Worker", call: Call) -> Failure:
     if not worker.connected:
         return Failure("server-unreachable", f"{text}: the reference server does not answer", "is it running?")
     waiting = call.answer.waiting if call.answer is not None else None
-    if isinstance(worker.buffer, Withdrawing):
+    if worker.shelf.copying is not None:
+        way, version = worker.shelf.copying
+        text += f": version {version} was being copied {'to' if way == 'out' else 'from'} host memory"
+    elif isinstance(worker.buffer, Withdrawing):
         text += f": version {worker.buffer.version} still has readers"
     if isinstance(worker.buffer, Filling):
         done, chunks = worker.progress

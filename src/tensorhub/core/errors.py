@@ -11,6 +11,7 @@
     ├── Unavailable                  true for now: retry later, or choose another version
     │   ├── VersionUnavailable           nobody holds it (says who held it last)
     │   ├── GroupIncomplete              a member of the group is missing or died
+    │   ├── HostMemoryFull               a version that must be kept does not fit under the limit on host copies
     │   ├── ServerUnreachable            work in hand goes on; nothing new is granted
     │   └── DeadlineExceeded             names what was waited for, and how far it got
     ├── Refused                      token, certificate, or protocol version not accepted
@@ -97,6 +98,12 @@ class GroupIncomplete(Unavailable):
     """A member of the replica's group is missing, died or gave up, so the operation failed for all of its shards."""
 
     code = "group-incomplete"
+
+
+class HostMemoryFull(Unavailable):
+    """The last reliable holder of a retained version may not leave it: its host copy would not fit under the limit."""
+
+    code = "host-memory-full"
 
 
 class ServerUnreachable(Unavailable):

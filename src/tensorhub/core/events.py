@@ -35,6 +35,7 @@ class Registered:
     layout: LayoutInfo
     digest: Digest
     size_bytes: int
+    most_copies: int = 0  # that the limit on host memory allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,37 @@ class ServingStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class CopiedOut:
+    """After `CopyOut`: the version is in host memory, verified and readable there, or why it is not."""
+
+    version: Version
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedIn:
+    """After `CopyIn`: the registered memory is as the host copy, verified, or why it is not."""
+
+    version: Version
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDropped:
+    """After `DropCopy`: nobody reads that host copy any more, and its memory is free."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Wished:
+    """The caller wants a host copy filled ahead with what `prefetch` names (None: no longer), and `pins` kept."""
+
+    prefetch: Spec | None
+    pins: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed (see `Worker.next_deadline`)."""
 
@@ -115,6 +147,10 @@ Event = (
     | ReadMeasured
     | ReadEnded
     | ServingStopped
+    | CopiedOut
+    | CopiedIn
+    | CopyDropped
+    | Wished
     | Tick
 )
 
@@ -130,8 +166,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read what is missing of the grant's version from its source into the registered memory; answer with
-    `ReadAdvanced` now and then and `ReadEnded` once. While it runs, serve what has been verified."""
+    """Read what is missing of the grant's version from its source into the registered memory, or into a host copy
+    (`grant.to_host`); answer with `ReadAdvanced` now and then and `ReadEnded` once. While it runs, and afterwards,
+    serve what has been verified."""
 
     grant: Grant
 
@@ -166,6 +203,28 @@ class StopServing:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyOut:
+    """Copy the version from the registered memory to host memory and serve it there; answer with `CopiedOut`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Fill the registered memory from the host copy; answer with `CopiedIn`."""
+
+    version: Version
+    root: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class DropCopy:
+    """Let nobody read that host copy any more and free its memory; answer with `CopyDropped`."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The caller's operation ended: with a version (None after an unpublish), or with an error."""
 
@@ -181,4 +240,6 @@ class Left:
     drained: bool
 
 
-Effect = Send | StartRead | Trust | StopRead | StartServing | StopServing | Finished | Left
+Effect = (
+    Send | StartRead | Trust | StopRead | StartServing | StopServing | CopyOut | CopyIn | DropCopy | Finished | Left
+)

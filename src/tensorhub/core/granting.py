@@ -4,9 +4,9 @@ Called by the server machine, whose tables it changes.
 """
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from . import operations
+from . import operations, retention, sites
 from .groups import Replica
 from .membership import Member
 from .messages import Empty, Filling, Grant, Holding, Poisoned, Withdrawing
@@ -19,34 +19,84 @@ if TYPE_CHECKING:
     from .server import Server
 
 
-def decide_read(server: "Server", model: Model, replica: Replica, member: Member) -> None:
-    """Give this worker the read that it should have now, or none."""
-    wanted = operations.wanted_version(replica, member)
-    current = server.reads.current(member.worker)
-    record = model.versions.get(wanted) if wanted is not None else None
+class Wanted(NamedTuple):
+    """A read that a worker should have."""
+
+    version: Version
+    to_host: bool
+
+
+def wanted_read(server: "Server", model: Model, replica: Replica, member: Member) -> Wanted | None:
+    """What this worker should be reading now, and can. Its caller's operation comes before what is fetched ahead."""
+    version = operations.wanted_version(replica, member)
+    if version is None or member.holds(version):
+        version = retention.version_to_fetch(server, model, replica, member)
+        is_whole = version is not None and member.has_whole_copy(version)
+        return Wanted(version, True) if version is not None and not is_whole else None
+    copy, current = member.copy(version), server.reads.current(member.worker)
+    if copy is not None:
+        return None if copy.whole else Wanted(version, True)  # once it is whole, the buffer is filled from it
+    if current is not None and current.version == version and current.grant.to_host:
+        return Wanted(version, True)  # which is about to begin
     buffer = member.report.buffer
     is_read = isinstance(buffer, Poisoned) and buffer.version is not None
-    if record is None or is_read or isinstance(buffer, Holding | Withdrawing):
+    is_busy = is_read or isinstance(buffer, Holding | Withdrawing)
+    return None if is_busy else Wanted(version, False)
+
+
+def decide_read(server: "Server", model: Model, replica: Replica, member: Member) -> None:
+    """Give this worker the read that it should have now, or none."""
+    wanted = wanted_read(server, model, replica, member)
+    current = server.reads.current(member.worker)
+    record = model.versions.get(wanted.version) if wanted is not None else None
+    if wanted is None or record is None:
         if current is not None:
             _void(server, current)
         return
-    if current is not None and current.version == wanted and serves(server, current.source, current.version):
+    is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
+    if current is not None and is_wanted and serves(server, current.source, current.version, current.grant.from_host):
         source = server.members.get(current.source)
-        if source is None or not isinstance(source.report.buffer, Withdrawing):
+        if source is None or not (_is_leaving(source, current.grant.from_host) or _is_paused(server, current)):
             return
-        others = [c for c in _candidates(server, record, member) if not c.is_withdrawing]
-        if choose_source(others, now=server.now) is None and not source.report.buffer.impatient:
+        others = [c for c in _candidates(server, model, record, member) if not c.is_withdrawing]
+        if choose_source(others, now=server.now) is None and not _is_impatient(source):
             return
     if current is not None:
         _void(server, current)
-    _grant(server, record, member)
+    _grant(server, model, record, member, to_host=wanted.to_host)
 
 
-def serves(server: "Server", source: WorkerId, version: Version) -> bool:
+def _is_leaving(source: Member, from_host: bool) -> bool:
+    return source.report.closing if from_host else isinstance(source.report.buffer, Withdrawing)
+
+
+def _is_paused(server: "Server", read: OpenRead) -> bool:
+    """Its source has only a part of the version, and nothing to read the rest from: it has something else to do."""
+    source, from_host = server.members.get(read.source), read.grant.from_host
+    if source is None or _is_full(source, read.version, from_host):
+        return False
+    current = server.reads.current(read.source)
+    return current is None or (current.version, current.grant.to_host) != (read.version, from_host)
+
+
+def _is_full(member: Member, version: Version, from_host: bool) -> bool:
+    return member.has_whole_copy(version) if from_host else member.holds(version)
+
+
+def _is_impatient(source: Member) -> bool:
+    return isinstance(source.report.buffer, Withdrawing) and source.report.buffer.impatient
+
+
+def serves(server: "Server", source: WorkerId, version: Version, from_host: bool) -> bool:
     """As far as is known, the source still has the version. One whose lease has ended may well go on serving."""
     member = server.members.get(source)
     if member is None:
         return True
+    current = server.reads.current(source)
+    is_about_to = current is not None and current.version == version and current.grant.to_host == from_host
+    if from_host:
+        copy = member.copy(version)
+        return copy is not None or is_about_to
     match member.report.buffer:
         case Holding(version=held) | Filling(version=held):
             return held == version
@@ -54,8 +104,7 @@ def serves(server: "Server", source: WorkerId, version: Version) -> bool:
             has_heard_us = member.report.session == member.session  # no former server's "drained" can reach it any more
             return held == version and not impatient and not member.is_drained and has_heard_us
         case Empty() | Poisoned():
-            current = server.reads.current(source)  # it was granted the version, and is about to fill
-            return current is not None and current.version == version
+            return is_about_to  # it was granted the version, and is about to fill
 
 
 def drained_version(server: "Server", model: Model, member: Member) -> Version | None:
@@ -63,7 +112,11 @@ def drained_version(server: "Server", model: Model, member: Member) -> Version |
     buffer = member.report.buffer
     if not isinstance(buffer, Withdrawing | Poisoned) or server.is_recovering or _has_readers(server, member):
         return None
-    if isinstance(buffer, Poisoned) or buffer.impatient or member.is_drained:
+    if isinstance(buffer, Poisoned) or member.is_drained:
+        return buffer.version
+    if retention.must_stay(server, model, member):
+        return None
+    if buffer.impatient:
         return buffer.version
     record = model.versions.get(buffer.version)
     if record is None or not record.promised:
@@ -79,53 +132,90 @@ def _has_readers(server: "Server", source: Member) -> bool:
     A source that can cut its readers off itself waits neither for those whose read was taken back (they have another
     source, or none can help them) nor for those whose connection is gone; the others wait for everybody's word.
     """
-    reads = server.reads.from_source(source.worker)
+    reads = server.reads.from_buffer(source.worker)
     if not source.hello.revocable:
         return bool(reads)
     readers = [server.members.get(read.reader) for read in reads if not read.is_void]
     return any(reader is not None and reader.is_connected for reader in readers)
 
 
-def _candidates(server: "Server", record: VersionRecord, reader: Member) -> list[Candidate]:
-    behind = server.reads.readers_behind(reader.worker)
+def has_full_source(server: "Server", record: VersionRecord, reader: Member) -> bool:
+    """Somebody else has all of the version and may serve it."""
+    for worker in record.holders.get(reader.shard, {}):
+        member = server.members.get(worker)
+        if member is None or worker == reader.worker:
+            continue
+        if member.has_whole_copy(record.version):
+            return True
+        if member.holds(record.version) and serves(server, worker, record.version, from_host=False):
+            return True
+    return False
+
+
+def _candidates(server: "Server", model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
+    """Whom the reader could read from; across sites only if it is the seed of its own."""
+    behind = server.reads.readers_behind(reader.worker, record.version)
     found = []
     for worker in record.holders.get(reader.shard, {}):
         member = server.members.get(worker)
-        if member is None or worker in behind or not serves(server, worker, record.version):
+        if member is None or worker in behind:
             continue
-        if not member.is_full and server.reads.current(worker) is None:
-            continue  # it waits for a source itself
-        buffer, here, there = member.report.buffer, reader.hello, member.hello
-        avoided = reader.avoided.get(worker)
-        found.append(
-            Candidate(
-                worker=worker,
-                load=server.reads.load(worker),
-                is_full=member.is_full,
-                done=member.done,
-                published=isinstance(buffer, Holding | Withdrawing) and buffer.published,
-                is_withdrawing=isinstance(buffer, Withdrawing),
-                is_near=here.host == there.host,
-                is_same_site=here.site == there.site,
-                avoided_until=avoided.until if avoided is not None else -inf,
-            )
-        )
-    return found
+        for from_host in (False, True):
+            candidate = _candidate(server, record, reader, member, from_host)
+            if candidate is not None:
+                found.append(candidate)
+    near = [c for c in found if c.is_same_site and c.avoided_until <= server.now]
+    if len(near) == len(found) or len(model.sites) < 2:
+        return found
+    return near if near else found if sites.may_cross(server, model, record, reader) else []
 
 
-def _grant(server: "Server", record: VersionRecord, member: Member) -> None:
+def _candidate(
+    server: "Server", record: VersionRecord, reader: Member, member: Member, from_host: bool
+) -> Candidate | None:
+    """The member's buffer, or its host copy, as a source; None if it cannot be one."""
+    version, worker = record.version, member.worker
+    if not serves(server, worker, version, from_host):
+        return None
+    is_full = _is_full(member, version, from_host)
+    current = server.reads.current(worker)
+    is_filling = current is not None and current.version == version and current.grant.to_host == from_host
+    if not is_full and not is_filling:
+        return None  # it waits for a source itself
+    buffer, here, there = member.report.buffer, reader.hello, member.hello
+    avoided = reader.avoided.get(worker)
+    return Candidate(
+        worker=worker,
+        load=server.reads.load(worker),
+        is_full=is_full,
+        done=member.done(from_host=from_host, version=version),
+        published=not from_host and isinstance(buffer, Holding | Withdrawing) and buffer.published,
+        is_withdrawing=_is_leaving(member, from_host),
+        is_near=here.host == there.host,
+        is_same_site=here.site == there.site,
+        avoided_until=avoided.until if avoided is not None else -inf,
+        from_host=from_host,
+    )
+
+
+def _grant(server: "Server", model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> None:
     root = record.roots.get(member.shard)
     if root is None:
         return  # only such as are filling have reported since the restart: nobody could say what is good
-    candidates = _candidates(server, record, member)
+    candidates = _candidates(server, model, record, member)
     choice = choose_source(candidates, now=server.now)
     if choice is None:
         if candidates:
             server.members.wake(member, min(candidate.avoided_until for candidate in candidates))
         return
-    source, reason = choice
-    endpoints = server.known(source).hello.endpoints
-    grant = Grant(Ticket(server.next_number()), record.version, root, source, endpoints, reason)
+    best, reason = choice
+    source, endpoints = best.worker, server.known(best.worker).hello.endpoints
+    grant = Grant(
+        *(Ticket(server.next_number()), record.version, root, source, endpoints, reason),
+        from_host=best.from_host,
+        to_host=to_host,
+        is_far=server.known(best.worker).hello.site != member.hello.site,
+    )
     server.reads.add(OpenRead(grant, member.worker))
     record.holders.setdefault(member.shard, {})[member.worker] = None  # others may read behind it from now on
     server.counters["grants"] += 1

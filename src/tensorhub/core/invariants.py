@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .messages import Empty, Filling, Holding
-from .references import version_in
+from .references import versions_in
 
 if TYPE_CHECKING:
     from .server import Server
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def worker_contradiction(worker: "Worker") -> str | None:
     """How a worker machine contradicts itself, or None."""
     reading, buffer, serving = worker.reading, worker.buffer, worker.serving
-    if reading is not None and not worker.slot.is_stopping and not isinstance(buffer, Filling):
+    is_into_buffer = reading is not None and not reading.to_host
+    if is_into_buffer and not worker.slot.is_stopping and not isinstance(buffer, Filling):
         return f"reads {reading} into a buffer that is {buffer}"
     if reading is not None and worker.slot.closed >= reading.ticket:
         return f"reads ticket {reading.ticket}, called closed up to {worker.slot.closed}"
@@ -21,8 +22,10 @@ def worker_contradiction(worker: "Worker") -> str | None:
         return f"serves version {serving} from an empty buffer"
     if isinstance(buffer, Holding) and serving != buffer.version:
         return f"holds {buffer.version} and serves {serving}"
-    if isinstance(buffer, Holding) and reading is not None:
+    if isinstance(buffer, Holding) and is_into_buffer:
         return f"holds {buffer.version} while {reading} still writes"
+    if len(worker.shelf.copies) > worker.shelf.most and not worker.shelf.leaving:
+        return f"has {len(worker.shelf.copies)} host copies where {worker.shelf.most} are allowed"
     return None
 
 
@@ -46,8 +49,8 @@ def server_contradiction(server: "Server") -> str | None:
                     if member is None:
                         return f"{worker} counts as a holder of {record.version} and has no session"
                     is_reading = any(read.version == record.version for read in server.reads.of(worker))
-                    if not is_reading and version_in(member.report.buffer) != record.version:
-                        return f"{worker} counts as a holder of {record.version} and says {member.report.buffer}"
+                    if not is_reading and record.version not in versions_in(member.report):
+                        return f"{worker} counts as a holder of {record.version} and says {member.report}"
         for replica in model.replicas.values():
             for shard, worker in replica.members.items():
                 if server.members.get(worker) is None or worker.shard != shard:

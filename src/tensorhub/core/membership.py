@@ -8,8 +8,8 @@ import heapq
 from dataclasses import dataclass, field
 from math import inf
 
-from .messages import Filling, Hello, Holding, Orders, Report, Withdrawing
-from .names import Number, Shard, Ticket, WorkerId
+from .messages import Filling, Hello, Holding, HostCopy, Orders, Report, Withdrawing
+from .names import Number, Shard, Ticket, Version, WorkerId
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Member:
     last_failed: Ticket = Ticket(0)
     sent: Orders | None = None
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
+    releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that it was told to let go
     wakes_at: float = inf  # when to look at it again although nothing was heard
     queued_at: float = inf  # its one valid place in the queue of times
 
@@ -47,9 +48,34 @@ class Member:
     def is_full(self) -> bool:
         return isinstance(self.report.buffer, Holding | Withdrawing)
 
-    @property
-    def done(self) -> int:
-        return self.report.buffer.done if isinstance(self.report.buffer, Filling) else 0
+    def holds(self, version: Version) -> bool:
+        """All of the version is in its buffer."""
+        buffer = self.report.buffer
+        return isinstance(buffer, Holding | Withdrawing) and buffer.version == version
+
+    def stays(self, version: Version) -> bool:
+        """Its buffer holds the version, and it does not want to leave it."""
+        buffer = self.report.buffer
+        return isinstance(buffer, Holding) and buffer.version == version and not self.report.closing
+
+    def copy(self, version: Version) -> HostCopy | None:
+        """Its host copy of the version, whole or not, unless that is about to go."""
+        for copy in self.report.copies:
+            if copy.version == version and not copy.leaving and copy.number not in self.releasing:
+                return copy
+        return None
+
+    def has_whole_copy(self, version: Version) -> bool:
+        copy = self.copy(version)
+        return copy is not None and copy.whole
+
+    def done(self, *, from_host: bool, version: Version) -> int:
+        """Chunks in place of a version that its buffer or host copy is being filled with."""
+        if from_host:
+            copy = self.copy(version)
+            return copy.done if copy is not None else 0
+        buffer = self.report.buffer
+        return buffer.done if isinstance(buffer, Filling) and buffer.version == version else 0
 
 
 class Members:

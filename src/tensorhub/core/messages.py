@@ -19,9 +19,13 @@ MOST_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MOST_TEXT = 2_000  # characters of an error's message or hint on the wire
 
 MOST_FAILURES = 4  # ticket failures told in one report
+MOST_COPIES = 16  # host copies of one worker
+MOST_FAR = 8  # versions of which a worker tells how much came from afar
+MOST_PINS = 64  # versions pinned by one worker
 
 Spec = int | str  # a version number, "latest" or "latest-N"
 VERBS = ("publish", "unpublish", "replicate", "update")
+PREFETCH = ("seed", "always", "never")  # fill a host copy ahead: for the whole site, for oneself too, not at all
 
 
 class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
@@ -69,6 +73,21 @@ class Poisoned(_Message, frozen=True, tag="poisoned"):
 Buffer = Empty | Filling | Holding | Withdrawing | Poisoned
 
 
+class HostCopy(_Message, frozen=True):
+    """A version beside the buffer, in host memory: verified up to `done` of `chunks`, or whole; or about to go.
+
+    `number` rises with each copy that a worker makes: a copy that was released and one that was made again differ.
+    """
+
+    number: int
+    version: Version
+    root: Digest
+    done: int = 0
+    chunks: int = 0
+    whole: bool = False
+    leaving: bool = False
+
+
 # --- from a worker ----------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +106,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     site: str = ""
     host: str = ""
     token: str = ""
+    prefetch: str = "seed"  # one of PREFETCH
+    retain: int = 0  # versions of the model to keep; the most that anybody asks for counts, and the server's own
 
     @property
     def worker(self) -> WorkerId:
@@ -115,6 +136,8 @@ class Reading(_Message, frozen=True):
     ticket: Ticket
     source: WorkerId
     version: Version
+    from_host: bool = False
+    to_host: bool = False
     transport: str = ""  # "local", "tcp", …
     path: str = ""  # how that transport moves the bytes, in a few words
     why: str = ""  # why this transport, and none that is usually better
@@ -130,6 +153,14 @@ class TicketFailure(_Message, frozen=True):
     message: str
 
 
+class Failure(_Message, frozen=True):
+    """An error of the tree, as it travels."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+
 class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
@@ -137,7 +168,9 @@ class Report(_Message, frozen=True, tag="report"):
     orders number ever seen. `ended` is the position of the last operation that ended here, `finished` that of the last
     one that ended well. No ticket up to and including `closed` is being read any more. `newest` is the highest version
     ever heard of: with it `latest` survives a restart of the server. `failures` are those of the current operation,
-    newest last.
+    newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not be made left
+    `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`: it wants to
+    leave, nothing that it holds can be relied on.
     """
 
     number: int
@@ -154,6 +187,13 @@ class Report(_Message, frozen=True, tag="report"):
     newest: Version | None = None
     failures: tuple[TicketFailure, ...] = ()
     received_bytes: dict[str, int] = {}  # by source replica, over this life
+    far_bytes: dict[int, int] = {}  # by version: of those received, how many came from other sites; the latest few
+    copies: tuple[HostCopy, ...] = ()
+    copies_left: int = 0
+    copy_error: Failure | None = None
+    pins: tuple[Version, ...] = ()
+    prefetch: Spec | None = None
+    closing: bool = False
     leaving: bool = False  # close() was called, nobody reads any more: this worker may be forgotten
 
 
@@ -161,7 +201,7 @@ class Report(_Message, frozen=True, tag="report"):
 
 
 class Grant(_Message, frozen=True):
-    """Leave to read one version of one shard from one source."""
+    """Leave to read one version of one shard from one source: from its buffer or its host copy, into either."""
 
     ticket: Ticket
     version: Version
@@ -170,14 +210,9 @@ class Grant(_Message, frozen=True):
     endpoints: tuple[str, ...]
     reason: str
     encoding: str = "full"
-
-
-class Failure(_Message, frozen=True):
-    """An error of the tree, as it travels."""
-
-    code: str
-    message: str
-    hint: str = ""
+    from_host: bool = False
+    to_host: bool = False
+    is_far: bool = False  # the source is in another site
 
 
 class Answer(_Message, frozen=True):
@@ -195,8 +230,9 @@ class Orders(_Message, frozen=True, tag="orders"):
 
     `acknowledged` is the number of the latest report taken in. `position` is the position of the last operation that
     ended anywhere in the replica, None while the server cannot know it. `drained` names the version that nobody reads
-    from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`
-    and `release` are for retention.
+    from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`:
+    copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
+    grants allow. `release`: the host copies of these numbers are not needed any more.
     """
 
     number: Number
@@ -211,7 +247,8 @@ class Orders(_Message, frozen=True, tag="orders"):
     drained: Version | None = None
     newest: Version | None = None
     offload: Version | None = None
-    release: Version | None = None
+    fetch: Version | None = None
+    release: tuple[int, ...] = ()
 
 
 class Refusal(_Message, frozen=True, tag="refusal"):

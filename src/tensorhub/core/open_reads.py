@@ -51,6 +51,16 @@ class OpenReads:
     def from_source(self, source: WorkerId) -> list[OpenRead]:
         return list(self._from_source.get(source, {}).values())
 
+    def from_buffer(self, source: WorkerId) -> list[OpenRead]:
+        """Those that hinder a change of its buffer."""
+        return [read for read in self._from_source.get(source, {}).values() if not read.grant.from_host]
+
+    def are_from_copy(self, source: WorkerId, version: Version) -> bool:
+        """Somebody may be reading its host copy of that version."""
+        return any(
+            read.grant.from_host and read.version == version for read in self._from_source.get(source, {}).values()
+        )
+
     def load(self, source: WorkerId) -> int:
         """How many reads are open on it."""
         return len(self._from_source.get(source, {}))
@@ -70,22 +80,23 @@ class OpenReads:
             _forget(self._from_source, read.source, (reader, read.ticket))
         return over
 
-    def readers_behind(self, worker: WorkerId) -> dict[WorkerId, None]:
-        """The worker itself, who reads from it, who reads from those, and so on."""
+    def readers_behind(self, worker: WorkerId, version: Version) -> dict[WorkerId, None]:
+        """The worker itself, who reads the version from it, who reads it from those, and so on."""
         found: dict[WorkerId, None] = {worker: None}
         queue = [worker]
         while queue:
             for read in self._from_source.get(queue.pop(), {}).values():
-                if read.reader not in found:
+                if read.version == version and read.reader not in found:
                     found[read.reader] = None
                     queue.append(read.reader)
         return found
 
     def chain(self, reader: WorkerId) -> list[WorkerId]:
-        """Whom the reader may read from now, whom that one may read from, and so on; ends where it comes round."""
+        """Whom the reader may read from now, whom that one may read the same version from, and so on, once round."""
         found: list[WorkerId] = []
         read = self.current(reader)
-        while read is not None and read.source not in found:
+        version = read.version if read is not None else None
+        while read is not None and read.version == version and read.source not in found:
             found.append(read.source)
             read = self.current(read.source)
         return found

@@ -5,11 +5,11 @@ Called by the server machine with itself as the facts; everything that is change
 
 from typing import TYPE_CHECKING
 
-from . import granting
+from . import granting, retention
 from .groups import GroupOperation, Replica
 from .manifest import layout_difference
 from .membership import Member
-from .messages import PROTOCOL, Empty, Failure, Filling, Hello, Holding, Poisoned, Refusal, Withdrawing
+from .messages import PROTOCOL, Empty, Failure, Filling, Hello, Holding, Poisoned, Refusal
 from .names import Shard, Version
 from .references import Model, VersionRecord
 from .settings import Settings
@@ -52,6 +52,9 @@ def advance(server: "Server", model: Model, replica: Replica, operation: GroupOp
         _advance_fill(server, model, replica, operation)
     elif operation.verb == "publish":
         _advance_publish(server, model, replica, operation)
+    stuck = _why_stuck(server, model, replica) if not operation.is_over and not server.is_recovering else None
+    if stuck is not None:
+        _give_up(replica, operation, stuck)
     if not operation.is_over and _is_done(server, replica, operation):
         operation.is_finished = True
         replica.finished = max(replica.finished, operation.number)
@@ -71,6 +74,16 @@ def _missing(replica: Replica) -> Failure | None:
 def _recovering(server: "Server") -> Failure:
     left_s = server.recovered_at - server.now
     return Failure("unavailable", f"the reference server has restarted and listens for {left_s:.1f} s more", "retry")
+
+
+def _why_stuck(server: "Server", model: Model, replica: Replica) -> Failure | None:
+    """Why a shard may never leave the version that it holds, as this operation wants."""
+    for worker in replica.members.values():
+        member = server.members.get(worker)
+        failure = retention.why_stuck(server, model, replica, member) if member is not None else None
+        if failure is not None:
+            return failure
+    return None
 
 
 def _is_done(server: "Server", replica: Replica, operation: GroupOperation) -> bool:
@@ -176,18 +189,24 @@ def _held_by_all(server: "Server", replica: Replica) -> Version | None:
     return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
 
 
+def _can_serve(member: Member, version: Version) -> bool:
+    """It has the whole version, and does not want to leave it."""
+    is_held = isinstance(member.report.buffer, Holding) and member.holds(version)
+    return is_held or member.has_whole_copy(version)
+
+
 def _absent_shard(server: "Server", replica: Replica, record: VersionRecord) -> int | None:
     """A shard of the version that nobody, or only somebody about to leave, holds whole."""
     for shard in range(replica.shards):
         holders = (server.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
-        if not any(member is not None and isinstance(member.report.buffer, Holding) for member in holders):
+        if not any(member is not None and _can_serve(member, record.version) for member in holders):
             return shard
     return None
 
 
 def _unavailable(server: "Server", model: Model, record: VersionRecord, shard: int) -> Failure:
     holders = (server.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
-    leaving = [str(member.worker) for member in holders if member is not None and member.is_full]
+    leaving = [str(member.worker) for member in holders if member is not None and member.holds(record.version)]
     last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""
     text = f"nobody holds shard {shard} of version {record.version} of {model.name} now{last}"
     older = [
@@ -211,8 +230,9 @@ def _why_hopeless(server: "Server", model: Model, record: VersionRecord, member:
         return Failure(last.code, f"{text}: {last.message}", "see `tensorhub status` for who holds it")
     if server.is_recovering or server.reads.current(member.worker) is not None:
         return None
-    full = [server.members.get(worker) for worker in record.holders.get(member.shard, {})]
-    if any(m is not None and m.is_full and granting.serves(server, m.worker, record.version) for m in full):
+    if member.has_whole_copy(record.version):
+        return None
+    if granting.has_full_source(server, record, member):
         return _all_corrupt(server, record, member)
     return _unavailable(server, model, record, member.shard)
 
@@ -264,7 +284,10 @@ def is_last_holder(server: "Server", record: VersionRecord, leaver: Member) -> b
     """Nobody else holds this shard of the version whole and stays."""
     for worker in record.holders.get(leaver.shard, {}):
         member = server.members.get(worker)
-        if worker != leaver.worker and member is not None and isinstance(member.report.buffer, Holding):
+        if member is None:
+            continue
+        is_held = isinstance(member.report.buffer, Holding) and member.holds(record.version)
+        if member.has_whole_copy(record.version) or (worker != leaver.worker and is_held):
             return False
     return True
 
@@ -277,7 +300,6 @@ def is_awaited(server: "Server", model: Model, record: VersionRecord, leaver: Me
         member = server.members.get(worker) if worker is not None else None
         if member is None or not member.is_connected or member.worker == leaver.worker:
             continue
-        buffer = member.report.buffer
-        if not (isinstance(buffer, Holding | Withdrawing) and buffer.version == record.version):
+        if not member.holds(record.version):
             return True
     return False

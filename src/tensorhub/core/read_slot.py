@@ -1,4 +1,4 @@
-"""The one place through which a worker's buffer is written: what it may read, what it reads, what is closed.
+"""The one place through which a worker's memory is written by peers: what it may read, what it reads, what is closed.
 
 A grant that came with the latest orders waits here until the buffer wants it. At most one read is open. Every ticket up
 to the watermark `closed` will never be read again; the server may rely on that once it was reported.
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from .errors import InvariantViolation
 from .events import Effect, ReadMeasured, StartRead, StopRead, Trust
 from .messages import Grant, Reading
-from .names import Digest, Number, Ticket, Version, WorkerId
+from .names import Digest, Number, Ticket, WorkerId
 
 
 @dataclass
@@ -49,29 +49,24 @@ class ReadSlot:
         self.stop("own lease ended")
         return had_grant
 
-    def may_start(self, wanted: Version | None, now: float) -> bool:
-        """The buffer wants what is granted, nothing is open, and the lease lasts."""
-        is_wanted = self.grant is not None and self.grant.version == wanted
-        return is_wanted and self.reading is None and now < self.trust_until
+    def may_start(self, *, is_wanted: bool, now: float) -> bool:
+        """What is granted is wanted, nothing is open, and the lease lasts."""
+        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until
 
     def start(self) -> Grant:
         """Begin to read what is granted."""
         grant = self.grant
         assert grant is not None
-        self.reading, self.is_stopping, self.root = (
-            Reading(grant.ticket, grant.source, grant.version),
-            False,
-            grant.root,
-        )
+        self.reading = Reading(grant.ticket, grant.source, grant.version, grant.from_host, grant.to_host)
+        self.is_stopping, self.root = False, grant.root
         self.effects += [Trust(self.trust_until), StartRead(grant)]
         return grant
 
-    def stop_unless_granted(self, wanted: Version | None) -> None:
-        """End a read whose grant is void or whose version is not wanted any more."""
-        if self.reading is not None:
-            ticket = self.grant.ticket if self.grant is not None and self.grant.version == wanted else None
-            if ticket != self.reading.ticket:
-                self.stop("no longer granted")
+    def stop_unless_granted(self, *, is_wanted: bool) -> None:
+        """End a read whose grant is void or not wanted any more."""
+        ticket = self.grant.ticket if self.grant is not None and is_wanted else None
+        if self.reading is not None and ticket != self.reading.ticket:
+            self.stop("no longer granted")
 
     def stop(self, why: str) -> None:
         """Ask the open read, if any, to end."""

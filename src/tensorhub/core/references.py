@@ -4,10 +4,11 @@ A version *exists* once all shards of one replica have published it; from then o
 table has room, held or not, so `latest` cannot go backwards and a number cannot be used for other content.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from .groups import Replica
-from .messages import Buffer, Failure, Filling, Holding, Spec, Withdrawing
+from .messages import Buffer, Failure, Filling, Holding, Report, Spec, Withdrawing
 from .names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from .specs import parse_spec, steps_back
 
@@ -24,6 +25,7 @@ class VersionRecord:
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
+    far_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
 
     @property
     def is_idle(self) -> bool:
@@ -40,6 +42,10 @@ class Model:
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
+    retain: int = 0
+    pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
+    closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
+    sites: Counter[str] = field(default_factory=Counter)  # members by site
 
     def record(self, version: Version) -> VersionRecord:
         """The version's record, made if need be; the oldest that nobody needs makes room."""
@@ -69,17 +75,39 @@ class Model:
         record.layouts.setdefault(worker.shard, layout)
         return True
 
-    def move(self, worker: WorkerId, old: Buffer | None, new: Buffer | None) -> None:
-        """The worker's buffer changed: keep the index of holders."""
-        before, after = version_in(old), version_in(new)
-        if before == after:
-            return
-        if before is not None and before in self.versions:
-            record = self.versions[before]
-            if record.holders.get(worker.shard, {}).pop(worker, "absent") is None and not isinstance(old, Filling):
+    def move(self, worker: WorkerId, old: Report | None, new: Report | None) -> None:
+        """What the worker has changed: keep the index of holders."""
+        before, after = versions_in(old), versions_in(new)
+        for version, was_whole in before.items():
+            record = self.versions.get(version) if version not in after else None
+            if record is not None and record.holders.get(worker.shard, {}).pop(worker, "absent") is None and was_whole:
                 record.last_holder = str(worker)
-        if after is not None:
-            self.record(after).holders.setdefault(worker.shard, {})[worker] = None
+        for version in after:
+            if version not in before:
+                self.record(version).holders.setdefault(worker.shard, {})[worker] = None
+
+    def newest_existing(self, count: int) -> list[Version]:
+        """The newest versions that exist, newest first."""
+        found: list[Version] = []
+        for version in sorted(self.versions, reverse=True) if count > 1 else [self.newest]:
+            if version is not None and len(found) < count and self.versions[version].exists:
+                found.append(version)
+        return found
+
+    def forget(self, worker: WorkerId, site: str) -> None:
+        """The worker is gone, and what it wanted with it."""
+        self.pins.pop(worker, None)
+        self.closing.pop(worker, None)
+        self.sites[site] -= 1
+        if not self.sites[site]:
+            del self.sites[site]
+
+    def retained(self) -> dict[Version, None]:
+        """The versions that no voluntary departure may lose: the newest, and those that are pinned."""
+        found = dict.fromkeys(self.newest_existing(self.retain))
+        for version in self.pins.values():
+            found.update((each, None) for each in version if each in self.versions and self.versions[each].exists)
+        return found
 
     def resolve(self, spec: Spec) -> tuple[Version | None, Failure | None]:
         """The version that the spec means now. (None, why) where there is none."""
@@ -126,3 +154,14 @@ class Model:
 def version_in(buffer: Buffer | None) -> Version | None:
     """The version that the buffer has, whole or in part."""
     return buffer.version if isinstance(buffer, Filling | Holding | Withdrawing) else None
+
+
+def versions_in(report: Report | None) -> dict[Version, bool]:
+    """The versions that a worker has, in its buffer or beside it, and whether it has all of it."""
+    if report is None:
+        return {}
+    found = {copy.version: copy.whole for copy in report.copies}
+    held = version_in(report.buffer)
+    if held is not None:
+        found[held] = found.get(held, False) or not isinstance(report.buffer, Filling)
+    return found

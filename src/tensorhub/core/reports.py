@@ -17,9 +17,9 @@ def news_of(report: Report) -> Report:
     """What of a report is worth telling at once: all but the counters that move by themselves."""
     buffer = Filling(report.buffer.version) if isinstance(report.buffer, Filling) else report.buffer
     reading = replace(report.reading, rate_bytes_per_s=0) if report.reading is not None else None
-    return replace(
-        report, number=0, seen=Number(0), closed=Ticket(0), buffer=buffer, reading=reading, received_bytes={}
-    )
+    copies = tuple(replace(each, done=0, chunks=0) for each in report.copies)
+    counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "far_bytes": {}}
+    return replace(report, buffer=buffer, reading=reading, copies=copies, **counters)
 
 
 class ReportBook:
@@ -28,6 +28,7 @@ class ReportBook:
     def __init__(self) -> None:
         self.number = 0
         self.every_s = 1.0
+        self.acknowledged = 0  # the latest report that the server has taken in
         self._sent_at: dict[int, float] = {}
         self._last_news: Report | None = None
         self._last_at = -inf
@@ -57,6 +58,7 @@ class ReportBook:
 
     def acknowledge(self, number: int) -> float | None:
         """When that report was sent, None if that is not known (any more); older ones are forgotten."""
+        self.acknowledged = max(self.acknowledged, number)
         sent_at = self._sent_at.get(number)
         self._sent_at = {n: at for n, at in self._sent_at.items() if n > number}
         return sent_at

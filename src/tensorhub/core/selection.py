@@ -25,9 +25,10 @@ class Candidate:
     is_near: bool  # on the reader's own host
     is_same_site: bool
     avoided_until: float  # it failed this reader lately; -inf: never
+    from_host: bool = False  # its host copy rather than its buffer
 
 
-def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[WorkerId, str] | None:
+def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[Candidate, str] | None:
     """The best source and why, or None if there is none that may be tried now.
 
     A source that is withdrawing is taken only where nobody else has the version; one that failed this reader lately
@@ -36,7 +37,7 @@ def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[Worke
     usable = [candidate for candidate in candidates if candidate.avoided_until <= now]
     staying = [candidate for candidate in usable if not candidate.is_withdrawing]
     best = min(staying or usable, key=_rank, default=None)
-    return None if best is None else (best.worker, _reason(best, len(usable)))
+    return None if best is None else (best, _reason(best, len(usable)))
 
 
 def _rank(candidate: Candidate) -> tuple[object, ...]:
@@ -48,11 +49,13 @@ def _rank(candidate: Candidate) -> tuple[object, ...]:
         not candidate.is_full,
         -candidate.done,
         candidate.worker,
+        candidate.from_host,
     )
 
 
 def _reason(best: Candidate, usable: int) -> str:
-    what = "full" if best.is_full else f"filling, {best.done} chunks in place"
+    place = " from host memory" if best.from_host else ""
+    what = f"full{place}" if best.is_full else f"filling{place}, {best.done} chunks in place"
     role = "publisher" if best.published else "relay"
     load = "idle" if best.load == 0 else f"serves {best.load} more"
     where = "same host" if best.is_near else ("same site" if best.is_same_site else "other site")

@@ -15,34 +15,32 @@ It must never read a clock, touch a socket, or see a weight byte.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from msgspec.structs import replace
 
-from . import granting, operations
+from . import granting, hearing, operations, retention
 from .errors import InvariantViolation
 from .groups import Replica
 from .invariants import server_contradiction
 from .manifest import Layout
-from .membership import Avoided, Member, Members
+from .membership import Member, Members
 from .messages import (
     Answer,
-    Grant,
     Hello,
-    Holding,
     LayoutInfo,
     Orders,
-    Poisoned,
     Refusal,
     Report,
     ToServer,
     ToWorker,
     Withdrawing,
 )
-from .names import Digest, ModelName, Number, Ticket, Version, WorkerId
-from .open_reads import OpenRead, OpenReads
-from .references import Model, version_in
+from .names import Digest, ModelName, Number, Shard, Version, WorkerId
+from .open_reads import OpenReads
+from .references import Model
 from .settings import Settings
 from .status import status_of
 from .view import Status
@@ -193,13 +191,14 @@ class Server:
             return None  # late or repeated
         member.lease_end = self.now + self.settings.lease_s
         before, member.report = member.report, report
-        self._take_buffer(member, before)
-        self._take_reads(member)
-        self._take_operation(member)
+        model, replica = self._place(member)
+        hearing.take_content(self, model, replica, member, before)
+        hearing.take_reads(self, member)
+        hearing.take_operation(self, replica, member)
         self._dirty[member.worker] = True
         if report.leaving:
             self._end_session(member, "left")
-            return self._orders(member, None, None)
+            return self._orders(member, None, None, None, retention.Duties())
         return None
 
     def _begin_session(self, hello: Hello, sender: str) -> Member:
@@ -210,93 +209,23 @@ class Server:
         member = Member(hello, sender, self.next_number(), self.now + self.settings.lease_s)
         replica.members[hello.shard] = member.worker
         self.members.add(member)
+        model.sites[hello.site] += 1
+        model.retain = max(self.settings.default_retain, model.retain, hello.retain)
         self.counters["sessions"] += 1
         return member
 
     def _end_session(self, member: Member, why: str) -> None:
         model, replica = self._place(member)
-        self._close_reads(member, None)
-        model.move(member.worker, member.report.buffer, None)
+        hearing.close_reads(self, member, None)
+        model.move(member.worker, member.report, None)
         replica.lose(member.shard, why)
+        model.forget(member.worker, member.hello.site)
         self.members.remove(member.worker)
         self._dirty.pop(member.worker, None)
         if replica.is_empty:
             operations.release(model, replica.operation, replica)
             del model.replicas[replica.name]
-        self.touch_model(model)
-
-    def _take_buffer(self, member: Member, before: Report) -> None:
-        model, _ = self._place(member)
-        report, worker = member.report, member.worker
-        if report.newest is not None and model.note_exists(report.newest):
-            self.touch_model(model)
-        buffer = report.buffer
-        if type(buffer) is not type(before.buffer) or version_in(buffer) != version_in(before.buffer):
-            member.is_drained = False
-        if isinstance(buffer, Holding | Withdrawing) and not model.pin(
-            worker, buffer.version, buffer.root, report.layout
-        ):
-            self.counters["conflicting_holders"] += 1
-            buffer = Poisoned()  # not what that version is: nobody reads it here
-            report = member.report = replace(report, buffer=buffer)
-        model.move(worker, before.buffer, report.buffer)
-        if isinstance(buffer, Holding | Withdrawing) and self._exists_by(member, buffer):
-            model.note_exists(buffer.version)
-        if type(before.buffer) is not type(report.buffer) or (before.buffer != report.buffer and member.is_full):
-            self.touch_model(model)
-
-    def _exists_by(self, member: Member, buffer: Holding | Withdrawing) -> bool:
-        """This buffer shows that its version exists: it was replicated, or the whole replica has published it."""
-        _, replica = self._place(member)
-        if not buffer.published:
-            return True
-        group = [self.members.get(worker) for worker in replica.members.values()]
-        found = [m.report.buffer for m in group if m is not None and m.is_full]
-        whole = [held for held in found if version_in(held) == buffer.version]
-        return len(whole) == replica.shards
-
-    def _take_reads(self, member: Member) -> None:
-        report, worker = member.report, member.worker
-        self._close_reads(member, report.closed)
-        reading = report.reading
-        is_known = reading is None or any(read.ticket == reading.ticket for read in self.reads.of(worker))
-        if reading is not None and not is_known and self.is_recovering and reading.ticket > report.closed:
-            grant = Grant(reading.ticket, reading.version, Digest(""), reading.source, (), "granted before a restart")
-            is_void = reading.source in self.reads.readers_behind(worker) or self.reads.current(worker) is not None
-            self.reads.add(OpenRead(grant, worker, is_void))
-        number = report.operation.number if report.operation is not None else 0
-        if number != member.operation_number:
-            member.operation_number, member.failures, member.avoided = number, 0, {}
-        for failure in report.failures:
-            if failure.ticket > member.last_failed:
-                member.last_failed = failure.ticket
-                member.failures += 1
-                avoided = member.avoided.setdefault(failure.source, Avoided(0.0, 0))
-                avoided.times += 1
-                is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1
-                avoided.until = inf if is_hopeless else self.now + self.settings.avoid_s
-                self.counters["failed_reads"] += 1
-
-    def _close_reads(self, member: Member, upto: Ticket | None) -> None:
-        """The member reads no ticket up to this one any more; it counts as a holder only by its buffer."""
-        model, _ = self._place(member)
-        for read in self.reads.close(member.worker, upto):
-            self.touch(read.source)
-            record = model.versions.get(read.version)
-            still = self.reads.current(member.worker)
-            kept = (version_in(member.report.buffer), still.version if still is not None else None)
-            if record is not None and read.version not in kept:
-                record.holders.get(member.shard, {}).pop(member.worker, None)
-
-    def _take_operation(self, member: Member) -> None:
-        _, replica = self._place(member)
-        report = member.report
-        was_over = replica.operation is None or replica.operation.is_over
-        replica.note_ended(member.shard, report.ended, report.finished)
-        if report.operation is not None:
-            replica.arrive(member.shard, report.operation)
-        if not was_over or report.operation is not None:
-            self._touch_replica(replica)
+        self.touch_all(model)
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -329,7 +258,7 @@ class Server:
                 replica.ended = max(replica.ended, operation.number)
                 operations.release(model, operation, replica)
             if operation.is_over != was_over or operation.version != version:
-                self.touch_model(model) if operation.is_over else self._touch_replica(replica)
+                self.touch_model(model) if operation.is_over else self.touch_replica(replica)
         granting.decide_read(self, model, replica, member)
 
     # --- what goes out ------------------------------------------------------------------------------------------------
@@ -340,7 +269,8 @@ class Server:
         answer = replica.answer(member.shard, told) if told is not None else None
         drained = granting.drained_version(self, model, member)
         member.is_drained = drained is not None
-        orders = self._orders(member, answer, None if self.is_recovering else replica.ended, drained)
+        duties = retention.duties_of(self, model, replica, member)
+        orders = self._orders(member, answer, None if self.is_recovering else replica.ended, drained, duties)
         news = replace(orders, number=Number(0), acknowledged=0, newest=None)
         if not must_answer and news == member.sent:
             return []
@@ -348,7 +278,12 @@ class Server:
         return [(member.sender, orders)]
 
     def _orders(
-        self, member: Member, answer: Answer | None, position: int | None, drained: Version | None = None
+        self,
+        member: Member,
+        answer: Answer | None,
+        position: int | None,
+        drained: Version | None,
+        duties: retention.Duties,
     ) -> Orders:
         current = self.reads.current(member.worker)
         return Orders(
@@ -363,6 +298,7 @@ class Server:
             grant=current.grant if current is not None else None,
             drained=drained,
             newest=self.models[member.hello.model].newest,
+            **duties._asdict(),
         )
 
     # --- small things -------------------------------------------------------------------------------------------------
@@ -383,9 +319,21 @@ class Server:
     def touch(self, worker: WorkerId) -> None:
         self._dirty.setdefault(worker, False)
 
-    def _touch_replica(self, replica: Replica) -> None:
+    def touch_replica(self, replica: Replica) -> None:
         for worker in replica.members.values():
             self.touch(worker)
+
+    def touch_all(self, model: Model) -> None:
+        """Something rare happened after which any member of the model may have other duties."""
+        for replica in model.replicas.values():
+            self.touch_replica(replica)
+
+    def members_of(self, model: Model, shard: Shard) -> Iterator[Member]:
+        """Those that live of one shard, by replica."""
+        for replica in model.replicas.values():
+            member = self.members.get(replica.members[shard]) if shard in replica.members else None
+            if member is not None:
+                yield member
 
     def touch_model(self, model: Model) -> None:
         """Something changed that others of the model may be waiting for."""
@@ -395,5 +343,6 @@ class Server:
                 if member is None:
                     continue
                 is_busy = member.report.operation is not None or self.reads.load(worker) or self.reads.of(worker)
+                is_busy = is_busy or bool(member.report.copies)
                 if is_busy or isinstance(member.report.buffer, Withdrawing):
                     self.touch(worker)

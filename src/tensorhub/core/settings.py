@@ -15,6 +15,7 @@ class Settings:
     drift: float = 0.1  # a worker trusts its lease for (1 - drift) of it: clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
     most_failures: int = 8  # of one operation on one shard, before it is given up rather than tried again
+    default_retain: int = 1  # newest versions of a model that no voluntary departure may lose; 0: none
     most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", a few KiB
     most_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for
     most_models: int = 1_000  # names cost memory and come from strangers

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 from .groups import Replica
 from .membership import Member
-from .messages import PROTOCOL, Empty, Filling
+from .messages import PROTOCOL, Filling, HostCopy
 from .names import Shard
+from .open_reads import OpenRead
 from .references import Model, VersionRecord, version_in
 from .view import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
 
@@ -30,8 +31,8 @@ def _transfers(server: "Server") -> tuple[Transfer, ...]:
     found = []
     for read in server.reads.all():
         reader = server.members.get(read.reader)
-        buffer = reader.report.buffer if reader is not None else Empty()
-        done, chunks = (buffer.done, buffer.chunks) if isinstance(buffer, Filling) else (0, 0)
+        place = _filled(reader, read)
+        done, chunks = (place.done, place.chunks) if place is not None else (0, 0)
         reading = reader.report.reading if reader is not None else None
         told = reading if reading is not None and reading.ticket == read.ticket else None
         found.append(
@@ -46,6 +47,9 @@ def _transfers(server: "Server") -> tuple[Transfer, ...]:
                 chunks=chunks,
                 size_bytes=reader.report.size_bytes if reader is not None else 0,
                 reason=read.grant.reason,
+                from_host=read.grant.from_host,
+                to_host=read.grant.to_host,
+                is_far=read.grant.is_far,
                 is_void=read.is_void,
                 transport=told.transport if told is not None else "",
                 path=told.path if told is not None else "",
@@ -54,6 +58,15 @@ def _transfers(server: "Server") -> tuple[Transfer, ...]:
             )
         )
     return tuple(sorted(found, key=lambda t: (t.model, t.version, t.target, t.shard, t.ticket)))
+
+
+def _filled(reader: Member | None, read: OpenRead) -> Filling | HostCopy | None:
+    """What the read fills, as the reader last said."""
+    if reader is None:
+        return None
+    if read.grant.to_host:
+        return reader.copy(read.version)
+    return reader.report.buffer if isinstance(reader.report.buffer, Filling) else None
 
 
 def _model(server: "Server", model: Model) -> ModelView:
@@ -86,6 +99,9 @@ def _version(model: Model, record: VersionRecord, replicas: tuple[ReplicaView, .
         holders=holders,
         filling=filling,
         last_holder="" if holders else record.last_holder,
+        host_copies=tuple(r.name for r in replicas if any(record.version in worker.copies for worker in r.workers)),
+        is_retained=record.version in model.retained(),
+        far_bytes=dict(record.far_bytes),
     )
 
 
@@ -123,4 +139,8 @@ def _worker(server: "Server", member: Member) -> WorkerView:
         site=member.hello.site,
         reliable=member.hello.reliable,
         received_bytes=report.received_bytes,
+        copies=tuple(copy.version for copy in report.copies if copy.whole and not copy.leaving),
+        copies_filling=tuple(copy.version for copy in report.copies if not copy.whole),
+        copies_left=report.copies_left,
+        pins=report.pins,
     )

@@ -19,6 +19,9 @@ class Transfer(msgspec.Struct, frozen=True):
     chunks: int  # 0: not known yet
     size_bytes: int
     reason: str
+    from_host: bool = False  # out of the source's host memory rather than its tensors
+    to_host: bool = False
+    is_far: bool = False  # from another site
     is_void: bool = False  # taken back; the target has not yet confirmed that it stopped
     transport: str = ""  # as the target last said: which it uses, how, and why no better one
     path: str = ""
@@ -44,6 +47,10 @@ class WorkerView(msgspec.Struct, frozen=True):
     site: str
     reliable: bool
     received_bytes: dict[str, int]  # by source replica
+    copies: tuple[int, ...] = ()  # versions whole in its host memory
+    copies_filling: tuple[int, ...] = ()
+    copies_left: int = 0  # that its limit on host memory still allows
+    pins: tuple[int, ...] = ()
 
 
 class OperationView(msgspec.Struct, frozen=True):
@@ -75,6 +82,9 @@ class VersionView(msgspec.Struct, frozen=True):
     holders: tuple[str, ...]  # replicas that hold all their shards of it
     filling: tuple[str, ...]
     last_holder: str = ""  # where nobody holds it any more
+    host_copies: tuple[str, ...] = ()  # replicas that have a whole copy of some shard in host memory
+    is_retained: bool = False  # among the newest to be kept, or pinned
+    far_bytes: dict[str, int] = {}  # by site: what came into it from other sites, as far as this server has heard
 
 
 class ModelView(msgspec.Struct, frozen=True):

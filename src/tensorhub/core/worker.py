@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import assert_never
 
-from . import events
-from .calls import FILLS, Call, deadline_failure, why_not_begin
+from . import events, worker_calls
+from .calls import FILLS, Call, deadline_failure
 from .errors import InvariantViolation
 from .invariants import worker_contradiction
 from .messages import (
@@ -28,6 +28,7 @@ from .messages import (
     Empty,
     Failure,
     Filling,
+    Grant,
     Holding,
     Orders,
     Poisoned,
@@ -40,6 +41,7 @@ from .messages import (
 from .names import Digest, Number, Version, WorkerId
 from .read_slot import ReadSlot
 from .reports import ReportBook
+from .shelf import Shelf
 
 
 @dataclass
@@ -56,35 +58,38 @@ class Worker:
     connected: bool = False
     refusal: Refusal | None = None
     received_bytes: dict[str, int] = field(default_factory=dict)
+    far_bytes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slot = ReadSlot(self.me)
+        self.shelf = Shelf()
         self.serving: Version | None = None  # an export of this version exists
         self.is_stopping_serving = False
-        self._withdrawn_in = 0  # the report that first said so
-        self._ended, self._finished = 0, 0
-        self._position: int | None = None
-        self._failures: list[TicketFailure] = []
-        self._closing: Call | None = None
-        self._leaving_in = 0
-        self._has_left = False
-        self._book = ReportBook()
+        self.withdrawn_in = 0  # the report that first said so
+        self.ended, self.finished = 0, 0
+        self.position: int | None = None
+        self.failures: list[TicketFailure] = []
+        self.closing: Call | None = None
+        self.is_hurried = False  # half of the time to leave is over
+        self.leaving_in = 0
+        self.has_left = False
+        self.book = ReportBook()
         self._is_urgent = False
-        self._effects: list[events.Effect] = []
+        self.effects: list[events.Effect] = []
         self._story: deque[tuple[float, str]] = deque(maxlen=200)
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event, *, now: float) -> list[events.Effect]:
         """Take in one event; return what is to be done, in order. `now` never goes back."""
-        self._effects = []
+        self.effects = []
         self._is_urgent |= self.slot.lapse(now)
         match event:
             case events.Connected():
                 self.connected, self.refusal = True, None
-                self._book.repeat()
+                self.book.repeat()
                 if self.layout is not None:
-                    self._effects.append(events.Send(self.layout.layout))
+                    self.effects.append(events.Send(self.layout.layout))
             case events.Disconnected():
                 self.connected = False
             case events.Received(message=message):
@@ -95,10 +100,10 @@ class Worker:
             case events.Registered():
                 self._register(event)
             case events.Called():
-                self._take_call(event, now)
+                worker_calls.take(self, event, now)
             case events.Cancelled():
                 if self.call is not None:
-                    self._end_call(well=False, now=now)
+                    worker_calls.end(self, well=False, now=now)
             case events.Closing(deadline=deadline):
                 self._begin_closing(deadline, now)
             case events.ReadAdvanced():
@@ -109,13 +114,23 @@ class Worker:
                 self._read_ended(event, now)
             case events.ServingStopped(version=version):
                 self._serving_stopped(version, now)
+            case events.CopiedOut(version=version, failure=failure):
+                self.shelf.copied_out(version, failure)
+                self.note(now, f"offload of version {version} ended: {failure.message if failure else 'done'}")
+            case events.CopiedIn(version=version, failure=failure):
+                self._copied_in(version, failure, now)
+            case events.CopyDropped(version=version):
+                self.shelf.dropped(version)
+                self.note(now, f"host copy of version {version} dropped")
+            case events.Wished(prefetch=prefetch, pins=pins):
+                self.shelf.prefetch, self.shelf.pins = prefetch, pins
             case events.Tick():
                 pass
             case _:
                 assert_never(event)
         self._advance(now)
         self._report(now)
-        return self._effects
+        return self.effects
 
     def next_deadline(self) -> float:
         """When to call `handle(events.Tick())` if nothing else happens before."""
@@ -124,12 +139,14 @@ class Worker:
             times.append(self.call.deadline)
             if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient:
                 times.append(self.call.impatient_at)
-        if self._closing is not None and not self._has_left:
-            times.append(self._closing.deadline)
+        if self.closing is not None and not self.has_left:
+            times.append(self.closing.deadline)
+            if not self.is_hurried:
+                times.append(self.closing.impatient_at)
         if self.reading is not None and not self.slot.is_stopping:
             times.append(self.slot.trust_until)
         if self.connected:
-            times.append(self._book.next_at)
+            times.append(self.book.next_at)
         return min(times)
 
     # --- what others ask ----------------------------------------------------------------------------------------------
@@ -152,7 +169,7 @@ class Worker:
     @property
     def may_register(self) -> bool:
         """Other tensors may be registered: nobody reads or writes the present ones."""
-        is_idle = self.call is None and self.reading is None and self.serving is None
+        is_idle = self.call is None and self.is_untouched
         return is_idle and isinstance(self.buffer, Empty | Poisoned)
 
     def story(self) -> list[tuple[float, str]]:
@@ -160,7 +177,7 @@ class Worker:
         return list(self._story)
 
     def statistics(self) -> dict[str, int]:
-        return {**self._book.statistics(), "received_bytes": sum(self.received_bytes.values())}
+        return {**self.book.statistics(), "received_bytes": sum(self.received_bytes.values())}
 
     def check_invariants(self) -> None:
         """Raise `InvariantViolation` if this machine contradicts itself."""
@@ -175,29 +192,30 @@ class Worker:
             return  # late or repeated: a newer truth is known
         self.seen = orders.number
         self.session = orders.session
-        self._book.every_s = orders.report_s
-        self._position = orders.position
-        sent_at = self._book.acknowledge(orders.acknowledged)
+        self.book.every_s = orders.report_s
+        self.position = orders.position
+        sent_at = self.book.acknowledge(orders.acknowledged)
         if sent_at is not None:
             self.slot.extend_trust(sent_at + orders.trust_s)
         self.slot.take_grant(orders.grant)
-        self._note_newest(orders.newest)
+        self.shelf.take(orders)
+        self.note_newest(orders.newest)
         call = self.call
         if call is not None and call.take(orders.answer):
             if call.verb in FILLS:  # a version that is being published may yet fail to come into being
-                self._note_newest(call.resolved)
-            self._note(now, f"{call} is version {call.resolved}")
-        is_answer_to_withdrawal = orders.acknowledged >= self._withdrawn_in > 0
+                self.note_newest(call.resolved)
+            self.note(now, f"{call} is version {call.resolved}")
+        is_answer_to_withdrawal = orders.acknowledged >= self.withdrawn_in > 0
         is_going = isinstance(self.buffer, Withdrawing | Poisoned) and orders.drained == self.buffer.version
-        if is_going and is_answer_to_withdrawal:
-            self._stop_serving(now)
-        if self._leaving_in and orders.acknowledged >= self._leaving_in:
-            self._leave(drained=True)
+        if is_going and is_answer_to_withdrawal and self.shelf.copying is None:  # else it is said again afterwards
+            self.stop_serving(now)
+        if self.leaving_in and orders.acknowledged >= self.leaving_in:
+            self.leave(drained=True)
 
     def _take_refusal(self, refusal: Refusal, now: float) -> None:
         self.refusal = refusal
         if refusal.retry_s <= 0 and self.call is not None:
-            self._fail_call(Failure(refusal.code, refusal.message, refusal.hint), now)
+            worker_calls.fail(self, Failure(refusal.code, refusal.message, refusal.hint), now)
 
     # --- from the caller ----------------------------------------------------------------------------------------------
 
@@ -206,166 +224,141 @@ class Worker:
             raise InvariantViolation(f"{self.me} was given other tensors while {self.buffer}")
         self.layout = event
         self.buffer = Empty()
+        self.shelf.resize(event.most_copies)
         if self.connected:
-            self._effects.append(events.Send(event.layout))
-
-    def _take_call(self, event: events.Called, now: float) -> None:
-        wrong = why_not_begin(self, event)
-        if wrong is not None:
-            self._effects.append(events.Finished(0, error=wrong))
-            return
-        self.call = Call(event.verb, event.spec, event.root, now, event.deadline)
-        self._failures = []
-        self._note(now, f"called {event.verb} {event.spec}")
+            self.effects.append(events.Send(event.layout))
 
     @property
     def is_closing(self) -> bool:
-        return self._closing is not None
+        return self.closing is not None
 
     def _begin_closing(self, deadline: float, now: float) -> None:
-        if self._closing is None:
-            self._closing = Call("close", "", Digest(""), now, deadline)
+        if self.closing is None:
+            self.closing = Call("close", "", Digest(""), now, deadline)
             if self.call is not None:
-                self._fail_call(Failure("closed", f"{self.me} was closed during {self.call.verb}"), now)
+                worker_calls.fail(self, Failure("closed", f"{self.me} was closed during {self.call.verb}"), now)
 
     # --- from the data plane ------------------------------------------------------------------------------------------
 
     def _read_advanced(self, event: events.ReadAdvanced) -> None:
-        is_ours = self.reading is not None and self.reading.ticket == event.ticket
-        if is_ours and isinstance(self.buffer, Filling):
+        reading = self.reading
+        if reading is None or reading.ticket != event.ticket:
+            return
+        if reading.to_host:
+            self.shelf.advanced(reading.version, event.done, event.chunks)
+        elif isinstance(self.buffer, Filling):
             self.buffer = Filling(self.buffer.version, max(self.buffer.done, event.done), event.chunks)
 
     def _read_ended(self, event: events.ReadEnded, now: float) -> None:
         reading, by_itself = self.slot.ended(event.ticket)
-        if event.complete and isinstance(self.buffer, Filling) and self.buffer.version == reading.version:
+        if event.complete and reading.to_host:
+            self.shelf.filled(reading.version)
+            self.note(now, f"has a host copy of version {reading.version}, last chunk from {reading.source}")
+        elif event.complete and isinstance(self.buffer, Filling) and self.buffer.version == reading.version:
             self.buffer = Holding(reading.version, self.slot.root)
-            self._note(now, f"holds version {reading.version}, last chunk from {reading.source}")
+            self.note(now, f"holds version {reading.version}, last chunk from {reading.source}")
         elif event.failure is not None and by_itself:
             told = TicketFailure(event.ticket, reading.source, event.failure.code, event.failure.message[:500])
-            self._failures = [*self._failures, told][-MOST_FAILURES:]
-            self._note(now, f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
+            self.failures = [*self.failures, told][-MOST_FAILURES:]
+            self.note(now, f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
 
     def _serving_stopped(self, version: Version, now: float) -> None:
         if not self.is_stopping_serving or self.serving != version:
             raise InvariantViolation(f"{self.me}: serving {version} stopped, but it serves {self.serving}")
-        self.serving, self.is_stopping_serving, self._withdrawn_in = None, False, 0
+        self.serving, self.is_stopping_serving, self.withdrawn_in = None, False, 0
         self.buffer = Poisoned() if isinstance(self.buffer, Poisoned) else Empty()
-        self._note(now, f"version {version} withdrawn")
+        self.note(now, f"version {version} withdrawn")
+
+    def _copied_in(self, version: Version, failure: Failure | None, now: float) -> None:
+        root = self.shelf.copied_in(version, failure)
+        if root is not None and isinstance(self.buffer, Filling) and self.buffer.version == version:
+            self.buffer = Holding(version, root)
+            self.serving = version
+            self.effects.append(events.StartServing(version, root))
+            self.note(now, f"holds version {version}, from its host copy")
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         """Take every step that how things are now allows."""
-        self._advance_closing(now)
+        worker_calls.advance_closing(self, now)
         call = self.call
-        if call is not None and call.number is None and (self._ended or self._position is not None):
-            call.number = max(self._ended, self._position or 0) + 1
+        if call is not None and call.number is None and (self.ended or self.position is not None):
+            call.number = max(self.ended, self.position or 0) + 1
         if call is not None and call.answer is not None and call.answer.error is not None:
-            self._fail_call(call.answer.error, now)
+            worker_calls.fail(self, call.answer.error, now)
         elif call is not None and call.answer is not None and call.answer.finished:
-            self._end_call(well=True, now=now)
+            worker_calls.end(self, well=True, now=now)
         elif call is not None and now >= call.deadline:
-            self._fail_call(deadline_failure(self, call), now)
+            worker_calls.fail(self, deadline_failure(self, call), now)
         elif call is not None:
-            self._advance_call(call, now)
+            worker_calls.advance(self, call, now)
         self._advance_read(now)
-
-    def _advance_call(self, call: Call, now: float) -> None:
-        if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient and now >= call.impatient_at:
-            self._withdraw(impatient=True, now=now)
-        match self.buffer:
-            case Holding(version=version) if call.verb == "unpublish" and call.number is not None:
-                self._withdraw(impatient=False, now=now)
-            case Holding(version=version) if call.verb in FILLS and call.resolved not in (None, version):
-                self._withdraw(impatient=False, now=now)
-            case Empty() if call.verb == "publish" and call.resolved is not None and self._is_untouched:
-                self.buffer = Holding(call.resolved, call.root, published=True)
-                self.serving = call.resolved
-                self._effects.append(events.StartServing(call.resolved, call.root))
-                self._note(now, f"published version {call.resolved}")
-            case Empty() | Poisoned() if call.verb in FILLS and call.resolved is not None and self._is_untouched:
-                self.buffer = Filling(call.resolved)
+        self._advance_copies(now)
 
     @property
-    def _is_untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Nobody reads or writes the buffer."""
-        return self.reading is None and self.serving is None
+        is_written = self.reading is not None and not self.reading.to_host
+        return not is_written and self.serving is None and self.shelf.copying is None
+
+    def _is_wanted(self, grant: Grant | None) -> bool:
+        """What is granted can be read now, or is being read."""
+        call = self.call
+        if grant is None:
+            return False
+        if grant.to_host:
+            return self.shelf.may_fetch(grant.version, call.resolved if call is not None else None)
+        is_filling = isinstance(self.buffer, Filling) and self.buffer.version == grant.version
+        return is_filling and call is not None and self.shelf.copying is None
 
     def _advance_read(self, now: float) -> None:
         slot, call = self.slot, self.call
-        wanted = self.buffer.version if isinstance(self.buffer, Filling) and call is not None else None
-        is_wanted = slot.grant is not None and slot.grant.version == wanted
+        is_wanted = self._is_wanted(slot.grant)
         may_be_wanted = call is not None and call.verb in FILLS and not isinstance(self.buffer, Holding)
-        if slot.grant is not None and not is_wanted and not may_be_wanted:
+        if slot.grant is not None and not is_wanted and not (may_be_wanted and not slot.grant.to_host):
             slot.grant, self._is_urgent = None, True  # so that its source need not wait for us
-        slot.stop_unless_granted(wanted)
-        if slot.may_start(wanted, now) and not self.is_stopping_serving:
+        slot.stop_unless_granted(is_wanted=is_wanted)
+        is_free = not self.is_stopping_serving or (slot.grant is not None and slot.grant.to_host)
+        if slot.may_start(is_wanted=is_wanted, now=now) and is_free:
             grant = slot.start()
-            self.serving = grant.version
-            self._note(now, f"reads {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}")
+            if grant.to_host:
+                self.shelf.begun(grant.version, grant.root)
+            else:
+                self.serving = grant.version
+            self.note(now, f"reads {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}")
         for effect in slot.effects:
             if isinstance(effect, events.StopRead):
-                self._note(now, f"stops ticket {effect.ticket}: {slot.stop_reason}")
-        self._effects += slot.take_effects()
+                self.note(now, f"stops ticket {effect.ticket}: {slot.stop_reason}")
+        self.effects += slot.take_effects()
 
-    def _stop_serving(self, now: float) -> None:
+    def _advance_copies(self, now: float) -> None:
+        """Offload, fill from a host copy, and drop what was told to go."""
+        step: events.Effect | None = None
+        if isinstance(self.buffer, Withdrawing) and not self.is_stopping_serving:
+            step = self.shelf.copy_out(self.buffer)
+        elif isinstance(self.buffer, Filling) and self.call is not None and self.is_untouched:
+            step = self.shelf.copy_in(self.buffer.version) if self.reading is None else None
+        if step is not None:
+            self.note(now, f"begins: {step}")
+            self.effects.append(step)
+        self.effects += self.shelf.drops(self.reading)
+
+    def stop_serving(self, now: float) -> None:
         if self.serving is not None and not self.is_stopping_serving:
             self.is_stopping_serving = True
-            self._effects.append(events.StopServing(self.serving))
+            self.effects.append(events.StopServing(self.serving))
 
-    def _withdraw(self, *, impatient: bool, now: float) -> None:
-        assert isinstance(self.buffer, Holding | Withdrawing)
-        if isinstance(self.buffer, Holding):
-            self._withdrawn_in = self._book.number + 1
-        self.buffer = Withdrawing(self.buffer.version, self.buffer.root, self.buffer.published, impatient)
-        self._note(now, f"withdraws version {self.buffer.version}" + (", impatient" if impatient else ""))
+    @property
+    def is_gone(self) -> bool:
+        """Nothing is held here any more, and nobody reads or writes here."""
+        is_empty = isinstance(self.buffer, Empty | Poisoned) and not self.shelf.copies
+        return is_empty and self.is_untouched and self.reading is None
 
-    def _fail_call(self, failure: Failure, now: float) -> None:
-        call = self.call
-        assert call is not None
-        self._note(now, f"{call.verb} {call.spec} failed: {failure.code}: {failure.message}")
-        self._effects.append(events.Finished(call.number or 0, error=failure))
-        self._end_call(well=False, now=now)
-
-    def _end_call(self, *, well: bool, now: float) -> None:
-        call = self.call
-        assert call is not None
-        self.call, self._failures = None, []
-        if call.number is not None:
-            self._ended = call.number
-            self._finished = call.number if well else self._finished
-        if well:
-            self._effects.append(events.Finished(call.number or 0, version=self.held))
-            self._note_newest(self.held)
-            return
-        if isinstance(self.buffer, Filling):
-            self.buffer = Poisoned(self.serving)
-            self._withdrawn_in = self._book.number + 1 if self.serving is not None else 0
-            self.slot.grant = None
-            self.slot.stop("the call failed")
-        elif isinstance(self.buffer, Withdrawing) and not self.is_stopping_serving and self._closing is None:
-            self.buffer = Holding(self.buffer.version, self.buffer.root, self.buffer.published)
-            self._withdrawn_in = 0
-
-    def _advance_closing(self, now: float) -> None:
-        closing = self._closing
-        if closing is None or self._has_left:
-            return
-        if isinstance(self.buffer, Holding):
-            self._withdraw(impatient=False, now=now)
-        if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient and now >= closing.impatient_at:
-            self._withdraw(impatient=True, now=now)
-        if now >= closing.deadline or not self.connected:
-            self.slot.stop("closing")
-            self._stop_serving(now)
-            self._leave(drained=not isinstance(self.buffer, Withdrawing))
-        elif isinstance(self.buffer, Empty | Poisoned) and self._is_untouched and not self._leaving_in:
-            self._leaving_in = self._book.number + 1
-
-    def _leave(self, *, drained: bool) -> None:
-        if not self._has_left:
-            self._has_left = True
-            self._effects.append(events.Left(drained))
+    def leave(self, *, drained: bool) -> None:
+        if not self.has_left:
+            self.has_left = True
+            self.effects.append(events.Left(drained))
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -378,22 +371,29 @@ class Worker:
             layout=self.layout.digest if self.layout else Digest(""),
             size_bytes=self.layout.size_bytes if self.layout else 0,
             operation=self.call.told() if self.call is not None else None,
-            ended=self._ended,
-            finished=self._finished,
+            ended=self.ended,
+            finished=self.finished,
             reading=self.reading,
             closed=self.slot.raise_watermark(self.seen),
             newest=self.newest,
-            failures=tuple(self._failures),
+            failures=tuple(self.failures),
             received_bytes=self.received_bytes,
-            leaving=self._leaving_in > 0,
+            far_bytes=self.far_bytes,
+            copies=self.shelf.told(),
+            copies_left=self.shelf.left,
+            copy_error=self.shelf.error,
+            pins=self.shelf.pins,
+            prefetch=self.shelf.prefetch,
+            closing=self.closing is not None,
+            leaving=self.leaving_in > 0,
         )
-        if self.connected and (self._is_urgent or self._book.is_due(report, now=now)):
+        if self.connected and (self._is_urgent or self.book.is_due(report, now=now)):
             self._is_urgent = False
-            self._effects.append(events.Send(self._book.sent(report, now=now)))
+            self.effects.append(events.Send(self.book.sent(report, now=now)))
 
-    def _note_newest(self, version: Version | None) -> None:
+    def note_newest(self, version: Version | None) -> None:
         if version is not None:
             self.newest = version if self.newest is None else max(self.newest, version)
 
-    def _note(self, now: float, what: str) -> None:
+    def note(self, now: float, what: str) -> None:
         self._story.append((now, what))

@@ -93,7 +93,7 @@ class App:
         return len(outcomes) == self.cluster.weather.shards and all(o.error is None for o in outcomes.values())
 
     def timeout_s(self) -> float:
-        if self.is_calm:
+        if self.is_calm or self.cluster.weather.is_fair:
             return self.cluster.weather.settings.lease_s * 3 + 3
         return self.world.chance.choice((0.5, 2.0, 5.0, 12.0))
 
@@ -131,6 +131,7 @@ class TrainerApp(App):
             self.version += 1
             self.number = self.version
         self._content += 1
+        self._pin()
         for process in self.shards.values():
             if process.worker.held is not None:  # an unpublish failed here: the memory may not be changed
                 self.phase = "unpublish"
@@ -143,6 +144,13 @@ class TrainerApp(App):
                 process.write(chunk, value)
         self.call_all("publish", self.number, self.timeout_s(), roots)
 
+    def _pin(self) -> None:
+        """Keep the version published last, for a while; or let go of what is kept."""
+        is_wanted = not self.is_calm and self.published is not None and self.world.happens(self.cluster.weather.pins)
+        pins = (self.published,) if is_wanted and self.published is not None else ()
+        for process in list(self.shards.values()):
+            process.wish(None, pins)
+
     def _content_of(self, shard: int, content: int) -> Digest:
         first = (content * 100 + shard) * 1000
         values = tuple(first + chunk + 1 for chunk in range(self.cluster.weather.chunks))
@@ -152,6 +160,9 @@ class TrainerApp(App):
 
     def ended(self, outcomes: Outcomes) -> None:
         is_good = self.succeeded(outcomes)
+        if any(o.error is not None and o.error.code == "host-memory-full" for o in outcomes.values()):
+            for process in list(self.shards.values()):
+                process.wish(None, ())  # as the error's hint says
         if self.phase == "publish":
             if is_good:
                 self.published = Version(self.number)
@@ -192,9 +203,12 @@ class RolloutApp(App):
         if self.succeeded(outcomes):
             self.has = outcomes[0].version
             rest = self.world.chance.uniform(0, 1.5)
+            wish = "latest" if not self.is_settling and self.world.happens(0.3) else None
+            for process in list(self.shards.values()):
+                process.wish(wish, ())
         else:
             rest = self.world.chance.uniform(0.05, 0.6)
-        if not self.is_calm and self.world.happens(0.03) and self.shards:
+        if not self.is_calm and not self.cluster.weather.is_fair and self.world.happens(0.03) and self.shards:
             leaver = self.world.chance.choice(list(self.shards.values()))
             leaver.close(self.world.chance.choice((0.5, 3.0)))
         self.world.after(rest, self.next_step)

@@ -26,6 +26,7 @@ class Cluster:
         self.control.after_event = self.oracles.after_event
         self.workers: dict[WorkerId, Process] = {}
         self.lives: dict[WorkerId, int] = {}
+        self.places: dict[tuple[str, str], tuple[str, bool]] = {}
         self.apps: list[App] = []
         self.is_stormy = True
         self.world.note("weather", str(self.weather))
@@ -36,13 +37,21 @@ class Cluster:
         me = WorkerId(ModelName(model), ReplicaName(replica), Shard(shard))
         self.lives[me] = self.lives.get(me, 0) + 1
         self.world.note(me, f"starts, life {self.lives[me]}")
-        process = Process(self, me, self.lives[me], self.weather.shards)
+        place = self.places.setdefault((model, replica), self._place(replica))
+        process = Process(self, me, self.lives[me], *place)
         self.workers[me] = process
         return process
+
+    def _place(self, replica: str) -> tuple[str, bool]:
+        """The site of a replica, and whether it is reliable."""
+        if replica == "trainer":
+            return "site-0", True
+        return f"site-{self.world.chance.randrange(self.weather.sites)}", not self.world.happens(self.weather.spot)
 
     def kill(self, process: Process) -> None:
         if process.is_alive:
             process.is_alive = False
+            self.oracles.retention.died(process)
             self.world.note(process.name, "is dead")
             self.control.lose(process)
             if self.workers.get(process.me) is process:

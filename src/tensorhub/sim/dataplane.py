@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .process import Process
 
+EXPECT_S = 0.5  # a source is asked again for so long for what it does not serve yet
+
 
 class SimRead:
     """One read, chunk after chunk."""
@@ -27,9 +29,12 @@ class SimRead:
         source = plane.cluster.living(grant.source)
         is_same_life = source is not None and source.hello.endpoints == grant.endpoints
         self.source = source if is_same_life else None
+        self.target = reader.host.place(grant.version) if grant.to_host else reader.buffer
+        self.began = plane.world.now
         self.is_stopped = False
         self.is_ended = False
         self.limit = 0  # chunks that the source has told of
+        self.memory: list[int] = []  # of the source, wherever that is
         plane.world.after(plane.pace(), self._begin)
 
     def stop(self) -> None:
@@ -39,7 +44,10 @@ class SimRead:
         if not self._goes_on():
             return
         source = self.source
-        if source is None or not source.serves(self.grant.version):
+        if source is None or source.place(self.grant.version, on_host=self.grant.from_host) is None:
+            if source is not None and self.plane.world.now < self.began + EXPECT_S:
+                self.plane.world.after(self.plane.pace(), self._begin)  # it was granted, and is about to begin itself
+                return
             self._end(Failure("source-lost", f"{self.grant.source} does not serve version {self.grant.version}"))
             return
         self._fetch()
@@ -64,20 +72,22 @@ class SimRead:
     def _fetch(self) -> None:
         if not self._goes_on():
             return
-        source, chunk = self.source, self.reader.done
+        source, chunk = self.source, self.target.done
         assert source is not None
         if chunk >= len(self.reader.memory):
             self._end(None)
             return
-        if source.serves(self.grant.version):
-            self.limit = source.available(self.grant.version)
+        place = source.place(self.grant.version, on_host=self.grant.from_host)
+        if place is not None:
+            self.limit, self.memory = place.available(self.grant.version), place.memory
         elif not self.plane.weather.is_one_sided or self.limit <= chunk:
             self._end(Failure("source-lost", f"{self.grant.source} withdrew version {self.grant.version}"))
             return
         if self.limit <= chunk:
             self.plane.world.after(self.plane.pace(), self._fetch)  # it is filling itself
             return
-        value = source.memory[chunk]
+        value = self.memory[chunk]
+        self.plane.cluster.oracles.sent(source, self, chunk)
         if self.plane.is_stormy and self.plane.world.happens(self.plane.weather.corruption):
             value = -abs(value) - 7
         source.sent += 1
@@ -87,7 +97,10 @@ class SimRead:
         reader = self.reader
         if not reader.is_alive or self.is_ended:
             return
-        reader.write(chunk, value)
+        if self.grant.to_host:
+            self.target.memory[chunk] = value
+        else:
+            reader.write(chunk, value)
         if self.is_stopped:
             self._end(None)
         elif reader.now >= reader.trust_until:

@@ -11,6 +11,7 @@ from ..core.messages import Filling, Holding, Withdrawing
 from ..core.names import ModelName, Shard, Version
 from .apps import App, Outcomes, RolloutApp, TrainerApp
 from .dataplane import SimRead
+from .retention_oracle import RetentionOracle
 from .world import OracleViolation
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ HONEST_SPLITS = (
     "version-unavailable",
     "server-unreachable",
     "group-incomplete",
+    "host-memory-full",
     "unavailable",
 )
 
@@ -37,8 +39,9 @@ class Oracles:
         self.existed: dict[tuple[ModelName, Version, Shard], str] = {}
         self.newest_of_server: tuple[int, dict[ModelName, Version]] = (0, {})
         self.calls: dict[str, tuple[str, int | str, Version | None, Version | None]] = {}
+        self.retention = RetentionOracle(cluster, self.broken)
 
-    def _broken(self, promise: str, what: str) -> None:
+    def broken(self, promise: str, what: str) -> None:
         self.cluster.world.note("oracle", f"{promise} broken: {what}")
         raise OracleViolation(f"{promise} broken at {self.cluster.world.now:.4f}: {what}")
 
@@ -52,7 +55,7 @@ class Oracles:
             self._ask(server.check_invariants)
         for process in self.cluster.workers.values():
             if process.called_until is not None and process.now > process.called_until + LATE_S:
-                self._broken(
+                self.broken(
                     "G7 nothing waits forever",
                     f"{process.name} still waits {process.now - process.called_until} s late",
                 )
@@ -62,7 +65,7 @@ class Oracles:
         try:
             check()
         except InvariantViolation as error:
-            self._broken("invariant", str(error))
+            self.broken("invariant", str(error))
 
     def _latest_rises(self) -> None:
         control = self.cluster.control
@@ -74,7 +77,7 @@ class Oracles:
         for model in control.server.models.values():
             if model.newest is not None:
                 if model.newest < seen.get(model.name, model.newest):
-                    self._broken(
+                    self.broken(
                         "G3 monotonic", f"latest of {model.name} fell from {seen[model.name]} to {model.newest}"
                     )
                 seen[model.name] = model.newest
@@ -87,37 +90,41 @@ class Oracles:
         if isinstance(buffer, Holding | Withdrawing):
             expected = self.cluster.data.contents[buffer.root][chunk]
             if process.memory[chunk] != expected:
-                self._broken(
+                self.broken(
                     "G1 immutable", f"{process.name} holds {buffer.version}, and its chunk {chunk} was overwritten"
                 )
 
     def accepted(self, process: "Process", read: SimRead, chunk: int) -> None:
         expected = self.cluster.data.contents[read.grant.root][chunk]
-        if process.memory[chunk] != expected:
-            self._broken(
+        if read.target.memory[chunk] != expected:
+            self.broken(
                 "G4 no torn read",
                 f"{process.name} accepted chunk {chunk} of {read.grant.version}, which is not as published",
             )
 
-    def serving_stops(self, source: "Process", version: Version) -> None:
+    def serving_stops(self, source: "Process", version: Version, *, from_host: bool = False) -> None:
         """From now on the source may change its memory, so nobody may still be able to accept a byte of it."""
         if not source.worker.is_closing:  # who leaves without the server's word takes the memory along
-            self._nobody_reads(source, version, f"was told drained({version})")
+            what = f"released {version}" if from_host else f"was told drained({version})"
+            self._nobody_reads(source, version, what, from_host=from_host)
+        self.retention.leaves(source, version, from_host=from_host)
 
     def begins_to_change(self, source: "Process", version: Version) -> None:
         """The source is about to be filled with this version; those behind it already wait for that."""
         for old in range(version):
             self._nobody_reads(source, Version(old), f"begins to fill with {version}")
 
-    def _nobody_reads(self, source: "Process", version: Version, what: str) -> None:
+    def _nobody_reads(self, source: "Process", version: Version, what: str, *, from_host: bool = False) -> None:
         if not self.cluster.weather.is_one_sided:
             return  # the source cuts them off itself; `accepted` watches what they take
         for reader in self.cluster.workers.values():
             read = reader.read
             if read is None or read.source is not source or read.grant.version != version:
                 continue
+            if read.grant.from_host != from_host:
+                continue
             if not read.is_stopped and not read.is_ended and reader.now < reader.trust_until:
-                self._broken("G1/G5 drained", f"{source.name} {what} while {reader.name} reads {version} from it")
+                self.broken("G1/G5 drained", f"{source.name} {what} while {reader.name} reads {version} from it")
 
     def _check_holder(self, process: "Process") -> None:
         buffer = process.worker.buffer
@@ -125,14 +132,25 @@ class Oracles:
             return
         expected = self.cluster.data.contents[buffer.root]
         if tuple(process.memory) != expected:
-            self._broken(
+            self.broken(
                 "G8 never run early", f"{process.name} holds {buffer.version}, but its memory is another content"
             )
         for other in self.cluster.workers.values():
             theirs, same = other.worker.buffer, (other.me.model, other.me.shard) == (process.me.model, process.me.shard)
             if same and isinstance(theirs, Holding) and theirs.version == buffer.version and theirs.root != buffer.root:
                 contents = f"{buffer.root} and as {theirs.root}"
-                self._broken("G1 immutable", f"{process.name} and {other.name} hold {buffer.version}, as {contents}")
+                self.broken("G1 immutable", f"{process.name} and {other.name} hold {buffer.version}, as {contents}")
+
+    def copy_is_whole(self, process: "Process", version: Version) -> None:
+        """It counts as a reference from now on."""
+        copy = process.worker.shelf.copies[version]
+        if tuple(process.host.places[version].memory) != self.cluster.data.contents[copy.root]:
+            self.broken("G1 immutable", f"the host copy of {version} at {process.name} is another content")
+
+    def sent(self, source: "Process", read: SimRead, chunk: int) -> None:
+        """A chunk goes over the wire."""
+        if source.hello.site != read.reader.hello.site and self.cluster.weather.is_fair:
+            self.retention.crosses(source, read, chunk)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -164,11 +182,9 @@ class Oracles:
         if good and codes:
             dishonest = [code for code in codes if code not in HONEST_SPLITS]
             if dishonest:
-                self._broken(
-                    "G2 all or none", f"{name} succeeded on {list(good)} and failed elsewhere with {dishonest}"
-                )
+                self.broken("G2 all or none", f"{name} succeeded on {list(good)} and failed elsewhere with {dishonest}")
         if good and len(dict.fromkeys(good.values())) > 1:
-            self._broken("G2 one version", f"{name} gave {good}")
+            self.broken("G2 one version", f"{name} gave {good}")
         if not good or verb == "unpublish":
             return
         for shard in good:
@@ -177,9 +193,9 @@ class Oracles:
                 self._check_holder(process)
         version = next(iter(good.values()))
         if isinstance(spec, str) and spec == "latest" and known is not None and version is not None and version < known:
-            self._broken("G3 monotonic", f"{name} gave {version} after {known} had been seen")
+            self.broken("G3 monotonic", f"{name} gave {version} after {known} had been seen")
         if isinstance(spec, int) and verb in ("publish", "replicate") and version != spec:
-            self._broken("G2 one version", f"{name} gave {version}")
+            self.broken("G2 one version", f"{name} gave {version}")
         if verb == "publish":
             self._published(app, Version(int(spec)), len(good) == self.cluster.weather.shards)
 
@@ -191,7 +207,7 @@ class Oracles:
                 former, self.existed[key] = self.existed.get(key, buffer.root), buffer.root
                 known = self._told_the_server(process.me.model)
                 if former != buffer.root and known is not None and known >= version:
-                    self._broken("G3 version conflict", f"{key} was published as {former} and as {buffer.root}")
+                    self.broken("G3 version conflict", f"{key} was published as {former} and as {buffer.root}")
 
     def first_success(self, process: "Process", number: int, version: Version) -> None:
         """G8: when the first shard's call returns, every shard that lives holds the version."""
@@ -199,7 +215,7 @@ class Oracles:
             same = other.me.model == process.me.model and other.me.replica == process.me.replica
             call = other.worker.call
             if same and call is not None and call.number == number and other.worker.held != version:
-                self._broken(
+                self.broken(
                     "G8 never run early", f"{process.name} returned {version}, {other.name} holds {other.worker.held}"
                 )
 
@@ -211,20 +227,21 @@ class Oracles:
         assert server is not None
         for app in self.cluster.apps:
             if isinstance(app, TrainerApp) and app.published is None:
-                self._broken("progress", f"{app.model}/{app.replica} never published anything")
+                self.broken("progress", f"{app.model}/{app.replica} never published anything")
         for app in self.cluster.apps:
             newest = next(a.published for a in self.cluster.apps if isinstance(a, TrainerApp) and a.model == app.model)
             if isinstance(app, RolloutApp) and app.has != newest:
-                self._broken("progress", f"{app.model}/{app.replica} has version {app.has}, the latest is {newest}")
+                self.broken("progress", f"{app.model}/{app.replica} has version {app.has}, the latest is {newest}")
             for process in app.shards.values():
                 self._check_holder(process)
+        self.retention.at_the_end()
         for read in server.reads.all():
             reader = self.cluster.living(read.reader)
             if reader is None or not isinstance(reader.worker.buffer, Filling):
-                self._broken("leak", f"ticket {read.ticket} of {read.reader} is open for ever")
+                self.broken("leak", f"ticket {read.ticket} of {read.reader} is open for ever")
         for model in server.models.values():
             for record in model.versions.values():
                 for holders in record.holders.values():
                     for worker in holders:
                         if self.cluster.living(worker) is None:
-                            self._broken("leak", f"{worker} is dead and still counts as a holder of {record.version}")
+                            self.broken("leak", f"{worker} is dead and still counts as a holder of {record.version}")

@@ -7,7 +7,10 @@ from ..core.events import (
     Called,
     Closing,
     Connected,
+    CopyIn,
+    CopyOut,
     Disconnected,
+    DropCopy,
     Effect,
     Event,
     Finished,
@@ -24,12 +27,14 @@ from ..core.events import (
     StopServing,
     Tick,
     Trust,
+    Wished,
 )
 from ..core.manifest import Layout, TensorSpec
 from ..core.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report
 from ..core.names import Digest, Version, WorkerId
 from ..core.worker import Worker
 from .dataplane import SimRead
+from .hostcopies import HostCopies, Place
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -40,7 +45,7 @@ OnFinished = Callable[[Finished], None]
 class Process:
     """A worker that lives until it is killed; then everything of it is gone at once."""
 
-    def __init__(self, cluster: "Cluster", me: WorkerId, life: int, shards: int) -> None:
+    def __init__(self, cluster: "Cluster", me: WorkerId, life: int, site: str, reliable: bool) -> None:
         world = cluster.world
         self.cluster = cluster
         self.me = me
@@ -52,10 +57,10 @@ class Process:
         self.is_deaf = False  # what it is told is lost
         self.is_data_cut = False
         self.memory = [0] * cluster.weather.chunks
-        self.done = 0  # chunks accepted of the fill in hand
-        self.sent = 0  # chunks that others took from here
-        self.serving: Version | None = None
+        self.buffer = Place(self.memory)
         self.filled_version: Version | None = None
+        self.host = HostCopies(self)
+        self.sent = 0  # chunks that others took from here
         self.trust_until = float("-inf")
         self.read: SimRead | None = None
         self.on_finished: OnFinished | None = None
@@ -69,18 +74,22 @@ class Process:
             me.model,
             me.replica,
             me.shard,
-            shards,
+            cluster.weather.shards,
             self.sender,
             endpoints=(f"sim://{self.sender}",),
             revocable=not cluster.weather.is_one_sided,
+            reliable=reliable,
+            site=site,
             host=self.sender,
+            prefetch=cluster.weather.prefetch,
+            retain=cluster.weather.retain,
         )
         layout = Layout(
             (TensorSpec(f"w{me.shard}", "uint8", (len(self.memory),), (1,), 0, len(self.memory)),), len(self.memory)
         )
         self.layout = LayoutInfo(layout)
         self.worker = Worker(me)
-        self.tell(Registered(self.layout, layout.digest(), layout.size_bytes))
+        self.tell(Registered(self.layout, layout.digest(), layout.size_bytes, cluster.weather.host_copies))
         cluster.control.processes[self.sender] = self
         self.server_started()
 
@@ -124,10 +133,10 @@ class Process:
                     self.name,
                     f"reads version {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}",
                 )
-                if self.filled_version != grant.version:
+                if not grant.to_host and self.filled_version != grant.version:
                     self.cluster.oracles.begins_to_change(self, grant.version)
-                    self.filled_version, self.done = grant.version, 0
-                self.serving = grant.version
+                    self.filled_version = grant.version
+                    self.buffer.version, self.buffer.is_filled, self.buffer.done = grant.version, True, 0
                 self.read = SimRead(self.cluster.data, self, grant)
             case Trust(until=until):
                 self.trust_until = until
@@ -135,12 +144,18 @@ class Process:
                 assert self.read is not None
                 self.read.stop()
             case StartServing(version=version):
-                self.serving, self.filled_version = version, None
+                self.buffer.version, self.buffer.is_filled, self.filled_version = version, False, None
             case StopServing(version=version):
-                self.serving, self.filled_version, self.done = None, None, 0
                 self.cluster.oracles.serving_stops(self, version)
+                self.buffer.version, self.buffer.is_filled, self.filled_version = None, False, None
                 delay = self.cluster.data.pace()
                 world.after(delay, lambda: self.tell(ServingStopped(version)))
+            case CopyOut(version=version):
+                self.host.copy_out(version)
+            case CopyIn(version=version):
+                self.host.copy_in(version)
+            case DropCopy(version=version):
+                self.host.drop(version)
             case Finished():
                 self._finished(effect)
             case Left():
@@ -182,27 +197,25 @@ class Process:
 
     # --- the data plane -----------------------------------------------------------------------------------------------
 
-    def serves(self, version: Version) -> bool:
-        return self.is_alive and self.serving == version
-
-    def available(self, version: Version) -> int:
-        """Chunks of the version that others may read here now."""
-        if self.serving != version:
-            return 0
-        return self.done if self.filled_version == version else len(self.memory)
+    def place(self, version: Version, *, on_host: bool) -> Place | None:
+        """Where others read the version here, in the buffer or beside it; None where they cannot."""
+        found = self.host.places.get(version) if on_host else self.buffer
+        return found if self.is_alive and found is not None and found.version == version else None
 
     def write(self, chunk: int, value: int) -> None:
         self.memory[chunk] = value
         self.cluster.oracles.memory_written(self, chunk)
 
     def accept(self, chunk: int, read: SimRead) -> None:
-        self.done = chunk + 1
+        read.target.done = chunk + 1
         self.cluster.oracles.accepted(self, read, chunk)
-        self.tell(ReadAdvanced(read.grant.ticket, self.done, len(self.memory)))
+        self.tell(ReadAdvanced(read.grant.ticket, chunk + 1, len(self.memory)))
 
     def read_ended(self, read: SimRead, failure: Failure | None) -> None:
-        complete = self.done == len(self.memory) and self.filled_version == read.grant.version
+        complete = read.target.done == len(self.memory)
         self.read = None
+        if complete and read.grant.to_host:
+            self.cluster.oracles.copy_is_whole(self, read.grant.version)
         self.tell(ReadEnded(read.grant.ticket, complete, None if complete else failure))
 
     # --- the caller ---------------------------------------------------------------------------------------------------
@@ -213,6 +226,9 @@ class Process:
         self.on_finished = on_finished
         self.called_until = self.now + timeout_s
         self.tell(Called(verb, spec, self.now + timeout_s, root))
+
+    def wish(self, prefetch: int | str | None, pins: tuple[Version, ...]) -> None:
+        self.tell(Wished(prefetch, pins))
 
     def close(self, timeout_s: float) -> None:
         self.tell(Closing(self.now + timeout_s))

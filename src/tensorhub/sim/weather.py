@@ -1,6 +1,6 @@
 """What a seed decides: the shape of the cluster, and how hostile the world is to it until the storm is over."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from ..core.settings import Settings
@@ -33,6 +33,13 @@ class Weather:
     drift: float  # clocks run faster or slower by up to this share
     clock_goes_back: bool  # a restarted server may begin with lower numbers than the one before it
     codec: bool  # messages go through the wire's encoding
+    host_copies: int  # of one worker, at most
+    retain: int  # newest versions
+    spot: float  # share of rollouts that are not reliable
+    sites: int  # workers are spread over as many; the trainer is in the first
+    prefetch: str  # what rollouts were opened with
+    pins: float  # per version: its trainer pins it until the storm is over
+    is_fair: bool  # nothing bad happens at all
 
 
 def draw_weather(chance: Random) -> Weather:
@@ -44,7 +51,7 @@ def draw_weather(chance: Random) -> Weather:
     lease_s = chance.choice((2.0, 3.0, 4.0))
     chunks = chance.choice((1, 3, 8, 20))
     verifies = chance.random() < 0.6
-    return Weather(
+    weather = Weather(
         settings=Settings(lease_s=lease_s, report_s=lease_s / 5, avoid_s=chance.choice((0.3, 1.0))),
         models=("policy", "draft") if chance.random() < 0.15 else ("policy",),
         shards=chance.choice((1, 1, 2, 2, 3)),
@@ -68,4 +75,18 @@ def draw_weather(chance: Random) -> Weather:
         drift=chance.choice((0.0, 0.02, 0.04)),
         clock_goes_back=chance.random() < 0.3,
         codec=chance.random() < 0.06,
+        host_copies=chance.choice((1, 2, 2, 3)),
+        retain=chance.choice((1, 1, 1, 2)),
+        spot=chance.choice((0.0, 0.0, 0.5, 1.0)),
+        sites=chance.choice((1, 1, 2, 3)),
+        prefetch=chance.choice(("seed", "seed", "always", "never")),
+        pins=sometimes(0.3, 0.5),
+        is_fair=False,
     )
+    return fair(weather) if chance.random() < 0.08 else weather
+
+
+def fair(weather: Weather) -> Weather:
+    """The same cluster where nothing bad happens."""
+    faults = ("loss", "duplication", "long_delay", "partition", "data_partition", "crash", "restart", "read_error")
+    return replace(weather, **dict.fromkeys(faults, 0.0), corruption=0.0, delay_s=0.001, is_fair=True)  # type: ignore[arg-type]

@@ -1,0 +1,144 @@
+"""What a report changes in the server's tables. Called by the server machine, whose tables these are."""
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from . import operations
+from .groups import Replica
+from .membership import Avoided, Member
+from .messages import MOST_COPIES, MOST_FAR, MOST_PINS, Grant, Holding, HostCopy, Poisoned, Report, Withdrawing
+from .names import Digest, Ticket, Version
+from .open_reads import OpenRead
+from .references import Model, version_in, versions_in
+
+if TYPE_CHECKING:
+    from .server import Server
+
+
+def take_content(server: "Server", model: Model, replica: Replica, member: Member, before: Report) -> None:
+    """What the worker has in its buffer and beside it."""
+    report, worker = member.report, member.worker
+    is_news = report.newest is not None and model.note_exists(report.newest)
+    buffer = report.buffer
+    if type(buffer) is not type(before.buffer) or version_in(buffer) != version_in(before.buffer):
+        member.is_drained = False
+    if isinstance(buffer, Holding | Withdrawing) and not model.pin(worker, buffer.version, buffer.root, report.layout):
+        server.counters["conflicting_holders"] += 1
+        buffer = Poisoned()  # not what that version is: nobody reads it here
+        report = member.report = replace(report, buffer=buffer)
+    report = member.report = replace(report, copies=_good_copies(server, model, member), pins=report.pins[:MOST_PINS])
+    model.move(worker, before, report)
+    if isinstance(buffer, Holding | Withdrawing) and _exists_by(server, replica, buffer):
+        is_news |= model.note_exists(buffer.version)
+    is_news |= _take_wishes(model, member, before)
+    _count_far(model, member, before)
+    if is_news or [c.whole for c in before.copies] != [c.whole for c in report.copies]:
+        server.touch_all(model)
+    elif type(before.buffer) is not type(buffer) or (before.buffer != buffer and member.is_full):
+        server.touch_model(model)
+
+
+def _good_copies(server: "Server", model: Model, member: Member) -> tuple[HostCopy, ...]:
+    """Its host copies, without those whose content is not that of their version. One that is whole makes it exist."""
+    found = []
+    for copy in member.report.copies[:MOST_COPIES]:
+        if copy.whole and not copy.leaving:
+            if not model.pin(member.worker, copy.version, copy.root, member.report.layout):
+                server.counters["conflicting_holders"] += 1
+                copy = replace(copy, whole=False, leaving=True)
+            else:
+                model.note_exists(copy.version)
+        found.append(copy)
+    kept = dict.fromkeys(copy.number for copy in found)
+    member.releasing = {number: None for number in member.releasing if number in kept}
+    return tuple(found)
+
+
+def _count_far(model: Model, member: Member, before: Report) -> None:
+    """What it has received from other sites since its report before."""
+    for version, received in list(member.report.far_bytes.items())[:MOST_FAR]:
+        record = model.versions.get(Version(version))
+        news = received - before.far_bytes.get(version, 0)
+        if record is not None and news > 0:
+            site = member.hello.site
+            record.far_bytes[site] = record.far_bytes.get(site, 0) + news
+
+
+def _take_wishes(model: Model, member: Member, before: Report) -> bool:
+    """What it wants kept, and whether it wants to leave. Returns whether others may have to act on it."""
+    report = member.report
+    is_news = (report.pins, report.closing) != (before.pins, before.closing)
+    model.pins.pop(member.worker, None)
+    if report.pins:
+        model.pins[member.worker] = report.pins
+    if report.closing:
+        model.closing[member.worker] = None
+    return is_news
+
+
+def _exists_by(server: "Server", replica: Replica, buffer: Holding | Withdrawing) -> bool:
+    """This buffer shows that its version exists: it was replicated, or the whole replica has published it."""
+    if not buffer.published:
+        return True
+    group = [server.members.get(worker) for worker in replica.members.values()]
+    found = [m.report.buffer for m in group if m is not None and m.is_full]
+    whole = [held for held in found if version_in(held) == buffer.version]
+    return len(whole) == replica.shards
+
+
+def take_reads(server: "Server", member: Member) -> None:
+    """What the worker reads, what it does not read any more, and what has failed."""
+    report, worker = member.report, member.worker
+    close_reads(server, member, report.closed)
+    reading = report.reading
+    is_known = reading is None or any(read.ticket == reading.ticket for read in server.reads.of(worker))
+    if reading is not None and not is_known and server.is_recovering and reading.ticket > report.closed:
+        text = "granted before a restart"
+        grant = Grant(
+            *(reading.ticket, reading.version, Digest(""), reading.source, (), text),
+            from_host=reading.from_host,
+            to_host=reading.to_host,
+        )
+        behind = server.reads.readers_behind(worker, reading.version)
+        is_void = reading.source in behind or server.reads.current(worker) is not None
+        server.reads.add(OpenRead(grant, worker, is_void))
+    number = report.operation.number if report.operation is not None else 0
+    if number != member.operation_number:
+        member.operation_number, member.failures, member.avoided = number, 0, {}
+    for failure in report.failures:
+        if failure.ticket > member.last_failed:
+            member.last_failed = failure.ticket
+            member.failures += 1
+            avoided = member.avoided.setdefault(failure.source, Avoided(0.0, 0))
+            avoided.times += 1
+            is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1
+            avoided.until = inf if is_hopeless else server.now + server.settings.avoid_s
+            server.counters["failed_reads"] += 1
+
+
+def close_reads(server: "Server", member: Member, upto: Ticket | None) -> None:
+    """The member reads no ticket up to this one any more; it counts as a holder only by what it has."""
+    model = server.models[member.hello.model]
+    for read in server.reads.close(member.worker, upto):
+        server.touch(read.source)
+        record = model.versions.get(read.version)
+        still = server.reads.current(member.worker)
+        is_read = still is not None and still.version == read.version
+        if record is not None and not is_read and read.version not in versions_in(member.report):
+            record.holders.get(member.shard, {}).pop(member.worker, None)
+
+
+def take_operation(server: "Server", replica: Replica, member: Member) -> None:
+    """What the worker's caller waits for."""
+    report = member.report
+    was_over = replica.operation is None or replica.operation.is_over
+    replica.note_ended(member.shard, report.ended, report.finished)
+    former = replica.operation
+    if report.operation is not None:
+        replica.arrive(member.shard, report.operation)
+    if former is not replica.operation:
+        operations.release(server.models[member.hello.model], former, replica)
+    if not was_over or report.operation is not None:
+        server.touch_replica(replica)

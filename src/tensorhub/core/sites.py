@@ -1,0 +1,54 @@
+"""Between datacenters each shard of a version travels once: one worker of a site, the *seed*, reads it from afar.
+
+Who is the seed follows from how things are: who already reads across; else, of those that want the version now and have
+no source, the one that has most of it, so that a seed that died is replaced where the least has to come again. The
+others of the site wait for it, or read behind it. Ahead of anybody's call, a site that lacks the newest version
+*elects* a worker to fetch it into host memory.
+"""
+
+from typing import TYPE_CHECKING
+
+from . import granting
+from .membership import Member
+from .references import Model, VersionRecord
+
+if TYPE_CHECKING:
+    from .server import Server
+
+
+def may_cross(server: "Server", model: Model, record: VersionRecord, reader: Member) -> bool:
+    """The reader is the seed of its site for its shard: nobody else is to read that across."""
+    best: tuple[int, object] | None = None
+    for member in server.members_of(model, reader.shard):
+        if member.hello.site != reader.hello.site or server.reads.current(member.worker) is not None:
+            continue
+        replica = model.replicas[member.hello.replica]
+        wanted = granting.wanted_read(server, model, replica, member)
+        if wanted is not None and wanted.version == record.version:
+            rank = (-member.done(from_host=wanted.to_host, version=record.version), member.worker)
+            best = rank if best is None or rank < best else best
+    return best is None or best[1] == reader.worker
+
+
+def is_elected(server: "Server", model: Model, record: VersionRecord, member: Member) -> bool:
+    """The member is to fetch the version ahead for its site, where nobody has any of it."""
+    site, shard = member.hello.site, member.shard
+    if len(model.sites) < 2 or not _is_able(member, record):
+        return False
+    current = server.reads.current(member.worker)
+    is_begun = current is not None and current.version == record.version and current.grant.to_host
+    if is_begun or member.copy(record.version) is not None:
+        return True  # it was elected before, and has begun
+    for worker in record.holders.get(shard, {}):
+        other = server.members.get(worker)
+        if other is not None and other.hello.site == site and worker != member.worker:
+            return False
+    able = [m.worker for m in server.members_of(model, shard) if m.hello.site == site and _is_able(m, record)]
+    return min(able) == member.worker
+
+
+def _is_able(member: Member, record: VersionRecord) -> bool:
+    report = member.report
+    has_room = report.copies_left > 0 or member.copy(record.version) is not None
+    is_staying = member.is_connected and not report.closing and bool(report.layout)
+    return is_staying and has_room and member.hello.prefetch != "never"

@@ -1,0 +1,100 @@
+"""The steps of a caller's call, and of leaving, at one worker. Called by the worker machine, which they change."""
+
+from typing import TYPE_CHECKING
+
+from . import events
+from .calls import FILLS, Call, why_not_begin
+from .messages import Empty, Failure, Filling, Holding, Poisoned, Withdrawing
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+
+def take(worker: "Worker", event: events.Called, now: float) -> None:
+    """The caller has called: begin, unless that is a mistake."""
+    wrong = why_not_begin(worker, event)
+    if wrong is not None:
+        worker.effects.append(events.Finished(0, error=wrong))
+        return
+    worker.call = Call(event.verb, event.spec, event.root, now, event.deadline)
+    worker.failures, worker.shelf.error = [], None
+    worker.note(now, f"called {event.verb} {event.spec}")
+
+
+def advance(worker: "Worker", call: Call, now: float) -> None:
+    """Take the step of the call that how things are now allows."""
+    if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient and now >= call.impatient_at:
+        withdraw(worker, impatient=True, now=now)
+    match worker.buffer:
+        case Holding(version=version) if call.verb == "unpublish" and call.number is not None:
+            withdraw(worker, impatient=False, now=now)
+        case Holding(version=version) if call.verb in FILLS and call.resolved not in (None, version):
+            withdraw(worker, impatient=False, now=now)
+        case Empty() if call.verb == "publish" and call.resolved is not None and worker.is_untouched:
+            worker.buffer = Holding(call.resolved, call.root, published=True)
+            worker.serving = call.resolved
+            worker.effects.append(events.StartServing(call.resolved, call.root))
+            worker.note(now, f"published version {call.resolved}")
+        case Empty() | Poisoned() if call.verb in FILLS and call.resolved is not None and worker.is_untouched:
+            worker.buffer = Filling(call.resolved)
+
+
+def withdraw(worker: "Worker", *, impatient: bool, now: float) -> None:
+    """Ask to take the promise back."""
+    assert isinstance(worker.buffer, Holding | Withdrawing)
+    if isinstance(worker.buffer, Holding):
+        worker.withdrawn_in = worker.book.number + 1
+    worker.buffer = Withdrawing(worker.buffer.version, worker.buffer.root, worker.buffer.published, impatient)
+    worker.note(now, f"withdraws version {worker.buffer.version}" + (", impatient" if impatient else ""))
+
+
+def fail(worker: "Worker", failure: Failure, now: float) -> None:
+    """End the call with an error."""
+    call = worker.call
+    assert call is not None
+    worker.note(now, f"{call.verb} {call.spec} failed: {failure.code}: {failure.message}")
+    worker.effects.append(events.Finished(call.number or 0, error=failure))
+    end(worker, well=False, now=now)
+
+
+def end(worker: "Worker", *, well: bool, now: float) -> None:
+    """The call is over; one that was cut short leaves a fill poisoned, and takes a withdrawal back."""
+    call = worker.call
+    assert call is not None
+    worker.call, worker.failures = None, []
+    if call.number is not None:
+        worker.ended = call.number
+        worker.finished = call.number if well else worker.finished
+    if well:
+        worker.effects.append(events.Finished(call.number or 0, version=worker.held))
+        worker.note_newest(worker.held)
+        return
+    if isinstance(worker.buffer, Filling):
+        worker.buffer = Poisoned(worker.serving)
+        worker.withdrawn_in = worker.book.number + 1 if worker.serving is not None else 0
+        if worker.reading is None or not worker.reading.to_host:
+            worker.slot.grant = None
+            worker.slot.stop("the call failed")
+    elif isinstance(worker.buffer, Withdrawing) and not worker.is_stopping_serving and worker.closing is None:
+        worker.buffer = Holding(worker.buffer.version, worker.buffer.root, worker.buffer.published)
+        worker.withdrawn_in = 0
+
+
+def advance_closing(worker: "Worker", now: float) -> None:
+    """Leave: withdraw, let heirs and readers finish for half of the time, then go."""
+    closing = worker.closing
+    if closing is None or worker.has_left:
+        return
+    if isinstance(worker.buffer, Holding):
+        withdraw(worker, impatient=False, now=now)
+    if now >= closing.impatient_at:
+        worker.is_hurried = True
+        worker.shelf.leave_all()
+        if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient:
+            withdraw(worker, impatient=True, now=now)
+    if now >= closing.deadline or not worker.connected:
+        worker.slot.stop("closing")
+        worker.stop_serving(now)
+        worker.leave(drained=not isinstance(worker.buffer, Withdrawing))
+    elif worker.is_gone and not worker.leaving_in:
+        worker.leaving_in = worker.book.number + 1

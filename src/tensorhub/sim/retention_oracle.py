@@ -1,0 +1,97 @@
+"""Retention, sites and staging: nothing that must be kept is given up, nothing crosses twice, nothing is left over."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..core.messages import Holding, Withdrawing
+from ..core.names import ModelName, Version
+from .dataplane import SimRead
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .process import Process
+
+SETTLED_S = 0.05  # in fair weather everybody has been heard by then, and has read on
+
+
+class RetentionOracle:
+    """Watches who has what, all over the cluster."""
+
+    def __init__(self, cluster: "Cluster", broken: Callable[[str, str], None]) -> None:
+        self.cluster = cluster
+        self.broken = broken
+        self.deaths: dict[ModelName, float] = {}  # when a reliable worker of the model died last
+        self.whole_since: dict[tuple[str, Version], float] = {}
+
+    def died(self, process: "Process") -> None:
+        if process.hello.reliable:
+            self.deaths[process.me.model] = self.cluster.world.now
+
+    def leaves(self, process: "Process", version: Version, *, from_host: bool) -> None:
+        """G6: the worker gives up a reference by its own will; a retained version must not be lost by it."""
+        server = self.cluster.control.server
+        if server is None or not process.hello.reliable or process.worker.is_closing:
+            return  # who closes may run out of time; who lost the server was let go by it before
+        model = server.models.get(process.me.model)
+        if model is None or server.is_recovering or version not in model.retained():
+            return
+        lease_s = self.cluster.weather.settings.lease_s
+        if self.cluster.world.now - self.deaths.get(process.me.model, -1e9) < 4 * lease_s:
+            return  # the other reference was there when the server decided
+        if not from_host and not isinstance(process.worker.buffer, Withdrawing):
+            return  # a fill that failed
+        if from_host and version not in process.host.given_up:
+            return  # was not whole
+        leaving = (process, from_host)
+        peers = [other for other in self.cluster.workers.values() if other.me.model == process.me.model]
+        for shard in range(self.cluster.weather.shards):
+            if not any(other.me.shard == shard and self._has(other, version, leaving=None) for other in peers):
+                return  # it had lost a shard before
+        if any(
+            other.me.shard == process.me.shard and other.hello.reliable and self._has(other, version, leaving=leaving)
+            for other in peers
+        ):
+            return
+        self.broken("G6 retention", f"{process.name} gave up the last reliable reference of version {version}")
+
+    def _has(self, other: "Process", version: Version, *, leaving: "tuple[Process, bool] | None") -> bool:
+        if leaving != (other, True) and other.worker.shelf.whole(version) is not None:
+            return True
+        buffer = other.worker.buffer
+        is_held = isinstance(buffer, Holding | Withdrawing) and buffer.version == version
+        return is_held and leaving != (other, False) and not other.worker.is_stopping_serving
+
+    def crosses(self, source: "Process", read: SimRead, chunk: int) -> None:
+        """G10: in fair weather a chunk does not come into a site that has had it for a while, or gets it anyway."""
+        reader, version, now = read.reader, read.grant.version, self.cluster.world.now
+        for other in self.cluster.workers.values():
+            same = (other.me.model, other.me.shard) == (reader.me.model, reader.me.shard)
+            if not same or other is reader or other.hello.site != reader.hello.site or other.worker.is_closing:
+                continue
+            is_there = isinstance(other.worker.buffer, Holding) and other.worker.buffer.version == version
+            key = (other.name, version)
+            since = self.whole_since.setdefault(key, now) if is_there else now
+            if not is_there:
+                self.whole_since.pop(key, None)
+            theirs = other.read
+            crosses_too = (
+                theirs is not None
+                and not theirs.is_stopped
+                and theirs.grant.version == version
+                and theirs.source is not None
+                and theirs.source.hello.site != reader.hello.site
+                and now - theirs.began > SETTLED_S
+            )
+            if (crosses_too or now - since > SETTLED_S) and now - read.began > SETTLED_S:
+                text = f"chunk {chunk} of version {version} goes from {source.name} to {reader.name}"
+                self.broken("G10 once per site", f"{text}, and {other.name} of {reader.hello.site} has or reads it too")
+
+    def at_the_end(self) -> None:
+        """Everybody holds the newest version: no host copy is needed any more but of what is pinned or retained."""
+        for process in self.cluster.workers.values():
+            pinned = [v for other in self.cluster.workers.values() for v in other.worker.shelf.pins]
+            newest, retain = process.worker.newest, self.cluster.weather.retain
+            for version in process.worker.shelf.copies:
+                is_old = newest is None or version == newest or version < newest - 2 * retain
+                if version not in pinned and is_old:
+                    self.broken("leak", f"{process.name} still has a host copy of version {version}")
