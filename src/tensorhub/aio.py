@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from .core.errors import UsageError
 from .core.messages import Spec
-from .core.names import ModelName
+from .core.names import ModelName, Version
 from .core.specs import parse_spec
 from .core.view import ModelView, ReplicaView, Status, Transfer, VersionView
 from .memory.registration import Registration
@@ -48,6 +48,9 @@ async def open(
     verify: str | None = None,
     chunk_bytes: int | str | None = None,
     transports: str | Sequence[str] | None = None,
+    prefetch: str | None = None,
+    retain: int | None = None,
+    host_bytes: int | str | None = None,
     timeout: float | None = None,  # noqa: ASYNC109 - a deadline of ours, told to the server too
     call_timeout: float | None = None,
 ) -> "Weights":
@@ -60,6 +63,9 @@ async def open(
         verify=verify,
         chunk_bytes=chunk_bytes,
         transports=transports,
+        prefetch=prefetch,
+        retain=retain,
+        host_bytes=host_bytes,
         connect_s=_seconds(timeout, "timeout"),
         timeout_s=_seconds(call_timeout, "call_timeout"),
     )
@@ -128,6 +134,18 @@ class Weights:
     async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held."""
         return _certain(await self._here(self._client.operate("update", spec, self._deadline(timeout))))
+
+    async def prefetch(self, spec: Spec = "latest") -> None:
+        """Begin to fill a copy in host memory with that version, in the background, until the next update."""
+        await self._here(self._client.prefetch(spec))
+
+    async def pin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
+        """Keep that version, until `unpin` or the end of this worker."""
+        await self._here(self._client.pin(_number(version), self._deadline(timeout)))
+
+    async def unpin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
+        """Take the pin back."""
+        await self._here(self._client.unpin(_number(version), self._deadline(timeout)))
 
     async def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Wait until the version, or a newer one, was published. Returns what there is then."""
@@ -249,6 +267,13 @@ class View:
 
 def _seconds(value: float | None, what: str) -> float | None:
     return None if value is None else parse_seconds(value, what)
+
+
+def _number(version: int) -> Version:
+    found = parse_spec(version)
+    if found is None:
+        raise UsageError(f"a pin needs a version number, not {version!r}")
+    return found
 
 
 def _certain(version: int | None) -> int:

@@ -38,6 +38,9 @@ def open(
     verify: str | None = None,
     chunk_bytes: int | str | None = None,
     transports: str | Sequence[str] | None = None,
+    prefetch: str | None = None,
+    retain: int | None = None,
+    host_bytes: int | str | None = None,
     timeout: float | None = None,
     call_timeout: float | None = None,
 ) -> "Weights":
@@ -47,7 +50,13 @@ def open(
     (`timeout`) and _TIMEOUT_S (`call_timeout`), else from its default. `transports` limits and orders the ways in which
     this worker moves bytes, e.g. "local,tcp". `timeout` is how long this call may take in seconds,
     `call_timeout` what every later call may take unless told otherwise. `host` is the address on which peers read from
-    this worker. `reliable=False` is a worker that may vanish at any time, on which nobody should rely.
+    this worker. `reliable=False` is a worker that may vanish at any time: others read from it, but nobody relies on it.
+
+    `retain` is how many of the newest versions of the model are kept whoever leaves (1 unless the server says more):
+    the last reliable worker to leave one copies it to host memory first, of which all its copies together take at most
+    `host_bytes` (by default two copies of the shard; 0: none). `site` names this worker's datacenter: between sites
+    each shard of a version travels once. `prefetch` says when versions are fetched into host memory before anybody
+    asks: "seed", for a site that lacks the newest one; "always", for this worker too; "never".
 
     Raises `ServerUnreachable`, `ShardTaken`, `Refused` (token, protocol), and `UsageError` naming a bad argument.
     """
@@ -66,6 +75,9 @@ def open(
         verify=verify,
         chunk_bytes=chunk_bytes,
         transports=transports,
+        prefetch=prefetch,
+        retain=retain,
+        host_bytes=host_bytes,
         timeout=timeout,
         call_timeout=call_timeout,
     )
@@ -78,7 +90,6 @@ class Weights:
 
     One call at a time; all shards of a replica make the same calls in the same order. Every blocking call takes
     `timeout=` in seconds (default 300 s, see `call_timeout` of `open`) and ends by then, in success or in an error.
-    Prefetching into host memory is not there yet.
     """
 
     def __init__(self, weights: aio.Weights) -> None:
@@ -149,6 +160,27 @@ class Weights:
         Cheap when nothing is newer. Errors as of `replicate` and `unpublish`.
         """
         return self._wait(self._aio.update(spec, timeout=timeout), timeout, f"update({spec!r})")
+
+    def prefetch(self, spec: Spec = "latest") -> None:
+        """Begin to fill a copy in host memory with that version while the tensors go on holding theirs.
+
+        Returns at once; `update` is then a local copy, and others may read the copy meanwhile. With "latest" it follows
+        the newest version until the next `update` or `replicate`. Without room under `host_bytes` nothing happens.
+        Raises `UsageError` before `register()`.
+        """
+        self._wait(self._aio.prefetch(spec), None, f"prefetch({spec!r})")
+
+    def pin(self, version: int, *, timeout: float | None = None) -> None:
+        """Keep that version, however new others are, until `unpin` or the end of this worker.
+
+        When this returns, no worker leaves the last reliable copy of it by its own will. Raises `VersionUnavailable` if
+        nobody holds it (any more), `ServerUnreachable`.
+        """
+        self._wait(self._aio.pin(version, timeout=timeout), timeout, f"pin({version!r})")
+
+    def unpin(self, version: int, *, timeout: float | None = None) -> None:
+        """Take the pin back. Does nothing where there was none."""
+        self._wait(self._aio.unpin(version, timeout=timeout), timeout, f"unpin({version!r})")
 
     def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
         """Wait until the version, or a newer one, was published. Returns what there is then; changes nothing.

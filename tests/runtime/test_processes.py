@@ -172,7 +172,7 @@ except KeyboardInterrupt:
 weights.unpublish(timeout=5)
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
-    weights.replicate("latest", timeout=60)  # nobody holds it
+    weights.replicate("latest-1", timeout=60)  # there is only one version
 except KeyboardInterrupt:
     print("interrupted twice", time.monotonic() - began < 5)
 print("published", weights.publish(2, timeout=5))

@@ -14,18 +14,19 @@ from typing import TypeVar
 from uuid import uuid4
 
 from ..core.calls import why_not_begin
-from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, UsageError
-from ..core.events import Called, Registered
+from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, ServerUnreachable, UsageError
+from ..core.events import Called, Registered, Wished
 from ..core.manifest import Manifest
-from ..core.messages import Hello, Holding, LayoutInfo, Spec
+from ..core.messages import MOST_PINS, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
+from ..core.specs import parse_spec
 from ..memory.digests import algorithm_of, build_manifest, changed_chunks, tensors_of
 from ..memory.registration import Registration
 from ..transport.base import Transport
 from .config import Options
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
-from .questions import wait_for_version
+from .questions import check_held, wait_for_version
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +57,47 @@ class Client:
             why = f"{self._calling} has not ended" if self._calling else f"version {worker.held} is held"
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
         layout = registration.layout
-        self.driver.data.registration = registration
-        self.driver.feed(Registered(LayoutInfo(layout), registration.layout_digest, registration.size_bytes))
+        most_copies = self.driver.data.register(registration)
+        size_bytes, digest = registration.size_bytes, registration.layout_digest
+        self.driver.feed(Registered(LayoutInfo(layout), digest, size_bytes, most_copies))
 
     async def operate(self, verb: str, spec: Spec, deadline: float) -> Version | None:
         """One group operation that is no publish. Returns the version then held."""
         with self._one_call(verb):
             if verb != "unpublish":
                 self._check_in_place()
-            return await self.driver.call(Called(verb, spec, deadline))
+            version = await self.driver.call(Called(verb, spec, deadline))
+            if verb != "unpublish" and self.driver.worker.shelf.prefetch is not None:
+                self._wish(prefetch=None)  # what was fetched ahead has served its purpose
+            return version
+
+    async def prefetch(self, spec: Spec) -> None:
+        """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
+        self._check_usable()
+        parse_spec(spec)
+        if self.driver.worker.layout is None:
+            raise UsageError(f"prefetch on {self.me} before register()", hint="register the tensors first")
+        self._wish(prefetch=spec)
+
+    async def pin(self, version: Version, deadline: float) -> None:
+        """Keep a version, however new others are. Raises `VersionUnavailable` if nobody has it."""
+        self._check_usable()
+        pins = self.driver.worker.shelf.pins
+        if version in pins:
+            return
+        if len(pins) >= MOST_PINS:
+            raise UsageError(f"{self.me} has pinned {len(pins)} versions, which is the most", hint="unpin() some")
+        await self._wish_heard((*pins, version), deadline)
+        try:
+            await check_held(self.options, self.me.model, version, deadline)
+        except BaseException:
+            self._wish(pins=tuple(pin for pin in self.driver.worker.shelf.pins if pin != version))
+            raise
+
+    async def unpin(self, version: Version, deadline: float) -> None:
+        """Take a pin back. Does nothing where there was none."""
+        self._check_usable()
+        await self._wish_heard(tuple(pin for pin in self.driver.worker.shelf.pins if pin != version), deadline)
 
     async def publish(self, version: Spec, deadline: float) -> Version | None:
         """Hash what the tensors are now, and promise not to change it."""
@@ -132,12 +165,27 @@ class Client:
             "bytes_by_source": dict(driver.data.received_bytes),
             "bytes_by_transport": dict(driver.data.bytes_by_transport),
             "sent_bytes": data.get("sent_bytes", 0),
+            "host_bytes": driver.data.copies.used_bytes,
             "connects": driver.line.connects,
             "is_connected": driver.line.is_connected,
             "transport": data,
         }
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _wish(self, **wishes: object) -> None:
+        shelf = self.driver.worker.shelf
+        known = {"prefetch": shelf.prefetch, "pins": shelf.pins, **wishes}
+        self.driver.feed(Wished(**known))  # type: ignore[arg-type]
+
+    async def _wish_heard(self, pins: tuple[Version, ...], deadline: float) -> None:
+        """Returns once the server knows of the pins."""
+        self._wish(pins=pins)
+        book = self.driver.worker.book
+        number = book.number
+        if not await self.driver.until(lambda: book.acknowledged >= number, deadline):
+            text = f"{self.me}: the reference server has not heard of the pins {list(pins)} in time"
+            raise ServerUnreachable(text, hint="is it running? The pins count once it hears of them")
 
     async def _close(self, deadline: float) -> None:
         if not await self.driver.leave(deadline) and self.driver.broken is None:

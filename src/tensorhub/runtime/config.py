@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
+from ..core.messages import PREFETCH
 from ..core.settings import Settings
 from ..transport.choose import PREFERENCE
 
@@ -116,6 +117,30 @@ def parse_transports(value: object, what: str) -> tuple[str, ...]:
     return names
 
 
+def parse_prefetch(value: object, what: str) -> str:
+    """ "seed", "always" or "never"."""
+    if value in PREFETCH:
+        return str(value)
+    raise UsageError(f"{what}={value!r} is none of {', '.join(PREFETCH)}")
+
+
+def parse_limit(value: object, what: str) -> int:
+    """Bytes, as a number or with a unit; -1 or nothing for the default."""
+    found = _SIZE.match(str(value).strip()) if isinstance(value, int | str) else None
+    if found is None or isinstance(value, bool):
+        raise UsageError(f"{what}={value!r} is no size in bytes", hint='use a number of bytes, or "64GiB"; 0 for none')
+    return int(found.group(1)) * _UNITS[found.group(2)]
+
+
+def parse_retain(value: object, what: str) -> int:
+    """A number of versions."""
+    try:
+        count = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else -1
+    except ValueError:
+        count = -1
+    return check_integer(count if count >= 0 else value, what, least=0, most=256)
+
+
 def parse_switch(value: object, what: str) -> bool:
     """True or False; of a variable, "yes" or "no"."""
     if isinstance(value, bool):
@@ -146,12 +171,21 @@ class Options:
         (), parse_transports, "ways to move bytes, best first; empty: local, nixl where RDMA or a GPU is, tcp"
     )
     ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
+    host_bytes: int = _option(-1, parse_limit, "limit on host memory for copies; default: two copies of the shard")
+    prefetch: str = _option("seed", parse_prefetch, 'fill a host copy ahead: "seed" of a site, "always" or "never"')
+    retain: int = _option(0, parse_retain, "newest versions of the model to keep; 0: as the server says")
     # a lease is 10 s: by then the place of a predecessor that died is free
     connect_s: float = _option(15.0, parse_seconds, "how long open() waits for the reference server")
     timeout_s: float = _option(300.0, parse_seconds, "how long every other call may take")
 
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """None: the default."""
+        return None if self.host_bytes < 0 else self.host_bytes
+
 
 _SERVER_TEXTS = {
+    "default_retain": "newest versions of a model that no voluntary departure may lose, unless its workers want more",
     "lease_s": "how long a worker that says nothing is believed to be alive",
     "report_s": "a worker says how things are at least this often",
     "drift": "a worker trusts its lease for (1 - drift) of it: the difference of two clocks' speeds",
@@ -197,7 +231,9 @@ def server_settings(environ: Mapping[str, str] | None = None, **arguments: objec
     for each in fields(Settings):
         given = _given(each, environ, arguments)
         if given is not None:
-            found[each.name] = _parse_count(*given) if isinstance(each.default, int) else _parse_number(*given)
+            least = 0 if each.name == "default_retain" else 1
+            is_count = isinstance(each.default, int)
+            found[each.name] = _parse_count(*given, least=least) if is_count else _parse_number(*given)
     settings = replace(Settings(), **found)  # type: ignore[arg-type]
     if settings.drift >= 1 or settings.report_s >= settings.trust_s:
         raise UsageError(
@@ -241,12 +277,12 @@ def _shown(each: "Field[object]") -> str:
     return "" if each.default in ("", MISSING) else str(each.default)
 
 
-def _parse_count(value: object, what: str) -> int:
+def _parse_count(value: object, what: str, *, least: int) -> int:
     try:
-        count = int(value) if isinstance(value, int | str) else 0
+        count = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
     except ValueError:
-        count = 0
-    return check_integer(count or value, what, least=1, most=2**31)
+        count = None
+    return check_integer(value if count is None else count, what, least=least, most=2**31)
 
 
 def _parse_number(value: object, what: str) -> float:

@@ -8,21 +8,22 @@ It must never: choose a source, start a read that was not granted, or keep a ver
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
 from ..core.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ServingStopped
 from ..core.manifest import Manifest
-from ..core.messages import MOST_TEXT, Failure, Grant
+from ..core.messages import MOST_FAR, MOST_TEXT, Failure, Grant
 from ..core.names import Digest, Ticket, Version, WorkerId
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
-from ..transport.base import Export, Read, Transport
+from ..transport.base import Read, Transport
 from ..transport.choose import Way
 from ..transport.progress import Progress
 from .config import Verify
+from .content import Content
+from .copies import HostCopies
 from .loops import in_thread
 from .routes import MEASURE_EVERY_S, Meter, Routes
 from .trust import Lease, TrustedSink
@@ -32,37 +33,6 @@ _log = logging.getLogger(__name__)
 TELL_EVERY_S = 0.05  # progress: 20 times a second is as fast as anybody looks
 WITHDRAW_S = 1.0  # one try; they go on until nobody reads any more
 SLOW_WITHDRAW_S = 10.0  # longer than this is worth a line in the log
-
-
-class Content:
-    """One version in the registered memory, whole or being filled, and its export."""
-
-    def __init__(self, version: Version, root: Digest, key: str) -> None:
-        self.version = version
-        self.root = root
-        self.key = key
-        self.manifest: Manifest | None = None
-        self.progress: Progress | None = None
-        self.fill: FillSink | None = None
-        self._lock = threading.Lock()
-        self._is_stopped = False
-
-    def export(self, transport: Transport, registration: Registration, manifest: Manifest, progress: Progress) -> None:
-        """Let peers read it, unless it was stopped meanwhile: a fill learns its manifest in a transport's thread."""
-        with self._lock:
-            self.manifest, self.progress = manifest, progress
-            if not self._is_stopped:
-                stream = registration.stream
-                transport.export(Export(self.key, manifest.encode(), manifest.chunk_bytes, stream, progress))
-
-    def stop(self, why: TensorHubError) -> None:
-        """No export of it begins any more, and no further chunk comes."""
-        with self._lock:
-            self._is_stopped = True
-        if self.fill is not None:
-            self.fill.revoke(why)
-        if self.progress is not None:
-            self.progress.fail(str(why))
 
 
 class OpenRead:
@@ -86,13 +56,20 @@ class DataPlane:
     """The bytes of one worker."""
 
     def __init__(
-        self, me: WorkerId, transports: Mapping[str, Transport], *, verify: Verify, tell: Callable[[Event], None]
+        self,
+        me: WorkerId,
+        transports: Mapping[str, Transport],
+        *,
+        verify: Verify,
+        tell: Callable[[Event], None],
+        host_bytes: int | None = None,
     ) -> None:
         """`transports` by scheme, best first. `tell` hands an event to the machine, in the loop."""
         self.me = me
         self.registration: Registration | None = None
         self.content: Content | None = None
         self.received_bytes: dict[str, int] = {}
+        self.far_bytes: dict[int, int] = {}  # by version: from other sites, the latest few
         self.bytes_by_transport: dict[str, int] = {}
         self.is_closed = False
         self._transports = transports
@@ -103,6 +80,9 @@ class DataPlane:
         self._lease = Lease()
         self._reading: OpenRead | None = None
         self._prepared: Manifest | None = None
+        self.copies = HostCopies(
+            me, transports, verify=verify, limit_bytes=host_bytes, tell=tell, withdraw=self._withdraw_all
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
@@ -119,10 +99,8 @@ class DataPlane:
         assert registration is not None, "serving without registered memory"
         assert manifest is not None, "serving what was not prepared"
         assert manifest.root() == root, "serving what was not prepared"
-        content = self.content = Content(version, root, self._key(version))
-        progress = Progress(manifest.chunk_count, complete=True)
-        for transport in self._transports.values():
-            content.export(transport, registration, manifest, progress)
+        content = self.content = Content(version, root, self._key(version), registration)
+        content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
 
     def stop_serving(self, version: Version) -> None:
         content = self.content
@@ -133,8 +111,27 @@ class DataPlane:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def register(self, registration: Registration) -> int:
+        """Other tensors. Returns how many host copies of them the limit allows."""
+        self.registration = registration
+        return self.copies.register(registration)
+
+    def copy_out(self, version: Version) -> None:
+        assert self.content is not None, "offload of nothing"
+        assert self.content.version == version, "offload of another version"
+        self.copies.copy_out(self.content)
+
+    def copy_in(self, version: Version) -> None:
+        assert self.registration is not None, "filling without registered memory"
+        self.copies.copy_in(version, self.registration, self.prepare)
+
     def start_read(self, grant: Grant) -> None:
-        content = self._content_for(grant)
+        try:
+            content = self._content_for(grant)
+        except TensorHubError as error:  # no host memory
+            failure = Failure(error.code, str(error), error.hint or "")
+            self._loop.call_soon(self._tell, ReadEnded(grant.ticket, failure=failure))
+            return
         assert content.fill is not None
         reading = self._reading = OpenRead(grant, content, TrustedSink(content.fill, self._lease))
         try:
@@ -167,6 +164,7 @@ class DataPlane:
     def close(self) -> None:
         """Cut everything; blocks until no thread touches the registered memory any more. Any thread may call it."""
         self.is_closed = True
+        self.copies.close()
         for transport in self._transports.values():
             transport.close()
 
@@ -175,14 +173,19 @@ class DataPlane:
     def _content_for(self, grant: Grant) -> Content:
         """What is already there of the granted version, or a new fill."""
         assert self.registration is not None, "reading without registered memory"
-        content = self.content
-        if content is not None and content.version == grant.version and content.root == grant.root and content.fill:
-            return content
-        if content is not None:
-            content.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
-        content = self.content = Content(grant.version, grant.root, self._key(grant.version))
+        if grant.to_host:
+            content = self.copies.content(grant.version, grant.root)
+            if content.fill is not None:
+                return content
+        else:
+            held = self.content
+            if held is not None and held.version == grant.version and held.root == grant.root and held.fill:
+                return held
+            if held is not None:
+                held.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
+            content = self.content = Content(grant.version, grant.root, self._key(grant.version), self.registration)
         content.fill = FillSink(
-            self.registration,
+            content.registration,
             grant.root,
             verify=self._verify,
             on_begin=lambda fill: self._begun(content, fill),
@@ -195,7 +198,10 @@ class DataPlane:
         way = reading.way = reading.ways.pop(0)
         reading.counted_bytes = 0
         reading.read = self._transports[way.scheme].read(
-            way.endpoint, reading.content.key, reading.sink, lambda error: self._wake(self._ended, reading, error)
+            way.endpoint,
+            self._key(reading.grant.version, on_host=reading.grant.from_host),
+            reading.sink,
+            lambda error: self._wake(self._ended, reading, error),
         )
         is_first = reading.meter is None
         reading.meter = Meter(reading.read)
@@ -215,9 +221,7 @@ class DataPlane:
 
     def _begun(self, content: Content, fill: FillSink) -> None:
         """In a transport's thread: the manifest is known, so peers may read behind us."""
-        assert self.registration is not None
-        for transport in self._transports.values():
-            content.export(transport, self.registration, fill.manifest, fill.progress)
+        content.export(self._transports, fill.manifest, fill.progress)
         self._stored(content)
 
     def _stored(self, content: Content) -> None:
@@ -252,9 +256,16 @@ class DataPlane:
             replica, received = reading.grant.source.replica, reading.read.received_bytes
             news, reading.counted_bytes = received - reading.counted_bytes, received
             self.received_bytes[replica] = self.received_bytes.get(replica, 0) + news
+            if reading.grant.is_far:
+                self._count_far(reading.grant.version, news)
             if reading.way is not None:
                 scheme = reading.way.scheme
                 self.bytes_by_transport[scheme] = self.bytes_by_transport.get(scheme, 0) + news
+
+    def _count_far(self, version: Version, size_bytes: int) -> None:
+        self.far_bytes[version] = self.far_bytes.pop(version, 0) + size_bytes
+        while len(self.far_bytes) > MOST_FAR:
+            del self.far_bytes[next(iter(self.far_bytes))]
 
     def _ended(self, reading: OpenRead, error: TensorHubError | None) -> None:
         """In the loop, after the last byte of this read."""
@@ -305,8 +316,8 @@ class DataPlane:
                     is_told = True
                     _log.warning("%s: %s is still being read after %.0f s", self.me, key, SLOW_WITHDRAW_S)
 
-    def _key(self, version: Version) -> str:
-        return f"{self.me.model}/{version}/{self.me.shard}"
+    def _key(self, version: Version, *, on_host: bool = False) -> str:
+        return self.copies.key(version) if on_host else f"{self.me.model}/{version}/{self.me.shard}"
 
     def _wake(self, function: Callable[..., None], *arguments: object) -> None:
         try:

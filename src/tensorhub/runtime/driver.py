@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import assert_never
 
@@ -18,6 +18,9 @@ from ..core.events import (
     Cancelled,
     Closing,
     Connected,
+    CopyIn,
+    CopyOut,
+    DropCopy,
     Effect,
     Event,
     Finished,
@@ -56,8 +59,10 @@ class Driver:
 
     def __init__(self, hello: Hello, options: Options, transports: Mapping[str, Transport]) -> None:
         self.me = hello.worker
-        self.data = DataPlane(self.me, transports, verify=options.verify, tell=self.feed)
-        self.worker = Worker(self.me, received_bytes=self.data.received_bytes)
+        self.data = DataPlane(
+            self.me, transports, verify=options.verify, tell=self.feed, host_bytes=options.host_limit_bytes
+        )
+        self.worker = Worker(self.me, received_bytes=self.data.received_bytes, far_bytes=self.data.far_bytes)
         self.line = Connection(options.server, hello, self._on_line)
         self.broken: InvariantViolation | None = None
         self.is_gone = False
@@ -68,6 +73,7 @@ class Driver:
         self._finished: asyncio.Future[Finished] | None = None
         self._left: asyncio.Future[bool] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
+        self._awaited: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     # --- what callers want --------------------------------------------------------------------------------------------
 
@@ -115,6 +121,20 @@ class Driver:
             raise failed(finished.error)
         return finished.version
 
+    async def until(self, is_true: Callable[[], bool], deadline: float) -> bool:
+        """Wait until something is so of the machine, or the deadline; returns whether it is."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._awaited[future] = is_true
+        try:
+            if not is_true():
+                async with asyncio.timeout_at(deadline):
+                    await future
+        except TimeoutError:
+            return is_true()
+        finally:
+            del self._awaited[future]
+        return True
+
     async def leave(self, deadline: float) -> bool:
         """Withdraw, wait for readers, go. Returns whether all had left by themselves; ends by the deadline."""
         self.feed(Closing(deadline))
@@ -156,6 +176,9 @@ class Driver:
             self._break(error)
             return
         self._set_timer()
+        for future, is_true in list(self._awaited.items()):
+            if is_true() and not future.done():
+                future.set_result(None)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -172,6 +195,12 @@ class Driver:
                 self.data.start_serving(version, root)
             case StopServing(version=version):
                 self.data.stop_serving(version)
+            case CopyOut(version=version):
+                self.data.copy_out(version)
+            case CopyIn(version=version):
+                self.data.copy_in(version)
+            case DropCopy(version=version):
+                self.data.copies.drop(version)
             case Finished():
                 if self._finished is not None and not self._finished.done():
                     self._finished.set_result(effect)
@@ -213,7 +242,7 @@ class Driver:
         _log.critical("%s stops: %r; what happened to it:\n%s", self.me, error, story, exc_info=error)
         self.broken = error if isinstance(error, InvariantViolation) else InvariantViolation(f"{self.me}: {error!r}")
         self.broken.__cause__ = error if error is not self.broken else None
-        for future in (self._finished, self._left, self._answered):
+        for future in (self._finished, self._left, self._answered, *self._awaited):
             if future is not None and not future.done():
                 future.set_exception(self.broken)
                 future.exception()  # looked at: nobody needs to await it

@@ -59,6 +59,8 @@ async def open_client(
         site=options.site,
         host=socket.gethostname(),
         token=options.token,
+        prefetch=options.prefetch,
+        retain=options.retain,
     )
     client = Client(hello, options, transports)
     await client.start(deadline)

@@ -10,7 +10,7 @@ import time
 import aiohttp
 import msgspec
 
-from ..core.errors import DeadlineExceeded, Refused, ServerUnreachable, TensorHubError, UsageError
+from ..core.errors import DeadlineExceeded, Refused, ServerUnreachable, TensorHubError, UsageError, VersionUnavailable
 from ..core.messages import Spec
 from ..core.names import Version
 from ..core.specs import parse_spec
@@ -47,6 +47,18 @@ async def fetch_status(options: Options, *, model: str, deadline: float) -> Stat
         except (_Away, TimeoutError, msgspec.MsgspecError) as error:
             text = f"no reference server at {options.server}: {error or 'it does not answer'}"
             raise ServerUnreachable(text, hint="start one with `tensorhub serve`") from error
+
+
+async def check_held(options: Options, model: str, version: Version, deadline: float) -> None:
+    """Raises `VersionUnavailable` unless somebody holds the version, in a buffer or a host copy."""
+    status = await fetch_status(options, model=model, deadline=deadline)
+    known = [found for each in status.models for found in each.versions]
+    for found in known:
+        if found.version == version and (found.holders or found.host_copies):
+            return
+    held = ", ".join(str(found.version) for found in known if found.holders or found.host_copies) or "none"
+    text = f"nobody holds version {version} of {model}, so it cannot be kept"
+    raise VersionUnavailable(text, hint=f"held now: {held}")
 
 
 async def wait_for_version(options: Options, model: str, spec: Spec, deadline: float) -> Version:

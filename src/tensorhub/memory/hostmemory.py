@@ -1,0 +1,121 @@
+"""Host memory for copies of a shard: as many as the limit allows, laid out as the registered tensors' stream.
+
+One that is given back is kept for the next, because memory that was never touched costs more than the copy; so a worker
+never takes more than the limit says, and gives all of it back when other tensors are registered.
+
+Never: take memory beyond the limit, or hand out memory that somebody else has.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+
+from ..core.errors import HostMemoryFull
+from ..transport.base import ByteStream
+from .host import HostStream, Piece
+from .in_place import InPlace
+from .registration import Registration
+
+MOST_THREADS = 4  # for one copy: more only fight for the memory bus
+DEFAULT_COPIES = 2  # one that must be kept while readers finish with the one before it
+
+
+class HostMemory:
+    """The pool of one registration's host copies."""
+
+    def __init__(self, registration: Registration, limit_bytes: int | None) -> None:
+        """`limit_bytes` for all copies together; None: two copies of the shard."""
+        self._registration = registration
+        size_bytes = registration.size_bytes
+        self.most = DEFAULT_COPIES if limit_bytes is None else limit_bytes // max(1, size_bytes)
+        self._free: Registration | None = None
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Taken now, whether there is something in it or not."""
+        with self._lock:
+            return (self._used + (self._free is not None)) * self._registration.size_bytes
+
+    def take(self) -> Registration:
+        """Memory for one copy, as a registration of the same layout. Raises `HostMemoryFull`."""
+        with self._lock:
+            free, self._free = self._free, None
+            if free is None and self._used >= self.most:
+                raise HostMemoryFull(f"{self._used} host copies are the most under the limit on host memory")
+            self._used += 1
+        if free is not None:
+            return free
+        try:
+            return on_host(self._registration)
+        except MemoryError as error:
+            with self._lock:
+                self._used -= 1
+            text = f"this host has no {self._registration.size_bytes} B left for a host copy"
+            raise HostMemoryFull(text, hint="lower host_bytes, or give the host more memory") from error
+
+    def give(self, copy: Registration) -> None:
+        """The copy is not needed any more."""
+        with self._lock:
+            self._used -= 1
+            self._free = self._free or copy
+
+
+def on_host(registration: Registration) -> Registration:
+    """The same layout over new host memory; nothing is copied."""
+    size_bytes = registration.size_bytes
+    memory = np.empty(size_bytes, dtype=np.uint8)
+    pieces = (Piece(0, size_bytes, int(memory.ctypes.data), "cpu", 0, (memory,)),) if size_bytes else ()
+    return replace(registration, stream=HostStream(pieces), pieces=pieces, devices=("cpu",), _in_place=InPlace([], []))
+
+
+def copy_stream(
+    source: ByteStream,
+    target: ByteStream,
+    chunk_bytes: int,
+    on_chunk: Callable[[int, Sequence[memoryview]], None],
+    *,
+    threads: int | None = None,
+) -> None:
+    """Copy one stream into another of the same size, in parallel. Blocks.
+
+    `on_chunk` gets each chunk's number and its views in the target as soon as it is copied, in several threads; what it
+    raises ends the copy and is raised here.
+    """
+    chunks = range(-(-source.size_bytes // chunk_bytes))
+
+    def one(chunk: int) -> None:
+        start, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, source.size_bytes)
+        with source.reading(start, stop) as theirs, target.writing(start, stop) as mine:
+            _copy_views(theirs, mine)
+            on_chunk(chunk, mine)
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = max(1, min(threads or min(cores, MOST_THREADS), len(chunks)))
+    if count == 1:
+        for chunk in chunks:
+            one(chunk)
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="tensorhub-copy") as pool:
+        for _ in pool.map(one, chunks):
+            pass
+
+
+def _copy_views(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
+    """Byte by byte in order, wherever the views' borders lie. numpy lets go of the GIL meanwhile."""
+    theirs = iter(source)
+    rest = np.empty(0, dtype=np.uint8)
+    for view in target:
+        mine = np.frombuffer(view, dtype=np.uint8)
+        at = 0
+        while at < mine.size:
+            if not rest.size:
+                rest = np.frombuffer(next(theirs), dtype=np.uint8)
+            count = min(rest.size, mine.size - at)
+            np.copyto(mine[at : at + count], rest[:count])
+            rest, at = rest[count:], at + count

@@ -1,0 +1,173 @@
+"""A worker's host copies: memory, content and export of each, and the copying between them and the registered memory.
+
+Copies run in threads and are checked against the digests that the publisher announced, like everything that arrives. It
+must never: make a copy that was not ordered, or keep the memory of one that was dropped.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+from ..core.errors import CorruptTransfer, TensorHubError
+from ..core.events import CopiedIn, CopiedOut, CopyDropped, Event
+from ..core.manifest import Manifest
+from ..core.messages import MOST_TEXT, Failure
+from ..core.names import Digest, Version, WorkerId
+from ..memory.fill import FillSink
+from ..memory.hostmemory import HostMemory, copy_stream
+from ..memory.registration import Registration
+from ..transport.base import Transport
+from ..transport.progress import Progress
+from .config import Verify
+from .content import Content
+from .loops import in_thread
+
+_log = logging.getLogger(__name__)
+
+
+class HostCopies:
+    """The host copies of one worker. Used in the worker's loop only."""
+
+    def __init__(
+        self,
+        me: WorkerId,
+        transports: Mapping[str, Transport],
+        *,
+        verify: Verify,
+        limit_bytes: int | None,
+        tell: Callable[[Event], None],
+        withdraw: Callable[[str], None],
+    ) -> None:
+        """`withdraw` waits, in a thread, until nobody reads a key any more."""
+        self.me = me
+        self._transports = transports
+        self._verify = verify
+        self._limit_bytes = limit_bytes
+        self._tell = tell
+        self._withdraw = withdraw
+        self._pool: HostMemory | None = None
+        self._contents: dict[Version, tuple[HostMemory, Content]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = threading.Event()
+
+    def register(self, registration: Registration) -> int:
+        """Other tensors: from now on copies are of these. Returns how many the limit allows."""
+        self._pool = HostMemory(registration, self._limit_bytes)
+        return self._pool.most
+
+    def content(self, version: Version, root: Digest) -> Content:
+        """What is there of that version, or memory for it. Raises `HostMemoryFull`."""
+        found = self._contents.get(version)
+        if found is not None:
+            return found[1]
+        assert self._pool is not None, "a host copy before register()"
+        content = Content(version, root, self.key(version), self._pool.take())
+        self._contents[version] = (self._pool, content)
+        return content
+
+    def key(self, version: Version) -> str:
+        """Under which peers read that copy."""
+        return f"{self.me.model}/{version}/{self.me.shard}/host"
+
+    @property
+    def used_bytes(self) -> int:
+        return self._pool.used_bytes if self._pool is not None else 0
+
+    def close(self) -> None:
+        """No copy is carried on; any thread may call it."""
+        self._is_closed.set()
+
+    # --- what the machine wants ---------------------------------------------------------------------------------------
+
+    def copy_out(self, held: Content) -> None:
+        """Offload what the registered memory holds."""
+        manifest = held.manifest
+        assert manifest is not None, "offload of what has no manifest"
+
+        def copy() -> None:
+            copy_stream(
+                held.registration.stream,
+                content.registration.stream,
+                manifest.chunk_bytes,
+                self._judge(content.registration, manifest),
+            )
+
+        async def run() -> None:
+            failure = await self._try(copy)
+            if failure is None:
+                content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
+            self._tell(CopiedOut(held.version, failure))
+
+        try:
+            content = self.content(held.version, held.root)
+        except TensorHubError as error:
+            failure = Failure(error.code, str(error), error.hint or "")
+            asyncio.get_running_loop().call_soon(self._tell, CopiedOut(held.version, failure))
+            return
+        held.registration.settle()
+        self._start(run())
+
+    def copy_in(self, version: Version, target: Registration, then: Callable[[Manifest], None]) -> None:
+        """Fill the registered memory. `then` gets the manifest before the machine hears that it is done."""
+        _, content = self._contents[version]
+        manifest = content.manifest
+        assert manifest is not None, "a whole copy has a manifest"
+
+        def copy() -> None:
+            target.settle()
+            judge = self._judge(target, manifest)
+            copy_stream(content.registration.stream, target.stream, manifest.chunk_bytes, judge)
+
+        async def run() -> None:
+            failure = await self._try(copy)
+            if failure is None:
+                then(manifest)
+            self._tell(CopiedIn(version, failure))
+
+        self._start(run())
+
+    def drop(self, version: Version) -> None:
+        """Cut its readers off, and free its memory."""
+        found = self._contents.pop(version, None)
+
+        async def run() -> None:
+            if found is not None:
+                pool, content = found
+                content.stop(TensorHubError(f"{self.me} released its host copy of version {version}"))
+                await in_thread(lambda: self._withdraw(content.key), name="withdraw")
+                pool.give(content.registration)
+            self._tell(CopyDropped(version))
+
+        self._start(run())
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _judge(self, target: Registration, manifest: Manifest) -> Callable[[int, Sequence[memoryview]], None]:
+        """Checks each chunk as a fill does, which is the one place that knows how."""
+        verify: Verify = self._verify if manifest.digests else "none"
+        fill = FillSink(target, manifest.root(), verify=verify)
+        fill.begin(manifest.encode())
+
+        def judge(chunk: int, views: Sequence[memoryview]) -> None:
+            if self._is_closed.is_set():
+                raise TensorHubError(f"{self.me} was closed")
+            fill.accept(chunk, views)
+
+        return judge
+
+    async def _try(self, work: Callable[[], None]) -> Failure | None:
+        try:
+            await in_thread(work, name="copy")
+        except TensorHubError as error:
+            hint = error.hint or ""
+            if isinstance(error, CorruptTransfer):
+                hint = "were the published tensors changed in place? weights.check() tells"
+            _log.warning("%s: %s", self.me, error)
+            return Failure(error.code, str(error)[:MOST_TEXT], hint)
+        return None
+
+    def _start(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
