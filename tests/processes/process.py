@@ -149,10 +149,11 @@ class Process:
 class ServerProcess(Process):
     """`tensorhub serve`."""
 
-    def __init__(self, folder, *, lease_s, report_s=0.25, port=0, fresh=True):
+    def __init__(self, folder, *, lease_s, report_s=0.25, port=0, fresh=True, retain=0):
         options = ["--port", str(port), "--lease", str(lease_s), *(["--fresh"] if fresh else [])]
         command = [sys.executable, "-m", "tensorhub.cli", "serve", *options]
-        super().__init__("server", command, folder, env={"TENSORHUB_REPORT_S": str(report_s)})
+        environ = {"TENSORHUB_REPORT_S": str(report_s), "TENSORHUB_DEFAULT_RETAIN": str(retain)}
+        super().__init__("server", command, folder, env=environ)
         line = self.process.stdout.readline()
         assert line.startswith("reference server at "), f"{line}\n{self.log}"
         self.address = line.split()[3].rstrip(";")

@@ -129,6 +129,9 @@ class WorkerProcess:
         taken = self.weights._aio.take(dataclasses.replace(found, stream=valved))
         self.weights._wait(taken, timeout, "register()")
 
+    def prefetch(self, spec):
+        self.weights.prefetch(spec)
+
     def call(self, verb, timeout, **arguments):
         """Any method of `Weights`."""
         return getattr(self.weights, verb)(timeout=timeout, **arguments)

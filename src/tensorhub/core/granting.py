@@ -164,9 +164,9 @@ def _candidates(server: "Server", model: Model, record: VersionRecord, reader: M
             candidate = _candidate(server, record, reader, member, from_host)
             if candidate is not None:
                 found.append(candidate)
-    near = [c for c in found if c.is_same_site and c.avoided_until <= server.now]
-    if len(near) == len(found) or len(model.sites) < 2:
+    if all(candidate.is_same_site for candidate in found):
         return found
+    near = [c for c in found if c.is_same_site and c.avoided_until <= server.now and not c.is_withdrawing]
     return near if near else found if sites.may_cross(server, model, record, reader) else []
 
 
