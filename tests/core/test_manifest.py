@@ -12,10 +12,16 @@ from tensorhub.core.manifest import (
     Manifest,
     TensorSpec,
     chunk_count,
+    decode_layout,
     decode_manifest,
     layout_difference,
 )
-from tensorhub.core.names import Digest
+from tensorhub.core.messages import Holding, LayoutInfo, Orders
+from tensorhub.core.names import Digest, Version
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
+
+from .kit import hello, report, told, worker
 
 W = TensorSpec("w", "float32", (2, 3), (3, 1), 0, 24)
 B = TensorSpec("b", "bfloat16", (4,), (1,), 24, 8)
@@ -117,3 +123,47 @@ def test_one_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> Non
 def test_bytes_from_a_stranger_are_refused(data: bytes) -> None:
     with pytest.raises(UsageError, match="manifest"):
         decode_manifest(data)
+
+
+@given(layouts)
+def test_a_layout_travels(found: Layout) -> None:
+    assert decode_layout(found.encode()) == found
+    info = LayoutInfo.of(found)
+    assert (info.digest(), info.decode()) == (found.digest(), found)
+
+
+NO_LAYOUTS = {
+    "a negative size": layout(TensorSpec("w", "int8", (1,), (1,), 0, -5)).encode(),
+    "a negative place": layout(TensorSpec("w", "int8", (1,), (1,), -1, 5)).encode(),
+    "a huge shape": layout(TensorSpec("w", "int8", (2**63,), (1,), 0, 5)).encode(),
+    "a negative length": layout(size_bytes=-1).encode(),
+    "other fields": msgspec.msgpack.encode({"tensors": 5}),
+    "half of one": layout(W, B).encode()[:20],
+    "a deep nest": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("data", NO_LAYOUTS.values(), ids=NO_LAYOUTS)
+def test_what_no_worker_could_register_is_refused(data: bytes) -> None:
+    with pytest.raises(UsageError, match="layout"):
+        decode_layout(data)
+
+
+def test_a_layout_that_is_none_is_a_mismatch_of_which_nothing_is_repeated() -> None:
+    server = Server(settings=Settings(), now=0.0, first_number=1, fresh=True)
+    publisher, reader = worker("trainer"), worker("rollout")
+    server.handle(hello(publisher), sender="a", now=0.0)
+    server.handle(LayoutInfo.of(layout(W, B)), sender="a", now=0.0)
+    theirs = layout(W, B).digest()
+    publishing = told(1, "publish", 1, root=Digest("root"))
+    server.handle(report(1, layout=theirs, operation=publishing), sender="a", now=0.0)
+    held = Holding(Version(1), Digest("root"), True)
+    server.handle(report(2, layout=theirs, buffer=held, finished=1, newest=Version(1)), sender="a", now=0.0)
+    strange = LayoutInfo(msgspec.Raw(NO_LAYOUTS["a negative size"]))
+    server.handle(hello(reader), sender="b", now=0.0)
+    server.handle(strange, sender="b", now=0.0)
+    answers = server.handle(report(1, layout=strange.digest(), operation=told(1, "replicate")), sender="b", now=0.0)
+    server.check_invariants()
+    errors = [answer.answer.error for _, answer in answers if isinstance(answer, Orders) and answer.answer]
+    assert [error.code for error in errors if error] == ["layout-mismatch"]
+    assert "differ from those of version 1" in errors[0].message

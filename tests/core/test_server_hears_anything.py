@@ -177,7 +177,7 @@ class Audience:
                 listener = self.listeners.setdefault(sender, Listener())
                 self.say(listener.next_report(value), sender)
             case "layout":
-                self.say(LayoutInfo(LAYOUT), sender)
+                self.say(LayoutInfo.of(LAYOUT), sender)
             case "disconnect":
                 self.take(self.server.disconnected(sender, now=self.now))
             case "time":

@@ -146,7 +146,7 @@ class Shell:
                 self.tell(events.Cancelled())
             case "register":
                 if self.worker.may_register:
-                    self.tell(events.Registered(LayoutInfo(LAYOUT), LAYOUT.digest(), LAYOUT.size_bytes))
+                    self.tell(events.Registered(LayoutInfo.of(LAYOUT), LAYOUT.digest(), LAYOUT.size_bytes))
             case "connection":
                 self.tell(events.Connected() if value else events.Disconnected())
             case "close":

@@ -25,7 +25,7 @@ from tensorhub.runtime.codec import Malformed, decode_to_server, decode_to_worke
 
 from .kit import hello
 
-LAYOUT = LayoutInfo(Layout((TensorSpec("w", "bfloat16", (2, 3), (3, 1), 0, 12),), 12))
+LAYOUT = LayoutInfo.of(Layout((TensorSpec("w", "bfloat16", (2, 3), (3, 1), 0, 12),), 12))
 TO_SERVER = [
     hello(token="s3cret"),
     LAYOUT,
@@ -82,7 +82,7 @@ def test_deep_nesting_is_malformed_and_does_not_exhaust_the_stack():
 
 def test_only_a_layout_may_be_long_and_only_of_somebody_known():
     many = tuple(TensorSpec(f"tensor.{i}", "float32", (1,), (1,), 4 * i, 4) for i in range(5_000))
-    layout = encode(LayoutInfo(Layout(many, 20_000)))
+    layout = encode(LayoutInfo.of(Layout(many, 20_000)))
     assert len(layout) > MOST_REPORT_BYTES
     assert isinstance(decode_to_server(layout), LayoutInfo)
     with pytest.raises(Malformed, match="first message"):

@@ -46,7 +46,6 @@ NONSENSE = {
     "many failures": Report(1, failures=(TicketFailure(1, worker_id("m", "t", 0), "x", "y"),) * 5),
     "many endpoints": Hello(PROTOCOL, "m", "r", 0, 1, "life", endpoints=("tcp://x:1",) * 100),
     "a long life": Hello(PROTOCOL, "m", "r", 0, 1, "life" * 1000),
-    "a negative size": LayoutInfo(Layout((TensorSpec("w", "int8", (1,), (1,), 0, -5),), 5)),
 }
 
 
@@ -121,7 +120,7 @@ class Liar:
             return hello(model=self.dice.choice("mk"), replica=self.dice.choice("abc"), shard=0, shards=3)
         if kind < 0.08:
             spec = TensorSpec(self.word(), self.word(), (self.number(),), (self.number(),), 0, self.number())
-            return LayoutInfo(Layout((spec,), self.number()))
+            return LayoutInfo.of(Layout((spec,), self.number()))
         return self.report(number)
 
 

@@ -71,7 +71,7 @@ class Player:
         self.retry_at = inf
         self.worker = Worker(self.me)
         self._layout = layout
-        self.tell(Registered(LayoutInfo(layout), layout.digest(), layout.size_bytes, copies))
+        self.tell(Registered(LayoutInfo.of(layout), layout.digest(), layout.size_bytes, copies))
 
     # --- events in, effects out ---------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ from .errors import UsageError
 from .names import Digest
 
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
+MOST_SIZE = 2**62  # of anything in a layout: above every memory, and twice it still fits 64 bits
+Buffer = bytes | bytearray | memoryview | msgspec.Raw
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +42,31 @@ class Layout(msgspec.Struct, frozen=True):
 
     def digest(self) -> Digest:
         """Equal for two workers exactly when names, dtypes, shapes, strides, order and sharing of memory are equal."""
-        return Digest(blake2b(msgspec.msgpack.encode(self), digest_size=DIGEST_BYTES).hexdigest())
+        return digest_of_layout(self.encode())
+
+    def encode(self) -> bytes:
+        """As it travels from worker to server."""
+        return msgspec.msgpack.encode(self)
+
+
+def digest_of_layout(encoded: Buffer) -> Digest:
+    """The digest of the layout that was encoded so."""
+    return Digest(blake2b(encoded, digest_size=DIGEST_BYTES).hexdigest())
+
+
+_layout_decoder = msgspec.msgpack.Decoder(Layout)
+
+
+def decode_layout(data: Buffer) -> Layout:
+    """A layout from a worker's bytes. Raises `UsageError` if it is malformed or says what no worker could mean."""
+    try:
+        layout = _layout_decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise UsageError(f"malformed layout: {error}") from error
+    sizes = [layout.size_bytes, *(n for t in layout.tensors for n in (t.offset_bytes, t.size_bytes, *t.shape))]
+    if not all(0 <= size <= MOST_SIZE for size in sizes):
+        raise UsageError("layout with a size out of range")
+    return layout
 
 
 def layout_difference(mine: Layout, theirs: Layout, *, here: str = "here", there: str = "there") -> str | None:

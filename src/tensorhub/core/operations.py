@@ -6,6 +6,7 @@ Called by the server machine with itself as the facts; everything that is change
 from typing import TYPE_CHECKING
 
 from . import granting, retention
+from .errors import UsageError
 from .groups import GroupOperation, Replica
 from .manifest import layout_difference
 from .membership import Member
@@ -250,7 +251,11 @@ def _layout_mismatch(server: "Server", model: Model, record: VersionRecord, memb
     mine, theirs = server.layouts.get(member.report.layout), server.layouts.get(record.layouts[member.shard])
     difference = None
     if mine is not None and theirs is not None:
-        difference = layout_difference(mine, theirs, here=f"in {member.worker}", there=f"in version {record.version}")
+        here, there = f"in {member.worker}", f"in version {record.version}"
+        try:
+            difference = layout_difference(mine.decode(), theirs.decode(), here=here, there=there)
+        except UsageError:
+            difference = None  # what is no layout differs too, but no word of it is repeated
     text = difference or f"the tensors of {member.worker} differ from those of version {record.version} of {model.name}"
     return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")
 

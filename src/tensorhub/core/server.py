@@ -25,7 +25,6 @@ from . import granting, hearing, operations, retention
 from .errors import InvariantViolation
 from .groups import Replica
 from .invariants import server_contradiction
-from .manifest import Layout
 from .membership import Member, Members
 from .messages import (
     Answer,
@@ -63,7 +62,7 @@ class Server:
     models: dict[ModelName, Model] = field(default_factory=dict)
     members: Members = field(default_factory=Members)
     reads: OpenReads = field(default_factory=OpenReads)
-    layouts: dict[Digest, Layout] = field(default_factory=dict)
+    layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -83,8 +82,8 @@ class Server:
         match message:
             case Hello():
                 reply = self._take_hello(message, sender)
-            case LayoutInfo(layout=layout):
-                self._take_layout(layout)
+            case LayoutInfo():
+                self._take_layout(message)
             case Report():
                 reply = self._take_report(message, sender)
         if reply is not None:
@@ -167,7 +166,7 @@ class Server:
         hint = f"if that one has died, its place is free in {left_s:.1f} s"
         return Refusal("shard-taken", text, hint, retry_s=max(0.1, min(left_s, 1.0)))
 
-    def _take_layout(self, layout: Layout) -> None:
+    def _take_layout(self, layout: LayoutInfo) -> None:
         digest = layout.digest()
         self.layouts[digest] = self.layouts.pop(digest, layout)  # newest last
         while len(self.layouts) > self.settings.most_versions:

@@ -59,7 +59,7 @@ class Client:
         layout = registration.layout
         most_copies = self.driver.data.register(registration)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
-        self.driver.feed(Registered(LayoutInfo(layout), digest, size_bytes, most_copies))
+        self.driver.feed(Registered(LayoutInfo.of(layout), digest, size_bytes, most_copies))
 
     async def operate(self, verb: str, spec: Spec, deadline: float) -> Version | None:
         """One group operation that is no publish. Returns the version then held."""

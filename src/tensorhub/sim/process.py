@@ -87,7 +87,7 @@ class Process:
         layout = Layout(
             (TensorSpec(f"w{me.shard}", "uint8", (len(self.memory),), (1,), 0, len(self.memory)),), len(self.memory)
         )
-        self.layout = LayoutInfo(layout)
+        self.layout = LayoutInfo.of(layout)
         self.worker = Worker(me)
         self.tell(Registered(self.layout, layout.digest(), layout.size_bytes, cluster.weather.host_copies))
         cluster.control.processes[self.sender] = self
