@@ -39,11 +39,11 @@ from .core.errors import (
 
 if TYPE_CHECKING:
     from . import aio
-    from .api import View, Weights, connect, open, serve
+    from .api import View, Weights, connect, leave_on_sigterm, open, serve
 
 __version__ = "0.1.0"
 
-_LAZY = dict.fromkeys(("View", "Weights", "connect", "open", "serve"), ".api")
+_LAZY = dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api")
 
 __all__ = [
     "Closed",
@@ -72,6 +72,7 @@ __all__ = [
     "aio",
     "connect",
     "errors",
+    "leave_on_sigterm",
     "open",
     "serve",
 ]

@@ -16,6 +16,7 @@ from .core.view import ReplicaView, Status, Transfer, VersionView
 from .memory.registration import register as register_tensors
 from .runtime.config import parse_seconds, server_settings, worker_options
 from .runtime.loops import loop_thread
+from .runtime.opening import leave_on_sigterm as install_sigterm
 from .runtime.serving import ServerThread
 
 if TYPE_CHECKING:
@@ -234,6 +235,15 @@ def serve(
     settings = server_settings(lease_s=lease_s, report_s=report_s)
     options = worker_options(token=token)
     return ServerThread(host, port, settings=settings, token=options.token, fresh=True)
+
+
+def leave_on_sigterm(grace: float = 20.0) -> None:
+    """On SIGTERM close every `Weights` of this process within `grace` seconds, then end as SIGTERM does.
+
+    For jobs that are told to go: what only this process holds is fetched by another reliable worker first, as far as
+    the grace goes. It replaces the handler of SIGTERM. Raises `UsageError` outside the main thread.
+    """
+    install_sigterm(parse_seconds(grace, "grace"))
 
 
 def connect(server: str | None = None, *, token: str | None = None, timeout: float | None = None) -> "View":

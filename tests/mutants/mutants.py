@@ -43,30 +43,32 @@ MUTANTS = (
     Mutant(
         "drained is believed from before the withdrawal",
         "core/worker.py",
-        "        if is_going and is_answer_to_withdrawal:\n",
-        "        if is_going:\n",
+        "        if is_going and is_answer_to_withdrawal and self.shelf.copying is None:",
+        "        if is_going and self.shelf.copying is None:",
         "drained counts only in answer to a report that said so",
     ),
     Mutant(
         "two reads write at once",
         "core/read_slot.py",
-        "        return is_wanted and self.reading is None and now < self.trust_until\n",
-        "        return is_wanted and (self.reading is None or self.is_stopping) and now < self.trust_until\n",
+        "        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until\n",
+        "        is_free = self.reading is None or self.is_stopping\n"
+        "        return self.grant is not None and is_wanted and is_free and now < self.trust_until\n",
         "a new read starts only after the old one has ended",
     ),
     Mutant(
         "a failed fill is refilled while it is read",
-        "core/worker.py",
-        "            self.buffer = Poisoned(self.serving)\n",
-        "            self.buffer, self.serving = Poisoned(), None\n",
+        "core/worker_calls.py",
+        "        worker.buffer = Poisoned(worker.serving)\n",
+        "        worker.buffer, worker.serving = Poisoned(), None\n",
         "nobody reads a buffer when it changes from one version to another",
     ),
     Mutant(
         "publish while readers of the old version remain",
-        "core/worker.py",
-        "        if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient and now >= call.impatient_at:\n"
-        "            self._withdraw(impatient=True, now=now)\n",
-        "        if isinstance(self.buffer, Withdrawing) and now >= call.started + 0.2:\n            self._stop_serving(now)\n",
+        "core/worker_calls.py",
+        "    if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient and now >= call.impatient_at:\n"
+        "        withdraw(worker, impatient=True, now=now)\n",
+        "    if isinstance(worker.buffer, Withdrawing) and now >= call.started + 0.2:\n"
+        "        worker.stop_serving(now)\n",
         "a buffer changes only after the server has said that it is drained",
     ),
     Mutant(
@@ -101,9 +103,9 @@ MUTANTS = (
     ),
     Mutant(
         "reads of a former life are forgotten",
-        "core/server.py",
-        "        if reading is not None and not is_known and self.is_recovering and reading.ticket > report.closed:\n",
-        "        if False:\n",
+        "core/hearing.py",
+        "    if reading is not None and not is_known and server.is_recovering and reading.ticket > report.closed:\n",
+        "    if reading is not None and server is None:\n",
         "reads granted before a restart stay open for their source",
     ),
     Mutant(
@@ -116,8 +118,8 @@ MUTANTS = (
     Mutant(
         "the end of a source's lease ends the reads from it",
         "core/server.py",
-        "        self._close_reads(member, None)\n        model.move",
-        "        self._close_reads(member, None)\n"
+        "        hearing.close_reads(self, member, None)\n        model.move",
+        "        hearing.close_reads(self, member, None)\n"
         "        for read in self.reads.from_source(member.worker):\n"
         "            self.reads.close(read.reader, read.ticket)\n"
         "        model.move",
@@ -126,7 +128,7 @@ MUTANTS = (
     Mutant(
         "a dead reader is waited for",
         "core/server.py",
-        "        self._close_reads(member, None)\n        model.move",
+        "        hearing.close_reads(self, member, None)\n        model.move",
         "        model.move",
         "the end of a reader's lease ends its reads",
     ),
@@ -163,8 +165,8 @@ MUTANTS = (
     Mutant(
         "readers form rings",
         "core/granting.py",
-        "        if member is None or worker in behind or",
-        "        if member is None or worker == reader.worker or",
+        "        if member is None or worker in behind:\n            continue\n        for from_host",
+        "        if member is None or worker == reader.worker:\n            continue\n        for from_host",
         "nobody reads from somebody who reads from him",
     ),
     Mutant(
@@ -209,5 +211,61 @@ MUTANTS = (
         "    if root is None:\n        return  #",
         "    if root is None:\n        root = record.layouts.setdefault(member.shard, member.report.layout)  #",
         "a grant names the root that a holder or publisher has reported",
+    ),
+    Mutant(
+        "the last reliable holder just leaves",
+        "core/retention.py",
+        "    if not member.report.closing:\n        return True\n",
+        "    if not member.report.closing:\n        return False\n",
+        "the last reference of a retained version is offloaded before it leaves",
+    ),
+    Mutant(
+        "spot replicas count",
+        "core/retention.py",
+        "        if member is None or not member.hello.reliable or member.report.closing:\n            continue\n        is_self",
+        "        if member is None or member.report.closing:\n            continue\n        is_self",
+        "only reliable workers count for retention",
+    ),
+    Mutant(
+        "leavers rely on each other",
+        "core/retention.py",
+        "        if not is_copy and not is_self and is_keeper and comes_first:\n",
+        "        if not is_copy and not is_self and is_keeper:\n",
+        "of several that leave together, one keeps the version",
+    ),
+    Mutant(
+        "a copy that was released counts again",
+        "core/membership.py",
+        "if copy.version == version and not copy.leaving and copy.number not in self.releasing:\n",
+        "if copy.version == version and not copy.leaving:\n",
+        "what was once told to go is never relied on",
+    ),
+    Mutant(
+        "copies are released while they are read",
+        "core/retention.py",
+        "    if version == version_to_offload(server, model, member) or server.reads.are_from_copy(member.worker, version):\n",
+        "    if version == version_to_offload(server, model, member):\n",
+        "a host copy goes only when nobody reads it",
+    ),
+    Mutant(
+        "copies are released right after a restart",
+        "core/retention.py",
+        "    if server.is_recovering:\n        return Duties()\n",
+        "",
+        "reads of host copies granted before a restart are unknown to it",
+    ),
+    Mutant(
+        "the tensors change while they are offloaded",
+        "core/worker.py",
+        "        if is_going and is_answer_to_withdrawal and self.shelf.copying is None:",
+        "        if is_going and is_answer_to_withdrawal:",
+        "a buffer is free only once its copy is made",
+    ),
+    Mutant(
+        "sites are one",
+        "core/granting.py",
+        "    return near if near else found if sites.may_cross(server, model, record, reader) else []\n",
+        "    return found if near or sites.may_cross(server, model, record, reader) else []\n",
+        "what a site has is read inside it",
     ),
 )

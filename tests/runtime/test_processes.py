@@ -250,3 +250,22 @@ def test_a_worker_process_ends_no_slower_for_a_server_that_is_gone(server):
     with within(8):
         ended = run_child(server, rest)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_sigterm_leaves_within_its_grace_and_the_heir_has_the_version(server):
+    rest = """
+tensorhub.leave_on_sigterm(10)
+print("up", flush=True)
+time.sleep(60)
+"""
+    with tensorhub.open("m", replica="heir", server=server.address, timeout=10) as heir:
+        heir.register({"w": np.zeros(1000)})
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD + rest, server.address, ""], stdout=subprocess.PIPE, text=True
+        )
+        with process:
+            assert process.stdout is not None
+            assert any(line == "up\n" for line in process.stdout)
+            process.terminate()
+            assert process.wait(15) == -signal.SIGTERM
+        assert heir.replicate("latest", timeout=10) == 1  # out of its own host memory

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from .messages import Filling, Hello, Holding, HostCopy, Orders, Report, Withdrawing
-from .names import Number, Shard, Ticket, Version, WorkerId
+from .names import Digest, Number, Shard, Ticket, Version, WorkerId
 
 
 @dataclass
@@ -47,6 +47,10 @@ class Member:
     @property
     def is_full(self) -> bool:
         return isinstance(self.report.buffer, Holding | Withdrawing)
+
+    def fits(self, layout: Digest | None) -> bool:
+        """Its registered tensors are laid out like that, as far as is known."""
+        return bool(self.report.layout) and layout in (None, self.report.layout)
 
     def holds(self, version: Version) -> bool:
         """All of the version is in its buffer."""

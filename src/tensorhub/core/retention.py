@@ -104,7 +104,7 @@ def why_stuck(server: "Server", model: Model, replica: Replica, member: Member) 
 def version_to_fetch(server: "Server", model: Model, replica: Replica, member: Member) -> Version | None:
     """What it is to fill a host copy with, as far as there is room."""
     report = member.report
-    if server.is_recovering or report.closing or not report.layout:
+    if server.is_recovering or report.closing:
         return None
     if _is_squeezed(version_to_offload(server, model, member), member):
         return None
@@ -112,6 +112,8 @@ def version_to_fetch(server: "Server", model: Model, replica: Replica, member: M
     for version in _wanted_copies(server, model, member):
         record = model.versions.get(version)
         if record is None or not record.exists or member.holds(version):
+            continue
+        if not member.fits(record.layouts.get(member.shard)):
             continue
         copy = member.copy(version)
         if copy is None and (version == filled or not report.copies_left):
@@ -150,14 +152,15 @@ def heir_of(server: "Server", model: Model, record: VersionRecord, shard: Shard)
         is_left |= member.holds(record.version) or member.has_whole_copy(record.version)
     if not is_left:
         return None
-    able = [member for member in server.members_of(model, shard) if _can_inherit(member, record.version)]
+    able = [member for member in server.members_of(model, shard) if _can_inherit(member, record)]
     return min(able, key=lambda m: (m.copy(record.version) is None, m.worker)).worker if able else None
 
 
-def _can_inherit(member: Member, version: Version) -> bool:
+def _can_inherit(member: Member, record: VersionRecord) -> bool:
     report = member.report
-    has_room = report.copies_left > 0 or member.copy(version) is not None
-    return member.hello.reliable and member.is_connected and not report.closing and bool(report.layout) and has_room
+    has_room = report.copies_left > 0 or member.copy(record.version) is not None
+    is_staying = member.hello.reliable and member.is_connected and not report.closing
+    return is_staying and has_room and member.fits(record.layouts.get(member.shard))
 
 
 def _counts(model: Model, member: Member, version: Version) -> bool:

@@ -50,5 +50,5 @@ def is_elected(server: "Server", model: Model, record: VersionRecord, member: Me
 def _is_able(member: Member, record: VersionRecord) -> bool:
     report = member.report
     has_room = report.copies_left > 0 or member.copy(record.version) is not None
-    is_staying = member.is_connected and not report.closing and bool(report.layout)
+    is_staying = member.is_connected and not report.closing and member.fits(record.layouts.get(member.shard))
     return is_staying and has_room and member.hello.prefetch != "never"

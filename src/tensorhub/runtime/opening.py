@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
 import time
 from functools import partial
@@ -139,11 +140,30 @@ def _address_towards(server: str) -> str:
 
 def _close_forgotten() -> None:
     """At the end of the interpreter: tell the server of those who leave, as far as half a second goes."""
+    _close_all(EXIT_S)
+
+
+def leave_on_sigterm(grace_s: float) -> None:
+    """On SIGTERM: close every worker of this process within the grace, then end as SIGTERM does. Main thread only."""
+
+    def leave(number: int, _: object) -> None:
+        _log.info("SIGTERM: leaving within %.3g s", grace_s)
+        _close_all(grace_s)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    try:
+        signal.signal(signal.SIGTERM, leave)
+    except ValueError as error:
+        raise UsageError("leave_on_sigterm() is for the main thread", hint="call it before starting threads") from error
+
+
+def _close_all(patience_s: float) -> None:
     clients = [client for client in list(_clients) if not client.driver.is_gone]
     if not clients:
         return
     thread = loop_thread()
-    deadline = time.monotonic() + EXIT_S
+    deadline = time.monotonic() + patience_s
 
     async def close_all() -> None:
         await asyncio.gather(*(client.driver.leave(deadline) for client in clients), return_exceptions=True)
