@@ -89,12 +89,20 @@ def _versions(versions: tuple[VersionView, ...]) -> list[RenderableType]:
         text = Text(f"version {version.version}", style="bold" if version.is_latest else "")
         if version.holders:
             text.append(f" held by {some_text(version.holders, MOST_NAMES)}", style="not bold")
+        elif version.host_copies:
+            text.append(" held in host memory only", style="not bold yellow")
         elif version.last_holder:
             text.append(f" held by nobody; {version.last_holder} was the last", style="red")
         else:
             text.append(" held whole by nobody", style="yellow")
+        if version.host_copies:
+            text.append(f"; host copies: {some_text(version.host_copies, MOST_NAMES)}", style="not bold cyan")
         if version.filling:
             text.append(f"; filling {some_text(version.filling, MOST_NAMES)}", style="not bold cyan")
+        for site, size_bytes in sorted(version.far_bytes.items()):
+            text.append(f"; {size_text(size_bytes)} came into {site or 'no site'} from other sites", style="not bold")
+        if version.is_retained and not version.is_latest:
+            text.append("; kept", style="not bold")
         if not version.is_complete:
             text.append("; being published", style="not bold yellow")
         lines.append(Padding(text, (0, 0, 0, 2)))

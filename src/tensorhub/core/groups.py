@@ -46,6 +46,7 @@ class Replica:
     former: GroupOperation | None = None  # a member may not have heard yet how it ended
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
+    publishes: bool = False  # it has published, or wanted to: a trainer, for whom nothing is fetched ahead
 
     @property
     def is_empty(self) -> bool:
@@ -70,6 +71,7 @@ class Replica:
 
     def arrive(self, shard: Shard, told: Operation) -> None:
         """One shard's caller is in this operation."""
+        self.publishes |= told.verb == "publish"
         current = self.operation
         if current is None or told.number > current.number:
             if current is not None:

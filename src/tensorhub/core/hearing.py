@@ -32,6 +32,7 @@ def take_content(server: "Server", model: Model, replica: Replica, member: Membe
     model.move(worker, before, report)
     if isinstance(buffer, Holding | Withdrawing) and _exists_by(server, replica, buffer):
         is_news |= model.note_exists(buffer.version)
+    replica.publishes |= isinstance(buffer, Holding | Withdrawing) and buffer.published
     is_news |= _take_wishes(model, member, before)
     _count_far(model, member, before)
     if is_news or [c.whole for c in before.copies] != [c.whole for c in report.copies]:

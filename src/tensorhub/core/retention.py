@@ -109,7 +109,7 @@ def version_to_fetch(server: "Server", model: Model, replica: Replica, member: M
     if _is_squeezed(version_to_offload(server, model, member), member):
         return None
     filled = operations.wanted_version(replica, member)
-    for version in _wanted_copies(server, model, member):
+    for version in _wanted_copies(server, model, replica, member):
         record = model.versions.get(version)
         if record is None or not record.exists or member.holds(version):
             continue
@@ -122,7 +122,7 @@ def version_to_fetch(server: "Server", model: Model, replica: Replica, member: M
     return None
 
 
-def _wanted_copies(server: "Server", model: Model, member: Member) -> Iterator[Version]:
+def _wanted_copies(server: "Server", model: Model, replica: Replica, member: Member) -> Iterator[Version]:
     """What it should have a host copy of, the most important first."""
     if model.closing and member.hello.reliable:
         for version in model.retained():
@@ -132,7 +132,7 @@ def _wanted_copies(server: "Server", model: Model, member: Member) -> Iterator[V
         version_wished, _ = model.resolve(member.report.prefetch)
         if version_wished is not None:
             yield version_wished
-    if model.newest is None or getattr(member.report.buffer, "published", False):
+    if model.newest is None or replica.publishes:
         return
     if member.hello.prefetch == "always" or sites.is_elected(server, model, model.record(model.newest), member):
         yield model.newest

@@ -33,7 +33,7 @@ def may_cross(server: "Server", model: Model, record: VersionRecord, reader: Mem
 def is_elected(server: "Server", model: Model, record: VersionRecord, member: Member) -> bool:
     """The member is to fetch the version ahead for its site, where nobody has any of it."""
     site, shard = member.hello.site, member.shard
-    if len(model.sites) < 2 or not _is_able(member, record):
+    if len(model.sites) < 2 or not _is_able(model, member, record):
         return False
     current = server.reads.current(member.worker)
     is_begun = current is not None and current.version == record.version and current.grant.to_host
@@ -43,12 +43,14 @@ def is_elected(server: "Server", model: Model, record: VersionRecord, member: Me
         other = server.members.get(worker)
         if other is not None and other.hello.site == site and worker != member.worker:
             return False
-    able = [m.worker for m in server.members_of(model, shard) if m.hello.site == site and _is_able(m, record)]
+    able = [m.worker for m in server.members_of(model, shard) if m.hello.site == site and _is_able(model, m, record)]
     return min(able) == member.worker
 
 
-def _is_able(member: Member, record: VersionRecord) -> bool:
+def _is_able(model: Model, member: Member, record: VersionRecord) -> bool:
     report = member.report
+    if model.replicas[member.hello.replica].publishes:
+        return False
     has_room = report.copies_left > 0 or member.copy(record.version) is not None
     is_staying = member.is_connected and not report.closing and member.fits(record.layouts.get(member.shard))
     return is_staying and has_room and member.hello.prefetch != "never"

@@ -12,8 +12,9 @@ Measured: 1 GiB between two processes over loopback, each chunk hashed with xxh3
 of eight programs of bare `sendall` and `recv_into` (1 or 2 streams, pieces of 1 or 4 MiB, receive buffers of 0.5 MiB,
 4 MiB or the kernel's choice): 2 streams 0.99 and 1.00, 1 stream 1.02 and 0.97, 2 streams with chunks of 2 MiB 0.95 and
 1.00. `make bench` later found 0.68, and 0.62 without digests, where raw sockets had both cores for themselves:
-docs/benchmarks.md says why, as far as it is known. An explicit receive buffer gained nothing that the noise did not hide, so the kernel tunes it. Through a proxy
-with a round trip of 100 ms and 25 MB/s for each stream: 1 stream 24 MB/s, 4 streams 85, whatever the chunk size.
+docs/benchmarks.md says why, as far as it is known. An explicit receive buffer gained nothing that the noise did not
+hide, so the kernel tunes it. Through a proxy with a round trip of 100 ms and 25 MB/s for each stream: 1 stream 24 MB/s,
+4 streams 85, whatever the chunk size.
 """
 
 import threading
