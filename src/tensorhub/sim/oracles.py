@@ -49,6 +49,7 @@ class Oracles:
 
     def after_event(self, touched: "Process | None" = None) -> None:
         if touched is not None:
+            self.retention.after_event(touched)
             self._ask(touched.worker.check_invariants)
         server = self.cluster.control.server
         if server is not None and self.cluster.world.events % 16 == 0:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .process import Process
 
-SETTLED_S = 0.05  # in fair weather everybody has been heard by then, and has read on
+SETTLED_S = 1.0  # everybody has been heard by then, a withdrawal that failed is over, and stopped reads have ended
 
 
 class RetentionOracle:
@@ -21,7 +21,15 @@ class RetentionOracle:
         self.cluster = cluster
         self.broken = broken
         self.deaths: dict[ModelName, float] = {}  # when a reliable worker of the model died last
-        self.whole_since: dict[tuple[str, Version], float] = {}
+        self.holding: dict[str, tuple[Version, float]] = {}  # by process: what it holds, and since when
+
+    def after_event(self, process: "Process") -> None:
+        """Note since when it has held what it holds."""
+        buffer, known = process.worker.buffer, self.holding.get(process.name)
+        if not isinstance(buffer, Holding):
+            self.holding.pop(process.name, None)
+        elif known is None or known[0] != buffer.version:
+            self.holding[process.name] = (buffer.version, self.cluster.world.now)
 
     def died(self, process: "Process") -> None:
         if process.hello.reliable:
@@ -62,17 +70,13 @@ class RetentionOracle:
         return is_held and leaving != (other, False) and not other.worker.is_stopping_serving
 
     def crosses(self, source: "Process", read: SimRead, chunk: int) -> None:
-        """G10: in fair weather a chunk does not come into a site that has had it for a while, or gets it anyway."""
-        reader, version, now = read.reader, read.grant.version, self.cluster.world.now
+        """G10: in fair weather no read into a site begins when that has had the version for a while, or reads it."""
+        reader, version, settled_at = read.reader, read.grant.version, read.began - SETTLED_S
         for other in self.cluster.workers.values():
             same = (other.me.model, other.me.shard) == (reader.me.model, reader.me.shard)
             if not same or other is reader or other.hello.site != reader.hello.site or other.worker.is_closing:
                 continue
-            is_there = isinstance(other.worker.buffer, Holding) and other.worker.buffer.version == version
-            key = (other.name, version)
-            since = self.whole_since.setdefault(key, now) if is_there else now
-            if not is_there:
-                self.whole_since.pop(key, None)
+            held, since = self.holding.get(other.name, (None, 0.0))
             theirs = other.read
             crosses_too = (
                 theirs is not None
@@ -80,9 +84,9 @@ class RetentionOracle:
                 and theirs.grant.version == version
                 and theirs.source is not None
                 and theirs.source.hello.site != reader.hello.site
-                and now - theirs.began > SETTLED_S
+                and theirs.began < settled_at
             )
-            if (crosses_too or now - since > SETTLED_S) and now - read.began > SETTLED_S:
+            if crosses_too or (held == version and since < settled_at):
                 text = f"chunk {chunk} of version {version} goes from {source.name} to {reader.name}"
                 self.broken("G10 once per site", f"{text}, and {other.name} of {reader.hello.site} has or reads it too")
 
