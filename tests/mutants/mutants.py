@@ -263,9 +263,9 @@ MUTANTS = (
     ),
     Mutant(
         "sites are one",
-        "core/granting.py",
-        "    return near if near else found if sites.may_cross(server, model, record, reader) else []\n",
-        "    return found if near or sites.may_cross(server, model, record, reader) else []\n",
+        "core/selection.py",
+        "        not candidate.is_same_site,\n",
+        "",
         "what a site has is read inside it",
     ),
 )

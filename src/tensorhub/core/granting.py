@@ -167,7 +167,7 @@ def _candidates(server: "Server", model: Model, record: VersionRecord, reader: M
     if all(candidate.is_same_site for candidate in found):
         return found
     near = [c for c in found if c.is_same_site and c.avoided_until <= server.now and not c.is_withdrawing]
-    return near if near else found if sites.may_cross(server, model, record, reader) else []
+    return found if near or sites.may_cross(server, model, record, reader) else []
 
 
 def _candidate(
