@@ -36,7 +36,8 @@ def wanted_read(server: "Server", model: Model, replica: Replica, member: Member
     copy, current = member.copy(version), server.reads.current(member.worker)
     if copy is not None:
         return None if copy.whole else Wanted(version, True)  # once it is whole, the buffer is filled from it
-    if current is not None and current.version == version and current.grant.to_host:
+    is_coming = current is not None and current.version == version and current.grant.to_host
+    if is_coming and not member.loses_copy(version):
         return Wanted(version, True)  # which is about to begin
     buffer = member.report.buffer
     is_read = isinstance(buffer, Poisoned) and buffer.version is not None
@@ -95,8 +96,7 @@ def serves(server: "Server", source: WorkerId, version: Version, from_host: bool
     current = server.reads.current(source)
     is_about_to = current is not None and current.version == version and current.grant.to_host == from_host
     if from_host:
-        copy = member.copy(version)
-        return copy is not None or is_about_to
+        return member.copy(version) is not None or (is_about_to and not member.loses_copy(version))
     match member.report.buffer:
         case Holding(version=held) | Filling(version=held):
             return held == version

@@ -69,6 +69,10 @@ class Member:
                 return copy
         return None
 
+    def loses_copy(self, version: Version) -> bool:
+        """It has a host copy of the version that is about to go."""
+        return self.copy(version) is None and any(copy.version == version for copy in self.report.copies)
+
     def has_whole_copy(self, version: Version) -> bool:
         copy = self.copy(version)
         return copy is not None and copy.whole

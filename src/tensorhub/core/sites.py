@@ -37,7 +37,7 @@ def is_elected(server: "Server", model: Model, record: VersionRecord, member: Me
         return False
     current = server.reads.current(member.worker)
     is_begun = current is not None and current.version == record.version and current.grant.to_host
-    if is_begun or member.copy(record.version) is not None:
+    if (is_begun and not member.loses_copy(record.version)) or member.copy(record.version) is not None:
         return True  # it was elected before, and has begun
     for worker in record.holders.get(shard, {}):
         other = server.members.get(worker)
