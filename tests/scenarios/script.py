@@ -94,11 +94,13 @@ def _player(stage: Stage, name: str) -> Player:
 
 
 def _settings(stage: Stage, words: list[str]) -> None:
-    _, options = _options(words, ("lease", "report", "failures", "retain"))
+    _, options = _options(words, ("lease", "report", "failures", "retain", "rebalance"))
     lease_s = _seconds(options.get("lease", "10s"))
     report_s = _seconds(options.get("report", "1s"))
     failures, retain = int(options.get("failures", "8")), int(options.get("retain", "0"))
-    stage.settings = Settings(lease_s=lease_s, report_s=report_s, most_failures=failures, default_retain=retain)
+    rebalance_s = _seconds(options.get("rebalance", "1000s"))
+    times = {"lease_s": lease_s, "report_s": report_s, "rebalance_s": rebalance_s}
+    stage.settings = Settings(**times, most_failures=failures, default_retain=retain)
 
 
 def _server(stage: Stage, words: list[str]) -> None:

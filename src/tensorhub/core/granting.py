@@ -57,7 +57,9 @@ def decide_read(server: "Server", model: Model, replica: Replica, member: Member
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
     if current is not None and is_wanted and serves(server, current.source, current.version, current.grant.from_host):
         source = server.members.get(current.source)
-        if source is None or not (_is_leaving(source, current.grant.from_host) or _is_paused(server, current)):
+        if source is None or _move_to_better(server, model, record, member, current):
+            return
+        if not (_is_leaving(source, current.grant.from_host) or _is_paused(server, current)):
             return
         others = [c for c in _candidates(server, model, record, member) if not c.is_withdrawing]
         if choose_source(others, now=server.now) is None and not _is_impatient(source):
@@ -65,6 +67,34 @@ def decide_read(server: "Server", model: Model, replica: Replica, member: Member
     if current is not None:
         _void(server, current)
     _grant(server, model, record, member, to_host=wanted.to_host)
+
+
+def _move_to_better(server: "Server", model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
+    """Move the reader if that is sure to help: to an idle source that has everything and is no further away.
+
+    It leaves one that is itself still filling, whose pace it follows, or one that serves others too. It never goes
+    back: who reads from a whole source alone stays there.
+    """
+    if server.now < read.looked_at + server.settings.rebalance_s or reader.shard not in record.roots:
+        return False
+    read.looked_at = server.now
+    source = server.known(read.source)
+    if _is_full(source, read.version, read.grant.from_host) and server.reads.load(read.source) < 2:
+        return False
+    is_far = source.hello.site != reader.hello.site
+    better = [
+        candidate
+        for candidate in _candidates(server, model, record, reader)
+        if candidate.is_full and not candidate.load and not candidate.is_withdrawing and not candidate.published
+        if candidate.is_same_site or is_far
+    ]
+    choice = choose_source(better, now=server.now)
+    if choice is None:
+        return False
+    _void(server, read)
+    _give(server, record, reader, choice, to_host=read.grant.to_host)
+    server.counters["rebalanced"] += 1
+    return True
 
 
 def _is_leaving(source: Member, from_host: bool) -> bool:
@@ -199,8 +229,7 @@ def _candidate(
 
 
 def _grant(server: "Server", model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> None:
-    root = record.roots.get(member.shard)
-    if root is None:
+    if member.shard not in record.roots:
         return  # only such as are filling have reported since the restart: nobody could say what is good
     candidates = _candidates(server, model, record, member)
     choice = choose_source(candidates, now=server.now)
@@ -208,7 +237,14 @@ def _grant(server: "Server", model: Model, record: VersionRecord, member: Member
         if candidates:
             server.members.wake(member, min(candidate.avoided_until for candidate in candidates))
         return
+    _give(server, record, member, choice, to_host=to_host)
+
+
+def _give(
+    server: "Server", record: VersionRecord, member: Member, choice: tuple[Candidate, str], *, to_host: bool
+) -> None:
     best, reason = choice
+    root = record.roots[member.shard]
     source, endpoints = best.worker, server.known(best.worker).hello.endpoints
     grant = Grant(
         *(Ticket(server.next_number()), record.version, root, source, endpoints, reason),
@@ -216,7 +252,7 @@ def _grant(server: "Server", model: Model, record: VersionRecord, member: Member
         to_host=to_host,
         is_far=server.known(best.worker).hello.site != member.hello.site,
     )
-    server.reads.add(OpenRead(grant, member.worker))
+    server.reads.add(OpenRead(grant, member.worker, looked_at=server.now))
     record.holders.setdefault(member.shard, {})[member.worker] = None  # others may read behind it from now on
     server.counters["grants"] += 1
     server.touch(member.worker)

@@ -5,6 +5,7 @@ its source must not change a buffer that somebody may still be reading.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 from .messages import Grant
@@ -20,6 +21,7 @@ class OpenRead:
     grant: Grant
     reader: WorkerId
     is_void: bool = False
+    looked_at: float = inf  # when it was granted, or a better source was last looked for
 
     @property
     def ticket(self) -> Ticket:

@@ -14,6 +14,7 @@ class Settings:
     report_s: float = 1.0  # a worker says how things are at least this often; also the age of progress in `status`
     drift: float = 0.1  # a worker trusts its lease for (1 - drift) of it: clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
+    rebalance_s: float = 5.0  # a better source is looked for so often: a move costs a chunk, which it must earn back
     most_failures: int = 8  # of one operation on one shard, before it is given up rather than tried again
     default_retain: int = 1  # newest versions of a model that no voluntary departure may lose; 0: none
     most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", a few KiB

@@ -190,6 +190,7 @@ _SERVER_TEXTS = {
     "report_s": "a worker says how things are at least this often",
     "drift": "a worker trusts its lease for (1 - drift) of it: the difference of two clocks' speeds",
     "avoid_s": "for how long a source that failed a reader is that reader's last choice",
+    "rebalance_s": "how often a better source is looked for while a read goes on",
     "most_failures": "reads that may fail in one operation on one shard before it is given up",
     "most_versions": "versions remembered of one model, held or not",
     "most_workers": "workers at a time",

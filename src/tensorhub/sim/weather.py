@@ -52,7 +52,9 @@ def draw_weather(chance: Random) -> Weather:
     chunks = chance.choice((1, 3, 8, 20))
     verifies = chance.random() < 0.6
     weather = Weather(
-        settings=Settings(lease_s=lease_s, report_s=lease_s / 5, avoid_s=chance.choice((0.3, 1.0))),
+        settings=Settings(
+            lease_s=lease_s, report_s=lease_s / 5, avoid_s=chance.choice((0.3, 1.0)), rebalance_s=0.4 * lease_s
+        ),
         models=("policy", "draft") if chance.random() < 0.15 else ("policy",),
         shards=chance.choice((1, 1, 2, 2, 3)),
         rollouts=chance.choice((1, 2, 3, 3, 4)),
