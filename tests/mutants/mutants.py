@@ -208,8 +208,9 @@ MUTANTS = (
     Mutant(
         "content is granted that nobody vouched for",
         "core/granting.py",
-        "    if root is None:\n        return  #",
-        "    if root is None:\n        root = record.layouts.setdefault(member.shard, member.report.layout)  #",
+        "    if member.shard not in record.roots:\n        return  #",
+        "    if member.shard not in record.roots:\n"
+        "        record.roots[member.shard] = record.layouts.setdefault(member.shard, member.report.layout)  #",
         "a grant names the root that a holder or publisher has reported",
     ),
     Mutant(
