@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tensorhub.demo.events import EventLog, EventReader
+from tensorhub.demo.events import EventReader
+from tensorhub.demo.logs import EventLog
 from tensorhub.demo.live import picture, sparkline
 from tensorhub.demo.progress import Progress
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .events import SERVER, TRAINER, EventLog, Fault, now
+from .events import SERVER, TRAINER, Fault
+from .logs import EventLog, now
 from .processes import Processes, free_address
 from .progress import Progress
 

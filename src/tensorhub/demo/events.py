@@ -4,12 +4,12 @@ Everything that the demo shows or proves is computed from these lines afterwards
 most the line it was writing. Times are those of the machine's monotonic clock, which all its processes share.
 """
 
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import msgspec
+
+from .logs import LogReader
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -80,46 +80,8 @@ AnyEvent = Published | Trained | Updated | Kept | Generated | Ended | Fault
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
-def now() -> float:
-    """The time of an event."""
-    return time.monotonic()
-
-
-class EventLog:
-    """Where one process writes its events."""
-
-    def __init__(self, folder: Path, process: str) -> None:
-        self.process = process
-        self._file = (folder / f"{process}.jsonl").open("ab", buffering=0)
-
-    def __enter__(self) -> "EventLog":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def write(self, event: AnyEvent) -> None:
-        """One line, in one piece."""
-        self._file.write(msgspec.json.encode(event) + b"\n")
-
-
-class EventReader:
-    """Reads all logs of a folder as they grow."""
+class EventReader(LogReader[AnyEvent]):
+    """Reads all logs of the demo as they grow."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._read_bytes: dict[Path, int] = {}
-
-    def new(self) -> list[AnyEvent]:
-        """What was written since the last call, in the order of time; a line that is not yet whole waits."""
-        found: list[AnyEvent] = []
-        for path in sorted(self._folder.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._read_bytes.get(path, 0))
-                text = file.read()
-            whole = text.rfind(b"\n") + 1
-            self._read_bytes[path] = self._read_bytes.get(path, 0) + whole
-            found += [_decoder.decode(line) for line in text[:whole].splitlines()]
-        return sorted(found, key=lambda event: event.time)
+        super().__init__(folder, _decoder)

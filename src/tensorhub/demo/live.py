@@ -8,7 +8,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .events import TRAINER, now
+from .events import TRAINER
+from .logs import now
 from .progress import Progress, RolloutRow
 
 SPARKS = "▁▂▃▄▅▆▇█"

@@ -13,7 +13,8 @@ from rich.console import Console
 from ..core.errors import UsageError
 from .checks import judge
 from .director import Director
-from .events import DIRECTOR, EventLog, EventReader, now
+from .events import DIRECTOR, EventReader
+from .logs import EventLog, now
 from .live import Display
 from .processes import Processes, ProcessFailed
 from .progress import Progress

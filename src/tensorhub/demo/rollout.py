@@ -16,7 +16,8 @@ import tensorhub
 from tensorhub import SessionLost, TransferError, Unavailable, VersionUnavailable
 
 from . import grpo, task
-from .events import Ended, EventLog, Generated, Kept, Updated, now
+from .events import Ended, Generated, Kept, Updated
+from .logs import EventLog, now
 from .parent import Parent
 from .policy import Policy, answer, fingerprint
 from .samples import Batch, Outbox

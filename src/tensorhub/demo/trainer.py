@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from . import grpo
-from .events import TRAINER, Ended, EventLog, Published, Trained, now
+from .events import TRAINER, Ended, Published, Trained
+from .logs import EventLog, now
 from .parent import Parent
 from .policy import Policy, fingerprint
 from .samples import Batch, Inbox

@@ -1,0 +1,171 @@
+"""Runs one strategy of one scenario: starts everybody, says go, breaks what is to be broken, and ends everybody."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..demo.processes import Processes, ProcessFailed
+from .events import AnyEvent, Ended, Updated, read_events
+from .idle import Idle
+from .job import Job, Role
+from .network import Network, Place
+from .processes import Nursery
+from .scenarios import Scenario
+from .strategies.choose import STRATEGIES
+
+SERVER_PORT, TRAINER_PORT, STORE_PORT = 7450, 7460, 7470
+LEASE_S = 5.0
+JOIN_S = 60.0
+LOOK_S = 0.05
+HOME, AWAY = "home", "away"
+
+
+@dataclass
+class Ground:
+    """The places of a scenario, and its WAN."""
+
+    server: Place
+    store: Place
+    trainer: Place
+    rollouts: list[Place]
+    sites: dict[str, str] = field(default_factory=dict)  # of each place
+    wan_counts: Path | None = None
+
+
+@contextmanager
+def ground_of(scenario: Scenario, folder: Path) -> Iterator[Ground]:
+    """Namespaces and links, for as long as the block lasts."""
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(queue_ms=20))
+        rollout_site = AWAY if scenario.wan_mbit else HOME
+        for site in dict.fromkeys((HOME, rollout_site)):
+            network.add_site(site)
+        server = network.add("srv", HOME, rate_mbit=None)
+        store = network.add("store", HOME, rate_mbit=scenario.rate_mbit)
+        trainer = network.add("t", HOME, rate_mbit=scenario.rate_mbit)
+        count = scenario.rollouts + scenario.spots
+        rollouts = [network.add(f"w{i}", rollout_site, rate_mbit=scenario.rate_mbit) for i in range(count)]
+        sites = {place.name: HOME for place in (server, store, trainer)}
+        sites |= {place.name: rollout_site for place in rollouts}
+        ground = Ground(server, store, trainer, rollouts, sites)
+        if scenario.wan_mbit:
+            home, away = network.join(HOME, AWAY)
+            processes = stack.enter_context(Processes(folder))
+            ground.wan_counts = folder / "wan.txt"
+            arguments = [str(scenario.wan_mbit), str(scenario.wan_delay_ms), str(ground.wan_counts)]
+            command = [sys.executable, "-m", "tensorhub.lab.wan", home.path, away.path, *arguments]
+            processes.start("wan", command)
+            _wait(ground.wan_counts.exists, "the relay between the sites", processes.check)
+        yield ground
+
+
+class Run:
+    """One strategy under way, or over."""
+
+    def __init__(self, scenario: Scenario, strategy: str, ground: Ground, folder: Path) -> None:
+        self.scenario, self.strategy, self.ground, self.folder = scenario, strategy, ground, folder
+        self.events: list[AnyEvent] = []
+        self.began_at = 0.0
+        self.seconds = 0.0
+        self.idle_share = 1.0
+        self.folder.mkdir(parents=True)
+        self._reader = read_events(folder)
+        self._seeds = scenario.seed
+
+    def run(self) -> "Run":
+        """All of it. Raises `ProcessFailed`."""
+        with ExitStack() as stack:
+            self.processes = stack.enter_context(Processes(self.folder))
+            self.start_server()
+            needs_torch = STRATEGIES[self.strategy].needs_torch
+            self.nursery = stack.enter_context(Nursery(self.folder, with_torch=needs_torch))
+            self.start_workers()
+            self.nursery.go()
+            self.began_at, idle = time.monotonic(), Idle()
+            self.direct()
+            self.seconds, self.idle_share = time.monotonic() - self.began_at, idle.share()
+            self.nursery.end()
+        self.look()
+        return self
+
+    def start_server(self) -> None:
+        """The reference server, for the strategies that have one."""
+        if not STRATEGIES[self.strategy].is_ours:
+            return
+        place = self.ground.server
+        where = ["--host", place.address, "--port", str(SERVER_PORT), "--lease", str(LEASE_S), "--fresh"]
+        module = [sys.executable, "-m", "tensorhub.demo.server", "serve", "--log", "warning", *where]
+        self.processes.start("server", [*place.wrapper, *module])
+
+    def start_workers(self) -> None:
+        """Trainer, store and the first rollouts, until each rollout has its first version."""
+        world = 1 + self.scenario.rollouts
+        self.nursery.start(self.job("trainer", "trainer", self.ground.trainer, world=world), self.ground.trainer)
+        if STRATEGIES[self.strategy].has_store:
+            self.nursery.start(self.job("store", "store", self.ground.store), self.ground.store)
+        for index in range(self.scenario.rollouts):
+            place = self.ground.rollouts[index]
+            self.nursery.start(self.job(f"rollout-{index}", "rollout", place, rank=index + 1, world=world), place)
+        _wait(lambda: self.joined() == self.scenario.rollouts, "the first version everywhere", self.check, JOIN_S)
+
+    def job(self, name: str, role: Role, place: Place, **more: object) -> Job:
+        """What a process is told."""
+        scenario, ground = self.scenario, self.ground
+        self._seeds += 1
+        given: dict[str, object] = {
+            "server": f"{ground.server.address}:{SERVER_PORT}",
+            "trainer": f"{ground.trainer.address}:{TRAINER_PORT}",
+            "origin": f"{ground.trainer.address}:{TRAINER_PORT}",
+            "versions": scenario.versions,
+            "prefetch": STRATEGIES[self.strategy].prefetch or "never",
+        }
+        if STRATEGIES[self.strategy].has_store:
+            given["origin"] = f"{ground.store.address}:{STORE_PORT}"
+        return Job(
+            name=name,
+            role=role,
+            strategy=self.strategy,
+            site=ground.sites[place.name],
+            address=place.address,
+            events=str(self.folder),
+            seed=self._seeds,
+            size_bytes=scenario.size_bytes,
+            chunk_bytes=scenario.chunk_bytes,
+            train_s=scenario.train_s,
+            generate_s=scenario.generate_s,
+            jitter=scenario.jitter,
+            **{**given, **more},  # type: ignore[arg-type]
+        )
+
+    def direct(self) -> None:
+        """Until all are done."""
+        awaited = 1 + self.scenario.rollouts
+        _wait(lambda: self.ended() >= awaited, f"the end of {self.strategy}", self.check, self.scenario.most_s)
+
+    def look(self) -> None:
+        """Read what was written down."""
+        self.events += self._reader.new()
+
+    def check(self) -> None:
+        """Look, and raise `ProcessFailed` if somebody has ended who should not have."""
+        self.look()
+        self.processes.check()
+        self.nursery.check()
+
+    def joined(self) -> int:
+        return sum(isinstance(event, Updated) and event.is_first for event in self.events)
+
+    def ended(self) -> int:
+        return sum(isinstance(event, Ended) and event.process != "store" for event in self.events)
+
+
+def _wait(is_so: Callable[[], bool], what: str, check: Callable[[], None], within_s: float = JOIN_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise ProcessFailed(f"waited {within_s:.0f} s for {what}")
+        time.sleep(LOOK_S)
+        check()

@@ -1,0 +1,172 @@
+"""Network namespaces behind shaped links, joined by an unlimited switch for each site, sites by a slow, long relay.
+
+    trainer   ── rate ──┐                                             ┌── rate ── rollout 2
+    rollout 0 ── rate ──┤ switch of site a ── relay ── switch of site b ┤
+    server    ──────────┘                  rate, delay                └── rate ── rollout 3
+
+Both ends of a link are shaped, by `tbf` with a burst of 1 MiB and frames of up to 65000 B: a smaller burst would cut
+every super-packet to pieces and burn the processor. Needs root. Whatever ends this process, the next one removes what
+it left: the names carry its number.
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "thb"
+MTU = 65000
+WAN_MTU = 9000
+PATIENCE_S = 20.0
+DEFAULT_QUEUE_MS = 100
+MOST_SITES, MOST_PLACES = 100, 240  # one byte each of an address; the rest is the router's
+ROUTER = 254
+
+
+class NoLinks(Exception):
+    """Links cannot be made here, and why."""
+
+
+def why_not() -> str | None:
+    """Why there can be no laboratory here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found (package iproute2)"
+    return None
+
+
+def run(*command: str) -> str:
+    """What a command of iproute2 prints. Raises `NoLinks`."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoLinks(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        raise NoLinks(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def remove(names: Sequence[str]) -> None:
+    """Remove namespaces, and with them their links."""
+    for name in names:
+        with contextlib.suppress(NoLinks):
+            run("ip", "netns", "del", name)
+
+
+def remove_stale(prefix: str = PREFIX) -> None:
+    """Remove what a process has left that did not live to do it."""
+    with contextlib.suppress(NoLinks):
+        for line in run("ip", "netns", "list").splitlines():
+            found = re.match(rf"({prefix}(\d+)-\S+)", line)
+            if found and not Path(f"/proc/{found.group(2)}").exists():
+                remove([found.group(1)])
+
+
+@dataclass(frozen=True)
+class Place:
+    """One namespace, in which processes may run."""
+
+    name: str
+    namespace: str
+    address: str
+
+    @property
+    def wrapper(self) -> list[str]:
+        """What goes before a command, so that it runs here."""
+        return ["ip", "netns", "exec", self.namespace]
+
+    @property
+    def path(self) -> str:
+        """The file that stands for the namespace."""
+        return f"/run/netns/{self.namespace}"
+
+
+class Network:
+    """Sites and places. Removed at the end of the block."""
+
+    def __init__(self, *, queue_ms: int = DEFAULT_QUEUE_MS) -> None:
+        """`queue_ms` is how long a packet may wait at a shaped link's end before it is dropped."""
+        self._base = f"{PREFIX}{os.getpid()}"
+        self._queue_ms = queue_ms
+        self._names: list[str] = []
+        self._sites: dict[str, list[Place]] = {}
+        self._routers: dict[str, Place] = {}
+        self._switch = ""
+
+    def __enter__(self) -> "Network":
+        problem = why_not()
+        if problem is not None:
+            raise NoLinks(problem)
+        remove_stale()
+        atexit.register(self.remove)
+        try:
+            self._switch = self._namespace("sw")
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Idempotent; links go with their namespaces."""
+        names, self._names = self._names, []
+        remove(names)
+        atexit.unregister(self.remove)
+
+    def add_site(self, site: str) -> None:
+        """A switch of its own."""
+        assert len(self._sites) < MOST_SITES, "more sites than addresses"
+        bridge = f"br{len(self._sites)}"
+        self._sites[site] = []
+        run("ip", "-n", self._switch, "link", "add", bridge, "mtu", str(MTU), "type", "bridge")
+        run("ip", "-n", self._switch, "link", "set", bridge, "up")
+
+    def add(self, name: str, site: str, *, rate_mbit: int | None) -> Place:
+        """A place behind a link of that rate; None: unlimited."""
+        places, number = self._sites[site], list(self._sites).index(site)
+        assert len(places) < MOST_PLACES, "more places than addresses"
+        place = Place(name, f"{self._base}-{name}", f"10.77.{number}.{len(places) + 1}")
+        places.append(place)
+        self._attach(place, number, f"p{number}x{len(places)}", rate_mbit)
+        return place
+
+    def join(self, site_a: str, site_b: str) -> tuple[Place, Place]:
+        """Routers for two sites. Between them go only what a relay (`wan`) carries from one's device to the other's."""
+        for site in (site_a, site_b):
+            number = list(self._sites).index(site)
+            router = Place(f"r{number}", f"{self._base}-r{number}", f"10.77.{number}.{ROUTER}")
+            self._attach(router, number, f"p{number}r", None)
+            run(*router.wrapper, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+            self._routers[site] = router
+            for place in self._sites[site]:
+                way = ["via", router.address, "mtu", str(WAN_MTU)]
+                run("ip", "-n", place.namespace, "route", "add", "10.77.0.0/16", *way)
+        return self._routers[site_a], self._routers[site_b]
+
+    def _namespace(self, name: str) -> str:
+        full = f"{self._base}-{name}"
+        self._names.append(full)  # before it exists: an interrupt in between must not leave it
+        run("ip", "netns", "add", full)
+        return full
+
+    def _attach(self, place: Place, site_number: int, port: str, rate_mbit: int | None) -> None:
+        inner, switch = self._namespace(place.name), self._switch
+        peer = ["peer", "name", port, "mtu", str(MTU), "netns", switch]
+        run("ip", "-n", inner, "link", "add", "eth0", "mtu", str(MTU), "type", "veth", *peer)
+        run("ip", "-n", inner, "addr", "add", f"{place.address}/24", "dev", "eth0")
+        run("ip", "-n", inner, "link", "set", "lo", "up")
+        run("ip", "-n", inner, "link", "set", "eth0", "up")
+        run("ip", "-n", switch, "link", "set", port, "master", f"br{site_number}", "up")
+        if rate_mbit is not None:
+            shape = ["root", "tbf", "rate", f"{rate_mbit}mbit", "burst", "1mb", "latency", f"{self._queue_ms}ms"]
+            for space, device in ((inner, "eth0"), (switch, port)):
+                run("tc", "-n", space, "qdisc", "add", "dev", device, *shape)

@@ -1,0 +1,1 @@
+"""How weights get from the trainer to the rollouts: one module for each way, all with the same two sides."""
