@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tensorhub.demo.events import EventReader
-from tensorhub.demo.logs import EventLog
 from tensorhub.demo.live import picture, sparkline
+from tensorhub.demo.logs import EventLog
 from tensorhub.demo.progress import Progress
 
 from .story import STEPS, generated, good_run, published

@@ -1,6 +1,6 @@
 """Imports run one way, and each outside library is known to as few folders as possible.
 
-    cli → demo → integrations → api → runtime → memory → transport → core        sim → core
+    cli → lab → demo → integrations → api → runtime → memory → transport → core        sim → core
 
 The modules that lie directly in the package (`tensorhub`, `api`, `aio`, …) are the layer `api`. `runtime` and `memory`
 are neighbours: the worker's half of `runtime` hands the transports what `memory` has made of the tensors, and `memory`
@@ -19,20 +19,21 @@ BELOW: dict[str, tuple[str, ...]] = {
     "api": ("runtime", "memory", "transport", "core"),
     "integrations": ("api",),  # an engine's words over the user's view, and nothing past it
     "demo": ("integrations", "api", "core"),
+    "lab": ("demo", "api", "runtime", "memory", "transport", "core"),  # the other strategies borrow the transport
     "sim": ("core",),
-    "cli": ("demo", "integrations", "api", "runtime", "memory", "transport", "core", "sim"),
+    "cli": ("lab", "demo", "integrations", "api", "runtime", "memory", "transport", "core", "sim"),
 }
 
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "msgspec": ("core", "sim", "transport", "memory", "runtime", "api", "cli", "demo"),
+    "msgspec": ("core", "sim", "transport", "memory", "runtime", "api", "cli", "demo", "lab"),
     "xxhash": ("memory",),
-    "numpy": ("memory", "integrations", "demo"),
-    "torch": ("memory", "integrations", "demo"),
+    "numpy": ("memory", "integrations", "demo", "lab"),
+    "torch": ("memory", "integrations", "demo", "lab"),
     "aiohttp": ("runtime",),
     "uvloop": ("runtime",),
     "typer": ("cli",),
-    "rich": ("cli", "demo"),
-    "matplotlib": ("demo",),
+    "rich": ("cli", "demo", "lab"),
+    "matplotlib": ("demo", "lab"),
     "safetensors": ("cli", "integrations", "demo"),
 }
 

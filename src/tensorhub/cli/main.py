@@ -171,6 +171,37 @@ def demo(
 
 
 @app.command()
+def lab(
+    scenario: Annotated[str, typer.Argument(help="standalone, elastic, cross-site or storm.")],
+    strategies: Annotated[
+        str, typer.Option(help="Only these, by name: hub-always,hub,ring,star,…", show_default="all of the scenario")
+    ] = "",
+    rollouts: Annotated[int | None, typer.Option(min=1, help="Rollout replicas.", show_default="8; 4; 6")] = None,
+    mib: Annotated[float | None, typer.Option(min=1.0, help="MiB of weights.", show_default="32; 16; 8")] = None,
+    mbit: Annotated[int | None, typer.Option(min=10, help="Rate of each worker's link.", show_default="400")] = None,
+    versions: Annotated[int | None, typer.Option(min=1, help="Versions published after the first.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=5.0, help="Of an elastic run, and of the storm.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of generation times and of faults.", show_default="1")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="out/lab")] = None,
+) -> None:
+    """The paper's workloads on shaped links of this machine, beside what a user would otherwise take. Needs root."""
+    from ..lab.run import Options, run_scenario
+
+    given = {
+        "strategies": tuple(strategies.split(",")) if strategies else None,
+        "rollouts": rollouts,
+        "size_bytes": None if mib is None else int(mib * 2**20),
+        "rate_mbit": mbit,
+        "versions": versions,
+        "seconds": seconds,
+        "seed": seed,
+        "out": out,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    raise typer.Exit(run_scenario(scenario, replace(Options(), **chosen)))  # type: ignore[arg-type]
+
+
+@app.command()
 def simulate(
     seed: Annotated[int | None, typer.Option(help="Print one history as readable lines.", min=0)] = None,
     seeds: Annotated[str, typer.Option(help="Run many: A..B, both included.", show_default=False)] = "",

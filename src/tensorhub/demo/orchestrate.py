@@ -14,8 +14,8 @@ from ..core.errors import UsageError
 from .checks import judge
 from .director import Director
 from .events import DIRECTOR, EventReader
-from .logs import EventLog, now
 from .live import Display
+from .logs import EventLog, now
 from .processes import Processes, ProcessFailed
 from .progress import Progress
 from .report import show, write_report

@@ -74,6 +74,10 @@ class Processes:
                 if status != 0:
                     raise ProcessFailed(f"{name} ended with status {status}\n{self._last_words(name)}")
 
+    def pid(self, name: str) -> int:
+        """Of one that runs."""
+        return self._running[name].pid
+
     @property
     def running(self) -> set[str]:
         """Names of those that have not been seen to end."""

@@ -1,8 +1,8 @@
 """The laboratory: the paper's workloads on one machine, with real processes on real, slow links.
 
 Each worker is a process in a network namespace of its own, behind a link that the kernel shapes; sites are joined by a
-relay that delays. On the same links run TensorHub and what a user would otherwise take. What is measured is *stall*: the
-seconds in which a worker could have computed and did not, because of weights.
+relay that delays. On the same links run TensorHub and what a user would otherwise take. What is measured is *stall*:
+the seconds in which a worker could have computed and did not, because of weights.
 
 It is a user: it knows of the product what the public interface shows, except that the other strategies borrow the
 transport and the digests, so that they are not slower for want of a good socket program. It must never count as good

@@ -7,14 +7,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..demo.logs import now
 from ..demo.processes import Processes, ProcessFailed
-from .events import AnyEvent, Ended, Updated, read_events
+from .events import AnyEvent, Ended, Fault, Updated, read_events
 from .idle import Idle
 from .job import Job, Role
 from .network import Network, Place
 from .processes import Nursery
 from .scenarios import Scenario
 from .strategies.choose import STRATEGIES
+from .summary import Outcome, summarise
 
 SERVER_PORT, TRAINER_PORT, STORE_PORT = 7450, 7460, 7470
 LEASE_S = 5.0
@@ -58,7 +60,7 @@ def ground_of(scenario: Scenario, folder: Path) -> Iterator[Ground]:
             arguments = [str(scenario.wan_mbit), str(scenario.wan_delay_ms), str(ground.wan_counts)]
             command = [sys.executable, "-m", "tensorhub.lab.wan", home.path, away.path, *arguments]
             processes.start("wan", command)
-            _wait(ground.wan_counts.exists, "the relay between the sites", processes.check)
+            wait(ground.wan_counts.exists, "the relay between the sites", processes.check)
         yield ground
 
 
@@ -102,14 +104,23 @@ class Run:
 
     def start_workers(self) -> None:
         """Trainer, store and the first rollouts, until each rollout has its first version."""
+        self.start_trainer()
         world = 1 + self.scenario.rollouts
-        self.nursery.start(self.job("trainer", "trainer", self.ground.trainer, world=world), self.ground.trainer)
         if STRATEGIES[self.strategy].has_store:
             self.nursery.start(self.job("store", "store", self.ground.store), self.ground.store)
         for index in range(self.scenario.rollouts):
             place = self.ground.rollouts[index]
-            self.nursery.start(self.job(f"rollout-{index}", "rollout", place, rank=index + 1, world=world), place)
-        _wait(lambda: self.joined() == self.scenario.rollouts, "the first version everywhere", self.check, JOIN_S)
+            more = {"rank": index + 1, "world": world, "is_reliable": self.scenario.are_reliable}
+            self.nursery.start(self.job(f"rollout-{index}", "rollout", place, **more), place)
+        wait(lambda: self.joined() == self.scenario.rollouts, "the first version everywhere", self.check, JOIN_S)
+
+    def start_trainer(self) -> None:
+        """The trainer, and who watches."""
+        if STRATEGIES[self.strategy].is_ours and self.scenario.is_watched:
+            self.nursery.start(self.job("watcher", "watcher", self.ground.server), self.ground.server)
+        more = {"world": 1 + self.scenario.rollouts, "prefetch": "never"}  # what it publishes it need not fetch
+        job = self.job("trainer", "trainer", self.ground.trainer, **more)
+        self.nursery.start(job, self.ground.trainer)
 
     def job(self, name: str, role: Role, place: Place, **more: object) -> Job:
         """What a process is told."""
@@ -119,7 +130,7 @@ class Run:
             "server": f"{ground.server.address}:{SERVER_PORT}",
             "trainer": f"{ground.trainer.address}:{TRAINER_PORT}",
             "origin": f"{ground.trainer.address}:{TRAINER_PORT}",
-            "versions": scenario.versions,
+            "versions": 0 if scenario.duration_s else scenario.versions,
             "prefetch": STRATEGIES[self.strategy].prefetch or "never",
         }
         if STRATEGIES[self.strategy].has_store:
@@ -143,7 +154,23 @@ class Run:
     def direct(self) -> None:
         """Until all are done."""
         awaited = 1 + self.scenario.rollouts
-        _wait(lambda: self.ended() >= awaited, f"the end of {self.strategy}", self.check, self.scenario.most_s)
+        wait(lambda: self.ended() >= awaited, f"the end of {self.strategy}", self.check, self.scenario.most_s)
+
+    def outcome(self) -> Outcome:
+        """What came of it."""
+        return summarise(
+            self.events,
+            strategy=self.strategy,
+            title=STRATEGIES[self.strategy].title,
+            size_bytes=self.scenario.size_bytes,
+            began_at=self.began_at,
+            seconds=self.seconds,
+            idle_share=self.idle_share,
+        )
+
+    def note(self, process: str, what: str) -> None:
+        """Write down what was done to whom."""
+        self.events.append(Fault(time=now(), process=process, what=what))
 
     def look(self) -> None:
         """Read what was written down."""
@@ -156,13 +183,16 @@ class Run:
         self.nursery.check()
 
     def joined(self) -> int:
+        """Rollouts that have had their first version."""
         return sum(isinstance(event, Updated) and event.is_first for event in self.events)
 
     def ended(self) -> int:
-        return sum(isinstance(event, Ended) and event.process != "store" for event in self.events)
+        """Trainer and rollouts that have done all they had to do."""
+        return sum(isinstance(event, Ended) and event.process not in ("store", "watcher") for event in self.events)
 
 
-def _wait(is_so: Callable[[], bool], what: str, check: Callable[[], None], within_s: float = JOIN_S) -> None:
+def wait(is_so: Callable[[], bool], what: str, check: Callable[[], None], within_s: float = JOIN_S) -> None:
+    """Look until it is so. Raises `ProcessFailed` when time runs out."""
     deadline = time.monotonic() + within_s
     while not is_so():
         if time.monotonic() > deadline:

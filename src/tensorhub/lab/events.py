@@ -58,7 +58,28 @@ class Fault(Event, frozen=True, kw_only=True):
     what: str  # "killed", "started"
 
 
-AnyEvent = Published | Updated | Kept | Ended | Fault
+class SeenRead(msgspec.Struct, frozen=True):
+    """Who reads what from whom, and how far it is."""
+
+    target: str
+    source: str
+    version: int
+    done: int  # chunks
+    chunks: int
+    is_far: bool
+
+
+class Seen(Event, frozen=True, kw_only=True):
+    """What the reference server showed."""
+
+    latest: int  # -1: nothing yet
+    has_latest: list[str]  # replicas that hold all of it, in their tensors or in host memory
+    copies: dict[str, list[int]]  # host copies: versions by replica
+    far_bytes: dict[int, int]  # that crossed between sites, by version
+    reads: list[SeenRead]
+
+
+AnyEvent = Published | Updated | Kept | Ended | Fault | Seen
 
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 

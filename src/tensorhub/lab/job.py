@@ -4,12 +4,12 @@ from typing import Literal
 
 import msgspec
 
-Role = Literal["trainer", "rollout", "store"]
+Role = Literal["trainer", "rollout", "store", "watcher"]
 MODEL = "policy"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a process is, whom it talks to, and how long it computes between updates. Sizes in bytes, times in seconds."""
+    """Who a process is, whom it talks to, how long it computes between updates. Sizes in bytes, times in seconds."""
 
     name: str  # also of its replica
     role: Role
@@ -29,5 +29,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     jitter: float  # a generation takes from (1 - jitter) to (1 + jitter) times `generate_s`
     prefetch: str = "never"
     is_reliable: bool = True
+    is_late: bool = False  # it joins while the others are at work, and begins at once
     rank: int = 0  # of a collective
     world: int = 1

@@ -34,7 +34,12 @@ class Nursery:
             stdout=subprocess.PIPE,
             stderr=(logs / "nursery.log").open("ab"),
             start_new_session=True,
-            env={**_environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
+            env={
+                **_environment(),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+            },
         )
 
     def __enter__(self) -> "Nursery":
@@ -70,9 +75,14 @@ class Nursery:
         """Tell everybody to begin."""
         self._signal_all(signal.SIGUSR1)
 
-    def go_one(self, name: str) -> None:
-        """Tell one to begin."""
-        os.kill(self._pids[name], signal.SIGUSR1)
+    def finish(self, name: str) -> None:
+        """Tell the trainer to make one version more, and no others."""
+        os.kill(self._pids[name], signal.SIGUSR2)
+
+    def leave(self, name: str) -> None:
+        """Tell one to leave."""
+        self._awaited.add(name)
+        os.kill(self._pids[name], signal.SIGTERM)
 
     def kill(self, name: str) -> None:
         """SIGKILL."""

@@ -23,6 +23,11 @@ class Scenario:
     wan_mbit: int = 0  # 0: everybody in one site
     wan_delay_ms: int = 0  # one way
     spots: int = 0  # places for replicas that join and are killed
+    life_s: tuple[float, float] = (4.0, 8.0)  # from its first version to its death
+    gap_s: tuple[float, float] = (0.5, 1.5)  # until its place is taken by another
+    duration_s: float = 0.0  # 0: until every rollout has the last version
+    are_reliable: bool = True  # those that are not killed
+    is_watched: bool = False  # by a process that asks the reference server 20 times a second
     seed: int = 1
     most_s: float = 90.0  # for one strategy
     goal_ratio: float = 1.0  # what is to be reached, and what is aimed at
@@ -47,4 +52,47 @@ STANDALONE = Scenario(
     aim_ratio=10.0,
 )
 
-SCENARIOS = {each.name: each for each in (STANDALONE,)}
+ELASTIC = Scenario(
+    name="elastic",
+    title="spot replicas join and are killed throughout",
+    strategies=("hub", "hub-always", "star", "store"),
+    spots=4,
+    duration_s=40.0,
+    goal_ratio=4.8,
+    aim_ratio=6.0,
+)
+
+CROSS_SITE = Scenario(
+    name="cross-site",
+    title="one site has the trainer, the other only rollouts, behind the WAN",
+    strategies=("hub-seed", "hub-always", "star", "store"),
+    rollouts=4,
+    size_bytes=16 * MIB,
+    chunk_bytes=MIB // 4,
+    wan_mbit=50,
+    wan_delay_ms=30,
+    train_s=8.0,
+    generate_s=8.0,
+    versions=4,
+    is_watched=True,
+    goal_ratio=19.0,
+    aim_ratio=30.0,
+)
+
+STORM = Scenario(
+    name="storm",
+    title="every second a random rollout is killed or one is added, while versions are published",
+    strategies=("hub",),
+    rollouts=6,
+    spots=8,
+    size_bytes=8 * MIB,
+    chunk_bytes=MIB // 8,
+    rate_mbit=200,
+    train_s=1.5,
+    generate_s=0.5,
+    duration_s=120.0,
+    are_reliable=False,
+    is_watched=True,
+)
+
+SCENARIOS = {each.name: each for each in (STANDALONE, ELASTIC, CROSS_SITE, STORM)}

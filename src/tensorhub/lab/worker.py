@@ -16,6 +16,7 @@ from .events import Ended, Kept, Published, Updated
 from .job import Job
 from .strategies.base import NotNow
 from .strategies.choose import rollout_side, trainer_side
+from .watch import look_on
 
 POLL_S = 0.02
 RETRY_S = 0.1
@@ -23,17 +24,22 @@ JOIN_S = 60.0
 
 
 class Signals:
-    """What the director says: go (SIGUSR1), leave (SIGTERM)."""
+    """What the director says: go (SIGUSR1), make one version more (SIGUSR2), leave (SIGTERM)."""
 
     def __init__(self) -> None:
         self.is_go = False
+        self.is_finishing = False
         self.is_leaving = False
         signal.signal(signal.SIGUSR1, self._go)
+        signal.signal(signal.SIGUSR2, self._finish)
         signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _go(self, *_: object) -> None:
         self.is_go = True
+
+    def _finish(self, *_: object) -> None:
+        self.is_finishing = True
 
     def _leave(self, *_: object) -> None:
         self.is_leaving = True
@@ -62,15 +68,17 @@ def main(job: Job) -> None:
             train(job, log, signals)
         elif job.role == "rollout":
             roll_out(job, log, signals)
-        else:
+        elif job.role == "store":
             keep_store(job, log, signals)
+        else:
+            look_on(job, log, lambda: signals.is_leaving)
 
 
 def train(job: Job, log: EventLog, signals: Signals) -> None:
     """Make a version each `train_s`."""
     tensors, training = content.make_tensors(job.size_bytes), content.Training(job.size_bytes, job.seed)
     side = trainer_side(job, tensors)
-    version = 0
+    version, is_last = 0, False
     while not signals.is_leaving:
         sha256 = ""
 
@@ -92,8 +100,9 @@ def train(job: Job, log: EventLog, signals: Signals) -> None:
         )
         if version == 0:
             signals.wait_go()
-        elif version == job.versions:
+        elif is_last or version == job.versions:
             break
+        is_last = signals.is_finishing
         signals.compute(time.monotonic() + job.train_s)
         version += 1
     tell_ended(job, log, side.statistics())
@@ -134,7 +143,8 @@ def roll_out(job: Job, log: EventLog, signals: Signals) -> None:
 
     if not signals.is_leaving:
         tell(version, ended - began, ended, is_new=True, is_first=True)
-    signals.wait_go()
+    if not job.is_late:
+        signals.wait_go()
     ended = time.monotonic()
     while not signals.is_leaving and (not job.versions or version < job.versions):
         spread = 1 + job.jitter * (2 * random_.random() - 1)

@@ -1,0 +1,152 @@
+"""The kill storm: every second a random rollout is killed or one is added, while versions are published. Then calm.
+
+What must hold afterwards: every rollout that lives has the latest version within two transfers, no byte was ever wrong,
+nothing is left behind (processes, descriptors, host copies), and the newest version was never lost meanwhile, because
+the trainer, which is the only reliable one, lived.
+"""
+
+import os
+import random
+import time
+from collections import Counter
+
+from ..demo.processes import ProcessFailed
+from .director import LOOK_S, wait
+from .events import Ended, Fault, Published, Seen, Updated
+from .faults import ElasticRun
+from .goals import Finding
+from .network import run as ip
+
+EVERY_S = 1.0
+CALM_S = 30.0
+LEAST_ALIVE = 2
+MOST_TRANSFERS = 2.0
+SETTLE_S = 5.0  # until who has left is gone from everybody's tables: a lease
+TRAINER, SERVER = "trainer", "server"
+
+
+class StormRun(ElasticRun):
+    """One storm."""
+
+    def start_trainer(self) -> None:
+        """Alone first: what the two that live throughout have open then is what they may have open at the end."""
+        super().start_trainer()
+        is_published = lambda: any(isinstance(event, Published) for event in self.events)  # noqa: E731 - used once
+        wait(is_published, "the first version", self.check)
+        self.open_before = self.settle_open(None)
+
+    def direct(self) -> None:
+        """Storm, calm, and the end of all rollouts."""
+        self.fate = random.Random(self.scenario.seed)
+        self.failure = ""
+        self.strikes = 0
+        self.free = list(self.ground.rollouts[self.scenario.rollouts :])
+        self.places = {f"rollout-{i}": self.ground.rollouts[i] for i in range(self.scenario.rollouts)}
+        began_at = time.monotonic()
+        while time.monotonic() < began_at + self.scenario.duration_s:
+            self.strikes += 1
+            self.strike()
+            while time.monotonic() < began_at + self.strikes * EVERY_S:
+                time.sleep(LOOK_S)
+                self.check()
+        try:
+            self.calm()
+        except ProcessFailed as error:
+            self.failure = str(error)
+
+    def strike(self) -> None:
+        """Kill one or add one, as chance has it and places allow."""
+        names = sorted(self.places)
+        if self.free and (len(names) <= LEAST_ALIVE or self.fate.random() < 0.5):
+            place, name = self.free.pop(self.fate.randrange(len(self.free))), f"storm-{self.strikes}"
+            self.places[name] = place
+            self.add(name, place)
+        else:
+            name = self.fate.choice(names)
+            self.free.append(self.places.pop(name))
+            self.kill(name)
+
+    def calm(self) -> None:
+        """The trainer makes one version more, and all that live must get it; then they leave."""
+        self.nursery.finish(TRAINER)
+        wait(self._is_last_published, "the trainer's last version", self.check, CALM_S)
+        self.last = max(event.version for event in self.events if isinstance(event, Published))
+        wait(self._is_converged, f"version {self.last} at every rollout that lives", self.check, CALM_S)
+        self.copies_after = next((e.copies for e in reversed(self.events) if isinstance(e, Seen)), {})
+        for name in self.places:
+            self.nursery.leave(name)
+        wait(lambda: not set(self.places) & set(self.nursery.living), "the end of the rollouts", self.check, CALM_S)
+        self.open_after = self.settle_open(self.open_before)
+        self.left_over = self.strangers()
+
+    def _is_last_published(self) -> bool:
+        return any(isinstance(event, Ended) and event.process == TRAINER for event in self.events)
+
+    def _is_converged(self) -> bool:
+        have = {e.process for e in self.events if isinstance(e, Updated) and e.version == self.last}
+        return set(self.places) <= have
+
+    def settle_open(self, goal: dict[str, int] | None) -> dict[str, int]:
+        """Open descriptors of the two that live throughout: the fewest seen of each within a few seconds."""
+        pids = {TRAINER: self.nursery.pid(TRAINER), SERVER: self.processes.pid(SERVER)}
+        fewest: dict[str, int] = {}
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and (goal is None or fewest != goal):
+            for name, pid in pids.items():
+                count = len(os.listdir(f"/proc/{pid}/fd"))
+                fewest[name] = min(count, fewest.get(name, count))
+            time.sleep(LOOK_S)
+            self.check()
+        return fewest
+
+    def strangers(self) -> list[int]:
+        """Processes in the places that nobody knows of."""
+        known = {self.nursery.pid(name) for name in self.nursery.living} | {self.processes.pid(SERVER)}
+        everywhere = (self.ground.trainer, self.ground.server, *self.ground.rollouts)
+        found = {int(word) for place in everywhere for word in ip("ip", "netns", "pids", place.namespace).split()}
+        return sorted(found - {pid for pid in known if pid is not None})
+
+    # --- the verdict --------------------------------------------------------------------------------------------------
+
+    def judge(self) -> list[Finding]:
+        """What held and what did not."""
+        found = [Finding("everybody ended as told", "no failure", self.failure or "no failure", not self.failure)]
+        if self.failure:
+            return found
+        faults = Counter(event.what for event in self.events if isinstance(event, Fault))
+        text = (
+            f"{self.strikes} in {self.scenario.duration_s:.0f} s: {faults['killed']} killed, {faults['started']} added"
+        )
+        found.append(
+            Finding("a kill or an addition a second", "1/s", text, self.strikes >= self.scenario.duration_s - 1)
+        )
+        return [*found, self._converged(), self._retained(), *self._nothing_left()]
+
+    def _converged(self) -> Finding:
+        last = [
+            e for e in self.events if isinstance(e, Updated) and e.version == self.last and e.process in self.places
+        ]
+        most_s = max(event.stall_s for event in last if event.sha256)
+        transfers = most_s / self.scenario.transfer_s
+        return Finding(
+            f"all {len(self.places)} rollouts that live have the latest version ({self.last}), longest update",
+            f"≤ {MOST_TRANSFERS:g} transfers",
+            f"{most_s:.2f} s = {transfers:.2f} transfers",
+            transfers <= MOST_TRANSFERS,
+        )
+
+    def _retained(self) -> Finding:
+        seen = [event for event in self.events if isinstance(event, Seen) and event.latest >= 0]
+        lost = [event.latest for event in seen if not event.has_latest]
+        text = f"{len(seen)} looks, {len(lost)} without a holder" + (f" (version {lost[0]})" if lost else "")
+        return Finding("the newest version was held somewhere all the time", "always", text, bool(seen) and not lost)
+
+    def _nothing_left(self) -> list[Finding]:
+        text = ", ".join(f"{name} {self.open_before[name]} → {count}" for name, count in self.open_after.items())
+        fits = all(count <= self.open_before[name] for name, count in self.open_after.items())
+        kept = ", ".join(f"{name}: {copies}" for name, copies in self.copies_after.items())
+        return [
+            Finding("open descriptors, before the first rollout and after the last", "no more", text, fits),
+            Finding("host copies left once all have the latest version", "none", kept or "none", not kept),
+            Finding("processes that nobody knows of", "none", str(self.left_over or "none"), not self.left_over),
+        ]
