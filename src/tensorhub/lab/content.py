@@ -41,5 +41,5 @@ def fingerprint(tensors: Tensors) -> str:
     """SHA-256 over all bytes, computed outside the library."""
     hasher = hashlib.sha256()
     for tensor in tensors.values():
-        hasher.update(memoryview(tensor))
+        hasher.update(tensor.data)
     return hasher.hexdigest()

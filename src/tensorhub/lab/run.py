@@ -1,4 +1,4 @@
-"""A whole scenario: every strategy on the same links, one after the other, then the report. What `tensorhub lab` calls."""
+"""A whole scenario: every strategy on the same links, one after the other, then the report: `tensorhub lab`."""
 
 import os
 import platform

@@ -21,7 +21,7 @@ class TrainerSide(Protocol):
     """The trainer's part."""
 
     def commit(self, version: int, change: Callable[[], None]) -> Committed:
-        """Let `change` write the tensors when nobody needs their old content, then let the rollouts have the new one."""
+        """Let `change` write the tensors when nobody needs what they were, then let the rollouts have what they are."""
         ...
 
     def statistics(self) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """The global stage: a collective over torch.distributed. All stop, all exchange, all go on.
 
-Two ways to exchange, on the same processes: `broadcast` as gloo has it, a tree of whole tensors; and a pipelined ring of
-chunks from rank to rank, as NCCL does it, in which each link carries each byte once. A collective knows its members: who
-dies takes it down, and nobody can join.
+Two ways to exchange, on the same processes: `broadcast` as gloo has it, a tree of whole tensors; and a pipelined ring
+of chunks from rank to rank, as NCCL does it, in which each link carries each byte once. A collective knows its members:
+who dies takes it down, and nobody can join.
 """
 
 import time
@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from ..content import Tensors
 from ..job import Job
@@ -21,9 +22,12 @@ PATIENCE = timedelta(seconds=120)
 AHEAD = 4  # chunks under way at a time, in each direction
 
 
-def _join(job: Job) -> dist.TCPStore:
+def _join(job: Job) -> Store:
     host, _, port = job.trainer.rpartition(":")
-    store = dist.TCPStore(host, int(port), job.world, is_master=job.rank == 0, timeout=PATIENCE, wait_for_workers=False)
+    is_first = job.rank == 0
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, int(port), job.world, is_master=is_first, timeout=PATIENCE, wait_for_workers=False
+    )
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=PATIENCE)
     return store
 
@@ -47,7 +51,7 @@ class _Member:
 
     def _pass_on(self) -> None:
         rank, last, size = self._job.rank, self._job.world - 1, self._job.chunk_bytes
-        chunks = [part for tensor in self._tensors for part in tensor.split(size)]
+        chunks = [part for tensor in self._tensors for part in torch.split(tensor, size)]
         sending: deque[dist.Work | None] = deque()
         coming = deque(dist.irecv(part, rank - 1) for part in chunks[:AHEAD]) if rank else deque()
         for index, part in enumerate(chunks):
