@@ -61,8 +61,7 @@ class Worker:
     far_bytes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.slot = ReadSlot(self.me)
-        self.shelf = Shelf()
+        self.slot, self.shelf = ReadSlot(self.me), Shelf()
         self.serving: Version | None = None  # an export of this version exists
         self.is_stopping_serving = False
         self.withdrawn_in = 0  # the report that first said so
@@ -71,8 +70,7 @@ class Worker:
         self.failures: list[TicketFailure] = []
         self.closing: Call | None = None
         self.is_hurried = False  # half of the time to leave is over
-        self.leaving_in = 0
-        self.has_left = False
+        self.leaving_in, self.has_left = 0, False
         self.book = ReportBook()
         self._is_urgent = False
         self.effects: list[events.Effect] = []
@@ -337,8 +335,10 @@ class Worker:
         step: events.Effect | None = None
         if isinstance(self.buffer, Withdrawing) and not self.is_stopping_serving:
             step = self.shelf.copy_out(self.buffer)
-        elif isinstance(self.buffer, Filling) and self.call is not None and self.is_untouched:
-            step = self.shelf.copy_in(self.buffer.version) if self.reading is None else None
+        elif isinstance(self.buffer, Filling) and self.call is not None and self.reading is None:
+            if self.shelf.whole(self.buffer.version) is not None:
+                self.stop_serving(now)  # a read into the buffer may have begun before the copy was known of
+            step = self.shelf.copy_in(self.buffer.version) if self.is_untouched else None
         if step is not None:
             self.note(now, f"begins: {step}")
             self.effects.append(step)

@@ -132,6 +132,7 @@ class Run:
             "origin": f"{ground.trainer.address}:{TRAINER_PORT}",
             "versions": 0 if scenario.duration_s else scenario.versions,
             "prefetch": STRATEGIES[self.strategy].prefetch or "never",
+            "only_near": STRATEGIES[self.strategy].only_near,
         }
         if STRATEGIES[self.strategy].has_store:
             given["origin"] = f"{ground.store.address}:{STORE_PORT}"

@@ -28,6 +28,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     generate_s: float
     jitter: float  # a generation takes from (1 - jitter) to (1 + jitter) times `generate_s`
     prefetch: str = "never"
+    only_near: str = ""  # update only to what is whole in its own host memory ("self"), or in its site ("site")
     is_reliable: bool = True
     is_late: bool = False  # it joins while the others are at work, and begins at once
     rank: int = 0  # of a collective

@@ -26,7 +26,7 @@ from .storm import StormRun
 from .strategies.choose import STRATEGIES
 from .summary import Outcome
 
-KILLED = "hub-always"  # the strategy with which a seed is killed: others read behind it
+KILLED = "hub-ready"  # the strategy with which a seed is killed: others read behind it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ class Strategy(NamedTuple):
 
     title: str
     prefetch: str = ""
+    only_near: str = ""
     needs_torch: bool = False
     is_fixed: bool = False  # who is in at the start is in until the end
     has_store: bool = False
@@ -19,6 +20,8 @@ class Strategy(NamedTuple):
 
 
 STRATEGIES: dict[str, Strategy] = {
+    "hub-ready": Strategy("TensorHub, prefetched by each, taken when it is there", "always", "self", is_ours=True),
+    "hub-near": Strategy("TensorHub, prefetched by a seed, taken when the site has it", "seed", "site", is_ours=True),
     "hub-always": Strategy('TensorHub, prefetch="always"', "always", is_ours=True),
     "hub-seed": Strategy('TensorHub, prefetch="seed"', "seed", is_ours=True),
     "hub": Strategy('TensorHub, prefetch="never"', "never", is_ours=True),

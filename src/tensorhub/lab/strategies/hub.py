@@ -1,17 +1,21 @@
 """TensorHub, used as its documentation says: `mutating` at the trainer, `update("latest")` at the rollouts."""
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorhub
 from tensorhub import SessionLost, TransferError, Unavailable
 
+from ...core.view import ReplicaView
 from ..content import Tensors
 from ..job import MODEL, Job
 from .base import Committed, NotNow
 
 RETRYABLE = (Unavailable, SessionLost, TransferError)
 CALL_S = 60.0
+LOOK_S = 0.25
 
 
 def _open(job: Job, tensors: Tensors) -> tensorhub.Weights:
@@ -58,11 +62,13 @@ class HubTrainer:
 
 
 class HubRollout:
-    """Updates."""
+    """Updates; to whatever is newest, or only to what has come near already."""
 
     def __init__(self, job: Job, tensors: Tensors) -> None:
         self._job, self._tensors = job, tensors
         self._weights: tensorhub.Weights | None = None
+        self._near: int | None = None  # the newest version that is near
+        self._is_over = threading.Event()
 
     @property
     def weights(self) -> tensorhub.Weights:
@@ -73,13 +79,20 @@ class HubRollout:
 
     def join(self) -> int:
         try:
-            return self.weights.replicate("latest")
+            version = self.weights.replicate("latest")
+            if self._job.only_near:
+                threading.Thread(target=self._look_out, daemon=True).start()
+            return version
         except RETRYABLE as error:
             raise NotNow(f"{type(error).__name__}: {error}") from error
 
     def sync(self) -> int:
+        held = self.weights.version
+        near = self._near if self._job.only_near else None
+        if self._job.only_near and held is not None and (near is None or near <= held):
+            return held
         try:
-            return self.weights.update("latest")
+            return self.weights.update("latest" if near is None else near)
         except RETRYABLE as error:
             raise NotNow(f"{type(error).__name__}: {error}") from error
 
@@ -92,4 +105,25 @@ class HubRollout:
         return _counts(self.weights)
 
     def close(self) -> None:
+        self._is_over.set()
         self.weights.close(timeout=5)
+
+    def _look_out(self) -> None:
+        """While the worker computes: ask what is near, in this worker's host memory or anywhere in its site."""
+        view = tensorhub.connect(self._job.server)
+        while not self._is_over.wait(LOOK_S):
+            with contextlib.suppress(Unavailable):
+                self._near = newest_near(view.replicas(MODEL), self._job)
+
+
+def newest_near(replicas: Sequence[ReplicaView], job: Job) -> int | None:
+    """The newest version that is whole in the worker's host memory ("self"), or at anybody of its site ("site")."""
+    found: list[int] = []
+    for replica in replicas:
+        for worker in replica.workers:
+            is_self = replica.name == job.name
+            if is_self or (job.only_near == "site" and worker.site == job.site):
+                found += worker.copies
+            if not is_self and job.only_near == "site" and worker.site == job.site and worker.state == "holding":
+                found += [] if worker.version is None else [worker.version]
+    return max(found, default=None)
