@@ -15,7 +15,7 @@ BIN := .venv/bin
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test e2e sim storm mutants bench demo gpu bless docs clean
+.PHONY: help setup check format test e2e sim storm mutants bench lab demo gpu bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -66,6 +66,10 @@ mutants: setup ## remove each protective line in turn: some seed must notice
 bench: setup ## measure it beside plain programs and peers; table, JSON and picture in out/bench (ARGS="--quick")
 	@echo "bench: each figure beside what a user would otherwise take; on a quiet machine, please (docs/benchmarks.md)"
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+lab: setup ## the paper's workloads on shaped links, as root (ARGS=standalone, elastic, cross-site or storm)
+	@echo "lab: network namespaces, shaped links, every strategy on them (docs/lab.md)"
+	@$(BIN)/tensorhub lab $(or $(ARGS),standalone)
 
 gpu: setup ## only the tests that need a CUDA device; elsewhere each says why it is skipped
 	@echo "gpu: CUDA tensors"

@@ -1,0 +1,25 @@
+"""What a user may ask the laboratory for, and what it answers to what it cannot do."""
+
+import pytest
+
+from tensorhub import UsageError
+from tensorhub.lab.run import Options, scenario_of
+
+
+def test_what_is_given_replaces_what_the_scenario_has() -> None:
+    found = scenario_of("standalone", Options(rollouts=2, rate_mbit=100, versions=1, strategies=("hub", "star")))
+    assert (found.rollouts, found.rate_mbit, found.versions, found.strategies) == (2, 100, 1, ("hub", "star"))
+    assert found.size_bytes == scenario_of("standalone", Options()).size_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("nowhere", Options(), "no scenario 'nowhere'"),
+        ("standalone", Options(strategies=("pigeon",)), "no strategy 'pigeon'"),
+        ("elastic", Options(strategies=("ring",)), "nobody can join or leave"),
+    ],
+)
+def test_what_cannot_be_is_refused(name: str, options: Options, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        scenario_of(name, options)
