@@ -8,7 +8,7 @@ import pytest
 
 from tensorhub.lab.director import Run, ground_of
 from tensorhub.lab.events import Published, Updated
-from tensorhub.lab.network import PREFIX, NoLinks, Network, run, why_not
+from tensorhub.lab.network import PREFIX, Network, NoLinks, run, why_not
 from tensorhub.lab.scenarios import MIB, STANDALONE
 from tensorhub.lab.summary import Outcome
 

@@ -32,7 +32,7 @@ def judge(scenario: Scenario, outcomes: Sequence[Outcome], *, round_trip_s: floa
     found.append(
         Finding("every version held has the hash that the trainer took", "no other", text, compared > 0 and not wrong)
     )
-    busy = [f"{outcome.title}: {outcome.idle_share:.0%}" for outcome in outcomes if not outcome.is_valid]
+    busy = [f"{each.title}: {each.idle_share:.0%}" for each in outcomes if not each.is_valid and not each.is_faulty]
     text = "; ".join(busy) or f"at least {min(outcome.idle_share for outcome in outcomes):.0%}"
     found.append(Finding("links and not the processor were the bottleneck", "15 % idle", text, not busy))
     return found
@@ -65,7 +65,7 @@ def _what(scenario: Scenario) -> str:
         case "elastic":
             return "mean time of a joining worker's first version"
         case "cross-site":
-            return "mean stall of a rollout's update"
+            return "total stall of the rollouts"
     return "total stall"
 
 
@@ -74,7 +74,7 @@ def _measure(scenario: Scenario, outcome: Outcome) -> float:
         case "elastic":
             return mean(outcome.join_s)
         case "cross-site":
-            return mean(outcome.update_s)
+            return outcome.rollout_stall_s
     return outcome.total_stall_s
 
 

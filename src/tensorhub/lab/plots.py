@@ -37,7 +37,7 @@ def value_of(scenario: Scenario, outcome: Outcome) -> float:
     """What the bar shows, in seconds."""
     if scenario.name == "elastic":
         return mean(outcome.join_s)
-    return mean(outcome.update_s) if scenario.name == "cross-site" else outcome.total_stall_s
+    return outcome.rollout_stall_s if scenario.name == "cross-site" else outcome.total_stall_s
 
 
 def label_of(scenario: Scenario) -> str:
@@ -45,5 +45,5 @@ def label_of(scenario: Scenario) -> str:
     if scenario.name == "elastic":
         return "seconds until a joining worker has its first version, mean"
     if scenario.name == "cross-site":
-        return "stall of a rollout's update in seconds, mean"
+        return f"total stall of the rollouts over {scenario.versions} versions, in seconds"
     return f"total stall of all workers over {scenario.versions} versions, in seconds"
