@@ -1,0 +1,55 @@
+"""A worker whose buffer and host copy are filled with one version, as a fetch ahead and a call meet on the way."""
+
+from msgspec.structs import replace
+
+from tensorhub.core import events
+from tensorhub.core.messages import Answer, Holding, LayoutInfo, Orders
+from tensorhub.core.names import Digest, Number, Ticket, Version
+from tensorhub.core.worker import Worker
+
+from .kit import LAYOUT, grant, worker
+
+ONE = Version(1)
+
+
+def orders(number: int, **more: object) -> Orders:
+    return Orders(Number(number), Number(1), number, 4.0, 3.6, 1.0, position=0, **more)  # type: ignore[arg-type]
+
+
+class Conversation:
+    """Tells a worker things, and keeps what it wants done."""
+
+    def __init__(self) -> None:
+        self.worker = Worker(worker("rollout"))
+        self.wanted: list[events.Effect] = []
+
+    def tell(self, *told: events.Event) -> None:
+        for event in told:
+            self.wanted += self.worker.handle(event, now=0.0)
+
+    def wants(self, effect: events.Effect) -> bool:
+        return effect in self.wanted
+
+
+def test_a_buffer_that_had_begun_to_be_read_is_filled_from_the_copy() -> None:
+    it = Conversation()
+    it.tell(events.Connected(), events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, most_copies=2))
+    ahead, into_buffer = replace(grant(1), to_host=True), grant(2)
+    again = replace(grant(3), to_host=True)
+    it.tell(events.Received(orders(1, fetch=ONE, grant=ahead)))
+    assert it.wants(events.StartRead(ahead))
+    it.tell(events.Called("replicate", "latest", deadline=60.0))
+    # the server has not heard of the copy yet, and lets the buffer be read
+    number = it.worker.call.number if it.worker.call is not None else 0
+    answer = Answer(number, ONE)
+    it.tell(events.Received(orders(2, fetch=ONE, grant=into_buffer, answer=answer)), events.ReadEnded(Ticket(1)))
+    assert it.wants(events.StartRead(into_buffer))
+    # now it has
+    it.tell(events.Received(orders(3, fetch=ONE, grant=again, answer=answer)), events.ReadEnded(Ticket(2)))
+    assert it.wants(events.StartRead(again))
+    it.tell(events.ReadEnded(Ticket(3), complete=True))
+    assert it.wants(events.StopServing(ONE))
+    it.tell(events.ServingStopped(ONE), events.Received(orders(4, fetch=ONE, answer=answer)))
+    assert it.wants(events.CopyIn(ONE, Digest("r")))
+    it.tell(events.CopiedIn(ONE))
+    assert it.worker.buffer == Holding(ONE, Digest("r"))
