@@ -176,7 +176,7 @@ def lab(
     strategies: Annotated[
         str, typer.Option(help="Only these, by name: hub-always,hub,ring,star,…", show_default="all of the scenario")
     ] = "",
-    rollouts: Annotated[int | None, typer.Option(min=1, help="Rollout replicas.", show_default="8; 4; 6")] = None,
+    rollouts: Annotated[int | None, typer.Option(min=1, help="Rollout replicas.", show_default="8; 12; 4; 6")] = None,
     mib: Annotated[float | None, typer.Option(min=1.0, help="MiB of weights.", show_default="32; 16; 8")] = None,
     mbit: Annotated[int | None, typer.Option(min=10, help="Rate of each worker's link.", show_default="400")] = None,
     versions: Annotated[int | None, typer.Option(min=1, help="Versions published after the first.")] = None,

@@ -56,6 +56,7 @@ ELASTIC = Scenario(
     name="elastic",
     title="spot replicas join and are killed throughout",
     strategies=("hub", "hub-always", "star"),
+    rollouts=12,
     spots=4,
     duration_s=40.0,
     goal_ratio=4.8,
