@@ -10,7 +10,7 @@ from pathlib import Path
 from ..demo.logs import now
 from ..demo.processes import Processes, ProcessFailed
 from .events import AnyEvent, Ended, Fault, Updated, read_events
-from .idle import Idle
+from .idle import Idle, own_cpu_s
 from .job import Job, Role
 from .network import Network, Place
 from .processes import Nursery
@@ -73,12 +73,14 @@ class Run:
         self.began_at = 0.0
         self.seconds = 0.0
         self.idle_share = 1.0
+        self.own_cpu_s = 0.0
         self.folder.mkdir(parents=True)
         self._reader = read_events(folder)
         self._seeds = scenario.seed
 
     def run(self) -> "Run":
         """All of it. Raises `ProcessFailed`."""
+        before_s = own_cpu_s()
         with ExitStack() as stack:
             self.processes = stack.enter_context(Processes(self.folder))
             self.start_server()
@@ -90,6 +92,7 @@ class Run:
             self.direct()
             self.seconds, self.idle_share = time.monotonic() - self.began_at, idle.share()
             self.nursery.end()
+        self.own_cpu_s = own_cpu_s() - before_s  # all have ended; what starting them took is in it too
         self.look()
         return self
 
@@ -167,6 +170,7 @@ class Run:
             began_at=self.began_at,
             seconds=self.seconds,
             idle_share=self.idle_share,
+            own_cpu_s=self.own_cpu_s,
         )
 
     def note(self, process: str, what: str) -> None:

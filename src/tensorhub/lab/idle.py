@@ -3,6 +3,7 @@
 What niced processes had counts as idle: they give way at once to the laboratory's, which are not.
 """
 
+import resource
 from pathlib import Path
 
 LEAST_SHARE = 0.15
@@ -23,6 +24,12 @@ class Idle:
         """From 0 to 1."""
         idle, total = self._now()
         return (idle - self._before[0]) / max(1, total - self._before[1])
+
+
+def own_cpu_s() -> float:
+    """Seconds of processor of this process, and of all its children that have ended and theirs."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def _first_line() -> str:

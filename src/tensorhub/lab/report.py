@@ -24,6 +24,7 @@ HEADINGS = (
     "behind",
     "trainer sent",
     "CPU idle",
+    "CPU of the lab",
 )
 
 
@@ -110,6 +111,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         f"{outcome.lag:.1f}",
         f"{outcome.from_trainer:.1f}" if outcome.from_trainer else "",
         f"{outcome.idle_share:.0%}" + ("" if outcome.is_valid else " busy"),
+        f"{outcome.own_cpu_s / max(1e-9, outcome.seconds):.2f} cores",
     )
 
 

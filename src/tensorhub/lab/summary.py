@@ -18,6 +18,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     seconds: float
     idle_share: float
+    own_cpu_s: float  # processor time of the laboratory itself; the rest of what was not idle was others'
     rollouts: int  # that ever lived
     versions: int  # published after the first
     updates: int  # to another version, of all rollouts together
@@ -65,6 +66,7 @@ def summarise(
     began_at: float,
     seconds: float,
     idle_share: float,
+    own_cpu_s: float = 0.0,
 ) -> Outcome:
     """Condense a run; `events` in any order."""
     events = sorted(events, key=lambda event: event.time)
@@ -78,6 +80,7 @@ def summarise(
         title=title,
         seconds=seconds,
         idle_share=idle_share,
+        own_cpu_s=own_cpu_s,
         rollouts=len({event.process for event in updates}),
         versions=len(after),
         updates=sum(bool(event.sha256) for event in counted),
