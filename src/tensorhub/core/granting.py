@@ -29,13 +29,13 @@ class Wanted(NamedTuple):
 def wanted_read(server: "Server", model: Model, replica: Replica, member: Member) -> Wanted | None:
     """What this worker should be reading now, and can. Its caller's operation comes before what is fetched ahead."""
     version = operations.wanted_version(replica, member)
-    if version is None or member.holds(version):
+    if version is None or member.holds(version) or member.has_whole_copy(version):  # the buffer is filled from that
         version = retention.version_to_fetch(server, model, replica, member)
         is_whole = version is not None and member.has_whole_copy(version)
         return Wanted(version, True) if version is not None and not is_whole else None
     copy, current = member.copy(version), server.reads.current(member.worker)
     if copy is not None:
-        return None if copy.whole else Wanted(version, True)  # once it is whole, the buffer is filled from it
+        return Wanted(version, True)
     is_coming = current is not None and current.version == version and current.grant.to_host
     if is_coming and not member.loses_copy(version):
         return Wanted(version, True)  # which is about to begin

@@ -208,7 +208,7 @@ class Worker:
         if is_going and is_answer_to_withdrawal and self.shelf.copying is None:  # else it is said again afterwards
             self.stop_serving(now)
         if self.leaving_in and orders.acknowledged >= self.leaving_in:
-            self.leave(drained=True)
+            worker_calls.leave(self, drained=True)
 
     def _take_refusal(self, refusal: Refusal, now: float) -> None:
         self.refusal = refusal
@@ -297,8 +297,12 @@ class Worker:
     @property
     def is_untouched(self) -> bool:
         """Nobody reads or writes the buffer."""
-        is_written = self.reading is not None and not self.reading.to_host
-        return not is_written and self.serving is None and self.shelf.copying is None
+        return not self._is_written and self.serving is None and self.shelf.copying is None
+
+    @property
+    def _is_written(self) -> bool:
+        """A read into the buffer is open."""
+        return self.reading is not None and not self.reading.to_host
 
     def _is_wanted(self, grant: Grant | None) -> bool:
         """What is granted can be read now, or is being read."""
@@ -335,7 +339,7 @@ class Worker:
         step: events.Effect | None = None
         if isinstance(self.buffer, Withdrawing) and not self.is_stopping_serving:
             step = self.shelf.copy_out(self.buffer)
-        elif isinstance(self.buffer, Filling) and self.call is not None and self.reading is None:
+        elif isinstance(self.buffer, Filling) and self.call is not None and not self._is_written:
             if self.shelf.whole(self.buffer.version) is not None:
                 self.stop_serving(now)  # a read into the buffer may have begun before the copy was known of
             step = self.shelf.copy_in(self.buffer.version) if self.is_untouched else None
@@ -348,17 +352,6 @@ class Worker:
         if self.serving is not None and not self.is_stopping_serving:
             self.is_stopping_serving = True
             self.effects.append(events.StopServing(self.serving))
-
-    @property
-    def is_gone(self) -> bool:
-        """Nothing is held here any more, and nobody reads or writes here."""
-        is_empty = isinstance(self.buffer, Empty | Poisoned) and not self.shelf.copies
-        return is_empty and self.is_untouched and self.reading is None
-
-    def leave(self, *, drained: bool) -> None:
-        if not self.has_left:
-            self.has_left = True
-            self.effects.append(events.Left(drained))
 
     # --- reports ------------------------------------------------------------------------------------------------------
 

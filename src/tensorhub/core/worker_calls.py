@@ -95,6 +95,19 @@ def advance_closing(worker: "Worker", now: float) -> None:
     if now >= closing.deadline or not worker.connected:
         worker.slot.stop("closing")
         worker.stop_serving(now)
-        worker.leave(drained=not isinstance(worker.buffer, Withdrawing))
-    elif worker.is_gone and not worker.leaving_in:
+        leave(worker, drained=not isinstance(worker.buffer, Withdrawing))
+    elif _is_gone(worker) and not worker.leaving_in:
         worker.leaving_in = worker.book.number + 1
+
+
+def leave(worker: "Worker", *, drained: bool) -> None:
+    """Tell the shell that nothing keeps this worker any more."""
+    if not worker.has_left:
+        worker.has_left = True
+        worker.effects.append(events.Left(drained))
+
+
+def _is_gone(worker: "Worker") -> bool:
+    """Nothing is held here any more, and nobody reads or writes here."""
+    is_empty = isinstance(worker.buffer, Empty | Poisoned) and not worker.shelf.copies
+    return is_empty and worker.is_untouched and worker.reading is None
