@@ -55,7 +55,7 @@ def pure(workers: int, reports: int) -> float:
     for index in range(workers):
         sender = f"line-{index}"
         machine.handle(_hello(index), sender=sender, now=0.0)
-        machine.handle(LayoutInfo(LAYOUT), sender=sender, now=0.0)
+        machine.handle(LayoutInfo.of(LAYOUT), sender=sender, now=0.0)
         session = _session(machine.handle(next(_reports(0)), sender=sender, now=0.0), sender)
         streams.append((sender, _reports(session)))
     rounds = max(1, reports // workers)
@@ -82,7 +82,7 @@ async def _converse(
     """One worker. Returns how many of its reports were answered while it counted."""
     async with http.ws_connect(f"http://{address}/v1/session", max_msg_size=1 << 20) as line:
         await line.send_bytes(encode(_hello(index)))
-        await line.send_bytes(encode(LayoutInfo(LAYOUT)))
+        await line.send_bytes(encode(LayoutInfo.of(LAYOUT)))
         reports = _reports(0)
         session = await _answered(line, next(reports))
         reports = _reports(session)
