@@ -221,6 +221,22 @@ def test_further_streams_are_opened_where_the_first_is_not_enough(tcp: Tcp, rate
     assert source.statistics()["connections_accepted"] == connections
 
 
+@pytest.mark.parametrize(("is_far", "connections"), [(False, 1), (True, 3)])
+def test_a_long_path_gets_all_its_streams_at_once(tcp: Tcp, is_far: bool, connections: int) -> None:
+    right = content(32 * MIB)
+    source, reader = tcp(), tcp(streams=2, far_streams=3, stream_rate_bytes_per_s=1e18)
+    source.export(full("k", right, MIB))
+    gate = Gate()
+    target = Target(right, MIB, gates={1: gate})
+    target.is_far = is_far
+    _, ended = start_read(reader, source.endpoint, "k", target)
+    assert gate.reached.wait(DEADLINE_S)
+    kit.until(lambda: source.statistics()["connections_accepted"] == connections, "the streams are there")
+    gate.release.set()
+    assert ended.wait() is None
+    assert source.statistics()["connections_accepted"] == connections
+
+
 def test_a_flood_of_connections_is_bounded(tcp: Tcp) -> None:
     source = tcp(max_connections=4, silence_s=60.0)
     source.export(full("k", content(CHUNK), CHUNK))

@@ -133,7 +133,7 @@ class DataPlane:
             self._loop.call_soon(self._tell, ReadEnded(grant.ticket, failure=failure))
             return
         assert content.fill is not None
-        reading = self._reading = OpenRead(grant, content, TrustedSink(content.fill, self._lease))
+        reading = self._reading = OpenRead(grant, content, TrustedSink(content.fill, self._lease, is_far=grant.is_far))
         try:
             reading.ways = self._routes.to(grant)
             self._read(reading)

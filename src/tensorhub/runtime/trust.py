@@ -28,7 +28,9 @@ class Lease:
 class TrustedSink:
     """A `Sink` for one read: the fill behind it, as long as the read is trusted."""
 
-    def __init__(self, fill: FillSink, lease: Lease) -> None:
+    def __init__(self, fill: FillSink, lease: Lease, *, is_far: bool = False) -> None:
+        """`is_far`: the source is in another site, which a transport may like to know."""
+        self.is_far = is_far
         self._fill = fill
         self._lease = lease
         self.is_stopped = False

@@ -53,7 +53,10 @@ class Export:
 
 
 class Sink(Protocol):
-    """Where a read puts its bytes, and who judges them. Called from the transport's threads, several at once."""
+    """Where a read puts its bytes, and who judges them. Called from the transport's threads, several at once.
+
+    One that has a true attribute `is_far` says that the source is at the end of a long path.
+    """
 
     @property
     def stream(self) -> ByteStream: ...

@@ -7,7 +7,7 @@ they are not a promise about another machine.
 import contextlib
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
@@ -40,6 +40,8 @@ class TcpSettings:
     # link, and then a second only makes every chunk take twice as long, for peers that read behind and for what is in
     # flight when a source dies. 0: all streams at once, as a thin long path across sites wants it
     block_bytes: int = 4 * MIB  # hashed while a cache has it; of 1 MiB, calls cost 5 % and the nearer cache saves less
+    far_streams: int = 4  # between sites, all at once: over 50 ms and 1 Gbit/s one got 236 Mbit/s, eight 751; but
+    # each has a chunk in flight, which is read again where a site's seed dies
     max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait
     congestion: str | None = (
         "cubic"  # BBR paces loopback and a LAN down by a third; "bbr" across sites; None: the kernel's
@@ -53,10 +55,15 @@ class TcpSettings:
     )
 
     def __post_init__(self) -> None:
-        sizes = ("streams", "stream_bytes", "block_bytes", "ahead_bytes", "max_connections")
+        sizes = ("streams", "far_streams", "stream_bytes", "block_bytes", "ahead_bytes", "max_connections")
         for name in ("silence_s", "connect_s", "ahead_s", *sizes):
             if getattr(self, name) <= 0:
                 raise UsageError(f"tcp transport: {name} is {getattr(self, name)}, but must be more than 0")
+
+    def across_sites(self) -> "TcpSettings":
+        """For a long path, which one stream does not fill."""
+        streams = max(self.streams, self.far_streams)
+        return replace(self, streams=streams, stream_bytes=min(self.stream_bytes, MIB), stream_rate_bytes_per_s=0.0)
 
     @property
     def patience_s(self) -> float:
