@@ -4,7 +4,7 @@ A version is *retained* while it is among the newest `retain` of its model, or p
 is a reliable worker's buffer that holds it, or its host copy, as long as that worker does not want to leave for good.
 
 Rules:
-- What has lost a shard altogether is lost, and kept no longer.
+- What has lost a shard altogether, as far as is known, is the first to go where there is no room.
 - The last reference does not leave: its worker offloads it to its own host memory first. Of several that leave together
   only the first by name has to; the others are safe as long as that one has not been let go.
 - A worker that closes cannot keep what it has: another reliable worker, the *heir*, fetches a copy; where there is none
@@ -66,7 +66,9 @@ def must_stay(server: "Server", model: Model, member: Member) -> bool:
     record, error = model.record(buffer.version), member.report.copy_error
     if error is not None and error.code == "corrupt-transfer":
         return False  # its tensors were changed while they were published: there is nothing left to keep
-    if _is_kept_elsewhere(server, record, member, is_copy=False) or not _is_whole(server, model, record):
+    if _is_kept_elsewhere(server, record, member, is_copy=False):
+        return False
+    if _is_squeezed(record.version, member) and not is_whole(server, model, record):
         return False
     if not member.report.closing:
         return True
@@ -167,8 +169,8 @@ def _counts(model: Model, member: Member, version: Version) -> bool:
     return member.hello.reliable and version in model.retained()
 
 
-def _is_whole(server: "Server", model: Model, record: VersionRecord) -> bool:
-    """Somebody has each of its shards: otherwise it is lost already, and nobody has to keep the rest."""
+def is_whole(server: "Server", model: Model, record: VersionRecord) -> bool:
+    """Somebody is known to have each of its shards. Otherwise it seems lost, though who has it may only be cut off."""
     for shard in range(model.shards):
         holders = (server.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
         if not any(m is not None and (m.holds(record.version) or m.has_whole_copy(record.version)) for m in holders):
@@ -229,7 +231,7 @@ def _is_needed(
     if not copy.whole:
         return False
     is_last = _counts(model, member, version) and not _is_kept_elsewhere(server, record, member, is_copy=True)
-    if is_last and _is_whole(server, model, record):
+    if is_last and (not is_squeezed or is_whole(server, model, record)):
         return not member.report.closing or _is_saved(server, model, record, member.shard)
     return bool(record.promised) and not any(
         other.holds(version) and isinstance(other.report.buffer, Holding)

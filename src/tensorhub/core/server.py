@@ -46,6 +46,8 @@ from .view import Status
 
 Outbox = list[tuple[str, ToWorker]]
 
+MOST_ROUNDS = 100  # decisions for one worker in one event: a chain of sources that move takes a few
+
 
 @dataclass
 class Server:
@@ -229,17 +231,28 @@ class Server:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def _settle(self) -> Outbox:
-        """Decide for everybody who is touched until nothing changes any more, then say what is new."""
+        """Decide for everybody who is touched until nothing changes any more, then say what is new.
+
+        Rules that contradict each other would go round for ever: who was decided for so often waits for the next event.
+        """
         if not self._dirty:
             return []
         decided: dict[WorkerId, bool] = {}
+        rounds: Counter[WorkerId] = Counter()
+        unsettled: dict[WorkerId, bool] = {}
         while self._dirty:
             worker, must_answer = next(iter(self._dirty.items()))
             del self._dirty[worker]
+            rounds[worker] += 1
+            if rounds[worker] > MOST_ROUNDS:
+                unsettled[worker] = must_answer
+                continue
             member = self.members.get(worker)
             if member is not None:
                 decided[worker] = decided.get(worker, False) or must_answer
                 self._decide(member)
+        self._dirty = unsettled
+        self.counters["unsettled"] += len(unsettled)
         outbox: Outbox = []
         for worker, must_answer in decided.items():
             member = self.members.get(worker)

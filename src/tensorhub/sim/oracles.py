@@ -52,6 +52,8 @@ class Oracles:
             self.retention.after_event(touched)
             self._ask(touched.worker.check_invariants)
         server = self.cluster.control.server
+        if server is not None and server.counters["unsettled"]:
+            self.broken("livelock", "the rules contradict each other: one worker was decided for again and again")
         if server is not None and self.cluster.world.events % 16 == 0:
             self._ask(server.check_invariants)
         for process in self.cluster.workers.values():

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..core.messages import Holding, Withdrawing
 from ..core.names import ModelName, Version
+from ..core.retention import is_whole
 from .dataplane import SimRead
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class RetentionOracle:
         lease_s = self.cluster.weather.settings.lease_s
         if self.cluster.world.now - self.deaths.get(process.me.model, -1e9) < 4 * lease_s:
             return  # the other reference was there when the server decided
+        if not process.worker.shelf.left and not is_whole(server, model, model.record(version)):
+            return  # as far as the server knew it was lost, and there was no room for it
         if not from_host and not isinstance(process.worker.buffer, Withdrawing):
             return  # a fill that failed
         if from_host and version not in process.host.given_up:
