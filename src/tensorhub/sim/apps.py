@@ -113,6 +113,7 @@ class TrainerApp(App):
         self.number = 0  # as published: the version, or by mistake a former one
         self.phase = "publish"
         self.published: Version | None = None
+        self.is_refused = False  # it may not leave what it holds: there is no host memory for it
         self._content = 0
 
     def next_step(self) -> None:
@@ -160,7 +161,8 @@ class TrainerApp(App):
 
     def ended(self, outcomes: Outcomes) -> None:
         is_good = self.succeeded(outcomes)
-        if any(o.error is not None and o.error.code == "host-memory-full" for o in outcomes.values()):
+        self.is_refused = any(o.error is not None and o.error.code == "host-memory-full" for o in outcomes.values())
+        if self.is_refused:
             for process in list(self.shards.values()):
                 process.wish(None, ())  # as the error's hint says
         if self.phase == "publish":

@@ -232,7 +232,10 @@ class Oracles:
             if isinstance(app, TrainerApp) and app.published is None:
                 self.broken("progress", f"{app.model}/{app.replica} never published anything")
         for app in self.cluster.apps:
-            newest = next(a.published for a in self.cluster.apps if isinstance(a, TrainerApp) and a.model == app.model)
+            trainer = next(a for a in self.cluster.apps if isinstance(a, TrainerApp) and a.model == app.model)
+            newest = trainer.published
+            if trainer.is_refused:  # for ever, perhaps: then a publish that had ended badly for it may be the newest
+                newest = server.models[ModelName(app.model)].newest
             if isinstance(app, RolloutApp) and app.has != newest:
                 self.broken("progress", f"{app.model}/{app.replica} has version {app.has}, the latest is {newest}")
             for process in app.shards.values():
