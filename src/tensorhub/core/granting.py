@@ -62,7 +62,8 @@ def decide_read(server: "Server", model: Model, replica: Replica, member: Member
         if not (_is_leaving(source, current.grant.from_host) or _is_paused(server, current)):
             return
         others = [c for c in _candidates(server, model, record, member) if not c.is_withdrawing]
-        if choose_source(others, now=server.now) is None and not _is_impatient(source):
+        is_cut = _is_impatient(source) and not current.grant.from_host
+        if choose_source(others, now=server.now) is None and not is_cut:
             return
     if current is not None:
         _void(server, current)
