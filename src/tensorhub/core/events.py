@@ -214,7 +214,6 @@ class CopyIn:
     """Fill the registered memory from the host copy; answer with `CopiedIn`."""
 
     version: Version
-    root: Digest
 
 
 @dataclass(frozen=True, slots=True)

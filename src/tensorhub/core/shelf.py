@@ -112,11 +112,10 @@ class Shelf:
 
     def copy_in(self, version: Version) -> CopyIn | None:
         """Begin to fill the buffer from the copy, if it is whole."""
-        found = self.whole(version)
-        if found is None or self.copying is not None:
+        if self.whole(version) is None or self.copying is not None:
             return None
         self.copying = ("in", version)
-        return CopyIn(version, found.root)
+        return CopyIn(version)
 
     def copied_in(self, version: Version, failure: Failure | None) -> Digest | None:
         """The content's identity, or None if the copy was no good: it goes."""

@@ -1,10 +1,7 @@
 """The whole demo: run it, judge it, report it. What the command `tensorhub demo` calls."""
 
 import shutil
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from .director import Director
 from .events import DIRECTOR, EventReader
 from .live import Display
 from .logs import EventLog, now
+from .parent import ended_in_order
 from .processes import Processes, ProcessFailed
 from .progress import Progress
 from .report import show, write_report
@@ -46,7 +44,7 @@ def run_demo(options: Options) -> int:
     events = _empty_folder(options.out / "events")
     logs = _empty_folder(options.out / "logs")
     try:
-        with _ended_in_order():
+        with ended_in_order():
             seconds = _run(options, console, events, logs)
     except ProcessFailed as error:
         console.print(f"[red]the demo failed:[/] {error}", highlight=False)
@@ -91,17 +89,3 @@ def _empty_folder(path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """SIGTERM is taken like Ctrl-C, so that no process of the demo is left behind."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

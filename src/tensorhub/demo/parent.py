@@ -1,10 +1,14 @@
-"""How a child process notices that it should end: its standard input does, because the director closed it or is gone.
+"""How a child process notices that it should end: its standard input does, because the director closed it or is gone;
+and how the director itself ends in order.
 
 Nothing that the demo starts outlives the demo, however that ended.
 """
 
 import os
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 STDIN = 0
 
@@ -31,3 +35,17 @@ class Parent:
         if not self._is_end_expected:
             os._exit(1)
         self._ended.set()
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM is taken like Ctrl-C during the block, so that nothing that was started is left behind."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,10 +3,8 @@
 import os
 import platform
 import shutil
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +13,7 @@ from msgspec.structs import replace as with_changes
 from rich.console import Console
 
 from ..core.errors import UsageError
+from ..demo.parent import ended_in_order
 from ..demo.processes import ProcessFailed
 from .director import Ground, Run, ground_of
 from .faults import ElasticRun, SeedKilledRun
@@ -57,7 +56,7 @@ def run_scenario(name: str, options: Options) -> int:
     folder.mkdir(parents=True)
     console.print(introduction(scenario), highlight=False, soft_wrap=True)
     try:
-        with _ended_in_order(), ground_of(scenario, folder) as ground:
+        with ended_in_order(), ground_of(scenario, folder) as ground:
             return _run_all(scenario, ground, folder, console)
     except (ProcessFailed, NoLinks) as error:
         console.print(f"[red]the laboratory failed:[/] {error}", highlight=False)
@@ -144,17 +143,3 @@ def machine() -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
     }
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """SIGTERM is taken like Ctrl-C, so that nothing is left behind."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core.errors import HostMemoryFull
+from ..core.errors import Closed, HostMemoryFull
 from ..transport.base import ByteStream
 from .host import HostStream, Piece
 from .in_place import InPlace
@@ -80,9 +80,10 @@ def copy_stream(
     chunk_bytes: int,
     on_chunk: Callable[[int, Sequence[memoryview]], None],
     *,
+    is_over: Callable[[], bool] = lambda: False,
     threads: int | None = None,
 ) -> None:
-    """Copy one stream into another of the same size, in parallel. Blocks.
+    """Copy one stream into another of the same size, in parallel. Blocks; raises `Closed` once `is_over`.
 
     `on_chunk` gets each chunk's number and its views in the target as soon as it is copied, in several threads; what it
     raises ends the copy and is raised here.
@@ -90,6 +91,8 @@ def copy_stream(
     chunks = range(-(-source.size_bytes // chunk_bytes))
 
     def one(chunk: int) -> None:
+        if is_over():
+            raise Closed("the copy was given up")
         start, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, source.size_bytes)
         with source.reading(start, stop) as theirs, target.writing(start, stop) as mine:
             _copy_views(theirs, mine)

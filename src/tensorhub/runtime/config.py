@@ -125,7 +125,7 @@ def parse_prefetch(value: object, what: str) -> str:
 
 
 def parse_limit(value: object, what: str) -> int:
-    """Bytes, as a number or with a unit; -1 or nothing for the default."""
+    """Bytes, as a number or with a unit; 0 for none."""
     found = _SIZE.match(str(value).strip()) if isinstance(value, int | str) else None
     if found is None or isinstance(value, bool):
         raise UsageError(f"{what}={value!r} is no size in bytes", hint='use a number of bytes, or "64GiB"; 0 for none')
@@ -171,17 +171,12 @@ class Options:
         (), parse_transports, "ways to move bytes, best first; empty: local, nixl where RDMA or a GPU is, tcp"
     )
     ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
-    host_bytes: int = _option(-1, parse_limit, "limit on host memory for copies; default: two copies of the shard")
+    host_bytes: int | None = _option(None, parse_limit, "limit of host memory for copies; empty: two of the shard")
     prefetch: str = _option("seed", parse_prefetch, 'fill a host copy ahead: "seed" of a site, "always" or "never"')
     retain: int = _option(0, parse_retain, "newest versions of the model to keep; 0: as the server says")
     # a lease is 10 s: by then the place of a predecessor that died is free
     connect_s: float = _option(15.0, parse_seconds, "how long open() waits for the reference server")
     timeout_s: float = _option(300.0, parse_seconds, "how long every other call may take")
-
-    @property
-    def host_limit_bytes(self) -> int | None:
-        """None: the default."""
-        return None if self.host_bytes < 0 else self.host_bytes
 
 
 _SERVER_TEXTS = {
@@ -275,7 +270,7 @@ def _shown(each: "Field[object]") -> str:
         return "yes" if each.default else "no"
     if isinstance(each.default, tuple):
         return ",".join(each.default)
-    return "" if each.default in ("", MISSING) else str(each.default)
+    return "" if each.default in ("", None, MISSING) else str(each.default)
 
 
 def _parse_count(value: object, what: str, *, least: int) -> int:

@@ -50,6 +50,7 @@ class HostCopies:
         self._contents: dict[Version, tuple[HostMemory, Content]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = threading.Event()
+        self._copying = threading.Lock()  # held by the thread that copies: one at a time, as the machine has it
 
     def register(self, registration: Registration) -> int:
         """Other tensors: from now on copies are of these. Returns how many the limit allows."""
@@ -75,8 +76,10 @@ class HostCopies:
         return self._pool.used_bytes if self._pool is not None else 0
 
     def close(self) -> None:
-        """No copy is carried on; any thread may call it."""
+        """Blocks until no thread copies any more; any thread may call it."""
         self._is_closed.set()
+        with self._copying:
+            pass
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
@@ -86,11 +89,13 @@ class HostCopies:
         assert manifest is not None, "offload of what has no manifest"
 
         def copy() -> None:
+            held.registration.settle()
             copy_stream(
                 held.registration.stream,
                 content.registration.stream,
                 manifest.chunk_bytes,
                 self._judge(content.registration, manifest),
+                is_over=self._is_closed.is_set,
             )
 
         async def run() -> None:
@@ -105,7 +110,6 @@ class HostCopies:
             failure = Failure(error.code, str(error), error.hint or "")
             asyncio.get_running_loop().call_soon(self._tell, CopiedOut(held.version, failure))
             return
-        held.registration.settle()
         self._start(run())
 
     def copy_in(self, version: Version, target: Registration, then: Callable[[Manifest], None]) -> None:
@@ -117,7 +121,8 @@ class HostCopies:
         def copy() -> None:
             target.settle()
             judge = self._judge(target, manifest)
-            copy_stream(content.registration.stream, target.stream, manifest.chunk_bytes, judge)
+            streams = content.registration.stream, target.stream
+            copy_stream(*streams, manifest.chunk_bytes, judge, is_over=self._is_closed.is_set)
 
         async def run() -> None:
             failure = await self._try(copy)
@@ -148,18 +153,19 @@ class HostCopies:
         verify: Verify = self._verify if manifest.digests else "none"
         fill = FillSink(target, manifest.root(), verify=verify)
         fill.begin(manifest.encode())
-
-        def judge(chunk: int, views: Sequence[memoryview]) -> None:
-            if self._is_closed.is_set():
-                raise TensorHubError(f"{self.me} was closed")
-            fill.accept(chunk, views)
-
-        return judge
+        return fill.accept
 
     async def _try(self, work: Callable[[], None]) -> Failure | None:
+        def alone() -> None:
+            with self._copying:
+                work()
+
         try:
-            await in_thread(work, name="copy")
-        except TensorHubError as error:
+            await in_thread(alone, name="copy")
+        except Exception as error:  # noqa: BLE001 - the top of a task: the machine waits for the end of the copy
+            if not isinstance(error, TensorHubError):
+                _log.exception("%s: copying to or from host memory failed", self.me)
+                return Failure("error", f"copying to or from host memory failed: {error!r}"[:MOST_TEXT])
             hint = error.hint or ""
             if isinstance(error, CorruptTransfer):
                 hint = "were the published tensors changed in place? weights.check() tells"

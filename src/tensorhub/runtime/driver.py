@@ -59,9 +59,7 @@ class Driver:
 
     def __init__(self, hello: Hello, options: Options, transports: Mapping[str, Transport]) -> None:
         self.me = hello.worker
-        self.data = DataPlane(
-            self.me, transports, verify=options.verify, tell=self.feed, host_bytes=options.host_limit_bytes
-        )
+        self.data = DataPlane(self.me, transports, verify=options.verify, tell=self.feed, host_bytes=options.host_bytes)
         self.worker = Worker(self.me, received_bytes=self.data.received_bytes, far_bytes=self.data.far_bytes)
         self.line = Connection(options.server, hello, self._on_line)
         self.broken: InvariantViolation | None = None

@@ -15,10 +15,12 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ..core.errors import TensorHubError, TransportMissing
 from . import tcp_wire
+from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
 from .local_memory import Call, Lost, Process, Token
-from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, SEAL, Located, credentials_of
+from .local_server import SEAL, credentials_of
+from .located import Located
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
 from .tcp_stream import Job, Stream, opened

@@ -16,22 +16,18 @@ import socket
 import struct
 
 from ..core.errors import UsageError
+from .announcing import MAX_MEMORY_BYTES, MEMORY, AnnouncingServer
 from .base import Export
 from .local_host import Place, format_endpoint, new_name, socket_address
 from .local_memory import Seal
 from .located import Located
-from .tcp_server import Served, TcpServer
+from .tcp_server import Served
 from .tcp_settings import TcpSettings
 from .tcp_wire import Hello, Refusal, Wire
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["Located"]
-
-READY, MEMORY = 16, 17
 SEAL = struct.Struct("=Q16s")  # both ends are one machine: its own byte order
-COUNT = struct.Struct("=Q")
-MAX_MEMORY_BYTES = 64 << 20  # 2 million pieces and more
 CREDENTIALS = struct.Struct("@iII")  # struct ucred: process, user, group
 _BACKLOG = 1024
 
@@ -48,7 +44,7 @@ class LocalServed(Served):
         super().end(reason)
 
 
-class LocalServer(TcpServer):
+class LocalServer(AnnouncingServer):
     """Tells whoever of this user connects where the exports are."""
 
     kind = "local"
@@ -95,25 +91,6 @@ class LocalServer(TcpServer):
         if len(body) > MAX_MEMORY_BYTES - SEAL.size:
             raise UsageError(f"{served.export.key!r} lies in too many pieces")
         wire.send_frame(MEMORY, payload=[SEAL.pack(served.seal.address, served.seal.value), body])
-
-    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
-        """Announce all of [start, stop) that is there, up to the first gap."""
-        progress = served.export.progress
-        end = start + 1
-        while end < stop and progress.has(end):
-            end += 1
-        wire.send_frame(READY, start, [COUNT.pack(end - start)])
-        return end
-
-    def heard(self, wire: Wire, served: Served, number: int) -> None:
-        """The reader has read that many bytes on this connection, so it says."""
-        with self._changed:
-            news = number - served.inside.get(wire, 0)
-            if 0 < news <= served.export.stream.size_bytes:
-                served.inside[wire] = number
-                served.sent_bytes += news
-                self._counts["sent_bytes"] += news
-                self._counts["sent_chunks"] += -(-news // served.export.chunk_bytes)
 
 
 def credentials_of(sock: socket.socket) -> tuple[int, int, int]:

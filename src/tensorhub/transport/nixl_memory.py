@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..core.errors import UsageError
 from .base import ByteStream
-from .local_server import Located
+from .located import Located
 from .nixl_path import HOST
 
 DESCRIPTOR_BYTES = 4 << 20  # measured: 4 MiB 12.6 GiB/s, 1 GiB 9.9, 64 KiB 6.9

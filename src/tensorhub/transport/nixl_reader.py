@@ -15,17 +15,17 @@ chunk be judged whose seal was not seen after its bytes, or return while a trans
 """
 
 import ctypes
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 
 import msgspec
 
 from ..core.errors import TensorHubError, TransportMissing
 from . import nixl_path, tcp_wire
+from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import OnEnd, Sink
-from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .nixl_agent import Agent, Agents, Broken, Stuck
 from .nixl_meeting import Meeting, Plan
 from .nixl_memory import SEAL_BYTES
@@ -35,14 +35,13 @@ from .tcp_reader import TcpRead, counted
 from .tcp_settings import SCHEME as TCP
 from .tcp_settings import TcpSettings
 from .tcp_settings import parse_endpoint as parse_tcp_endpoint
-from .tcp_stream import Job, Stream, opened
+from .tcp_stream import Job, Stream, dial, opened
 from .tcp_wire import Garbled, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
 USE_TCP = "use tcp"
 _TRIES = 4  # to connect, within the limit of silence
 _PROOFS = 3  # after the first read, which connects; most of them must agree
 _LAST_WORDS_S = 0.5  # for a source to say why its memory cannot be read any more
-_MAX_ADDRESSES = 4  # of one host name; each may cost `connect_s`
 
 _memories = msgspec.msgpack.Decoder(Memory)
 
@@ -114,42 +113,13 @@ class NixlRead(TcpRead):
     def opened(self, index: int) -> AbstractContextManager[Stream]:
         assert isinstance(self.job, NixlJob)
         self.job.register()
-        return opened(self.job, index, dial, NixlStream)
+        return opened(self.job, index, partial(dial, parse=parse_endpoint), NixlStream)
 
     @property
     def path(self) -> str:
         assert isinstance(self.job, NixlJob)
         lane = self.job.lane
         return f"{lane.name if lane else 'NIXL/UCX'}, {counted(self.streams, 'thread')}"
-
-
-def dial(job: Job) -> Wire:
-    """Reach the source's control conversation."""
-    try:
-        host, port = parse_endpoint(job.endpoint)
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except ValueError as error:
-        raise Garbled(str(error)) from error
-    except OSError as error:
-        raise Vanished(f"cannot find the host: {error}") from error
-    failure = Vanished("the host has no address")
-    for family, kind, protocol, _, address in addresses[:_MAX_ADDRESSES]:
-        try:
-            wire = Wire(socket.socket(family, kind, protocol), job.settings)
-        except OSError as error:
-            raise Vanished(f"cannot connect: {error}") from error
-        job.enter(wire)
-        try:
-            wire.connect(address)
-            wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
-            return wire
-        except Vanished as error:
-            failure = error
-            job.leave(wire)
-            wire.close()
-            if job.is_over:
-                break
-    raise failure
 
 
 class NixlStream(Stream):

@@ -18,12 +18,13 @@ import msgspec
 
 from ..core.errors import UsageError
 from . import tcp_wire
+from .announcing import MAX_MEMORY_BYTES, MEMORY, AnnouncingServer
 from .base import ByteStream, Export
-from .local_server import COUNT, MAX_MEMORY_BYTES, MEMORY, READY, Located
+from .located import Located
 from .nixl_agent import Agent, Agents, Region
 from .nixl_memory import SEAL_BYTES, Page, Place, Placed, Seal
 from .nixl_path import Facts
-from .tcp_server import Served, TcpServer
+from .tcp_server import Served
 from .tcp_settings import SCHEME as TCP
 from .tcp_settings import TcpSettings
 from .tcp_wire import Refusal, Wire
@@ -63,7 +64,7 @@ class NixlServed(Served):
         super().end(reason)
 
 
-class NixlServer(TcpServer):
+class NixlServer(AnnouncingServer):
     """Tells whoever is welcome where the exports are."""
 
     kind = "nixl"
@@ -119,22 +120,3 @@ class NixlServer(TcpServer):
             raise found[0]
         assert found[0] is not None, "a stream without addresses was let in"
         return found[0]
-
-    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
-        """Announce all of [start, stop) that is there, up to the first gap."""
-        progress = served.export.progress
-        end = start + 1
-        while end < stop and progress.has(end):
-            end += 1
-        wire.send_frame(READY, start, [COUNT.pack(end - start)])
-        return end
-
-    def heard(self, wire: Wire, served: Served, number: int) -> None:
-        """The reader has read that many bytes on this connection, so it says."""
-        with self._changed:
-            news = number - served.inside.get(wire, 0)
-            if 0 < news <= served.export.stream.size_bytes:
-                served.inside[wire] = number
-                served.sent_bytes += news
-                self._counts["sent_bytes"] += news
-                self._counts["sent_chunks"] += -(-news // served.export.chunk_bytes)

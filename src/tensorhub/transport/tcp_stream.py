@@ -158,10 +158,10 @@ def opened(job: Job, index: int, dial: Callable[[Job], Wire], kind: type[AnyStre
             wire.close()
 
 
-def dial(job: Job) -> Wire:
-    """Reach the source over tcp."""
+def dial(job: Job, *, parse: Callable[[str], tuple[str, int]] = parse_endpoint) -> Wire:
+    """Reach the source over tcp. `parse` makes host and port of its endpoint, or raises `ValueError`."""
     try:
-        host, port = parse_endpoint(job.endpoint)
+        host, port = parse(job.endpoint)
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except ValueError as error:
         raise Garbled(str(error)) from error

@@ -1,0 +1,97 @@
+"""Host copies of a worker: what their threads do when the worker closes, or when the unexpected happens."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tensorhub.core.events import CopiedOut, Event
+from tensorhub.core.manifest import Manifest
+from tensorhub.core.names import Version, worker_id
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.registration import Registration, register
+from tensorhub.runtime.content import Content
+from tensorhub.runtime.copies import HostCopies
+
+CHUNK = 1024
+DEADLINE_S = 10.0
+
+
+class Tampered:
+    """A stream of which one thing is done otherwise before its bytes are read."""
+
+    def __init__(self, registration: Registration, before) -> None:
+        self._stream, self._before = registration.stream, before
+        self.size_bytes = registration.size_bytes
+
+    def reading(self, start: int, stop: int):
+        self._before()
+        return self._stream.reading(start, stop)
+
+
+def held(before) -> tuple[Registration, Content]:
+    registration = register({"w": np.arange(1000, dtype=np.float64)})
+    manifest: Manifest = build_manifest(registration, CHUNK)
+    tampered = replace(registration, stream=Tampered(registration, before))
+    content = Content(Version(1), manifest.root(), "m/1/0", tampered)
+    content.manifest = manifest
+    return registration, content
+
+
+def copies(registration: Registration, told: list[Event], is_told: asyncio.Event) -> HostCopies:
+    def tell(event: Event) -> None:
+        told.append(event)
+        is_told.set()
+
+    made = HostCopies(worker_id("m", "r", 0), {}, verify="full", limit_bytes=None, tell=tell, withdraw=lambda key: None)
+    made.register(registration)
+    return made
+
+
+def test_close_waits_for_the_chunk_in_hand_and_no_other_is_begun() -> None:
+    reached, go_on, begun = threading.Event(), threading.Event(), []
+
+    def before() -> None:
+        begun.append(None)
+        reached.set()
+        assert go_on.wait(DEADLINE_S)
+
+    async def run() -> None:
+        registration, content = held(before)
+        told, is_told = [], asyncio.Event()
+        found = copies(registration, told, is_told)
+        found.copy_out(content)
+        assert await asyncio.to_thread(reached.wait, DEADLINE_S)
+        closing = asyncio.create_task(asyncio.to_thread(found.close))
+        done, _ = await asyncio.wait([closing], timeout=0.2)
+        assert not done  # a thread is still in the tensors
+        go_on.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await closing
+            in_hand = len(begun)
+            await is_told.wait()
+        assert in_hand == len(begun) < 8000 // CHUNK
+        assert isinstance(told[0], CopiedOut)
+        assert told[0].failure is not None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the device is gone"), MemoryError()])
+def test_an_error_that_nobody_thought_of_ends_the_copy_and_is_told(error: Exception) -> None:
+    def before() -> None:
+        raise error
+
+    async def run() -> None:
+        registration, content = held(before)
+        told, is_told = [], asyncio.Event()
+        copies(registration, told, is_told).copy_out(content)
+        async with asyncio.timeout(DEADLINE_S):
+            await is_told.wait()
+        assert isinstance(told[0], CopiedOut)
+        assert told[0].failure is not None
+        assert repr(error) in told[0].failure.message
+
+    asyncio.run(run())
