@@ -68,6 +68,8 @@ class Sink:
     """Judges every chunk by its digest, as the fill of a worker does."""
 
     chunk_bytes = CHUNK
+    is_far = False
+    is_checking = True
 
     def __init__(self, devices: Devices) -> None:
         self.stream = devices.stream

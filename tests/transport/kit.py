@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import xxhash
 
 from tensorhub.core.errors import CorruptTransfer, TensorHubError
 from tensorhub.core.manifest import chunk_count
-from tensorhub.transport import local_host, nixl_probe
+from tensorhub.transport import local_host, nixl_probe, tcp_lend
 from tensorhub.transport.base import Export, Look, Read, Transport
 from tensorhub.transport.local import LocalSettings, LocalTransport
 from tensorhub.transport.nixl import NixlSettings, NixlTransport
@@ -51,6 +51,12 @@ def _tcp(streams: int) -> Callable[[float], Transport]:
     return lambda silence_s: TcpTransport(
         TcpSettings(silence_s=silence_s, streams=streams, stream_bytes=1024, stream_rate_bytes_per_s=0)
     )
+
+
+def _lending(streams: int) -> Callable[[float], Transport]:
+    settings = TcpSettings(streams=streams, stream_bytes=1024, stream_rate_bytes_per_s=0)
+    lending = replace(settings, lend_rate_bytes_per_s=0, lend_piece_bytes=1)
+    return lambda silence_s: TcpTransport(replace(lending, silence_s=silence_s))
 
 
 def _local(threads: int) -> Callable[[float], Transport]:
@@ -102,6 +108,9 @@ KINDS = {
     for kind in (
         Kind("tcp-1", _tcp(1), _mute_tcp),
         Kind("tcp-3", _tcp(3), _mute_tcp),
+        Kind(
+            "tcp-lending-2", _lending(2), _mute_tcp, lambda: "" if tcp_lend.IS_THERE else "vmsplice is a call of Linux"
+        ),
         Kind("local-1", _local(1), _mute_local),
         Kind("local-3", _local(3), _mute_local),
         Kind("pretended-nixl-2", _pretended, partial(_mute_tcp, "nixl")),
@@ -202,6 +211,9 @@ class Gate:
 
 class Target:
     """A sink that knows the right content, checks every chunk against it, and can stop, refuse or fail."""
+
+    is_far = False
+    is_checking = True
 
     def __init__(
         self,

@@ -74,6 +74,14 @@ class FillSink:
         return self._registration.stream
 
     @property
+    def is_far(self) -> bool:
+        return False
+
+    @property
+    def is_checking(self) -> bool:
+        return self._verify == "full"
+
+    @property
     def chunk_bytes(self) -> int:
         return self.manifest.chunk_bytes
 

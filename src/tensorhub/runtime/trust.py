@@ -40,6 +40,10 @@ class TrustedSink:
         return self._fill.stream
 
     @property
+    def is_checking(self) -> bool:
+        return self._fill.is_checking
+
+    @property
     def chunk_bytes(self) -> int:
         return self._fill.chunk_bytes
 

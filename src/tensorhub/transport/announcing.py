@@ -10,8 +10,9 @@ It must never: send a chunk.
 
 import struct
 
+from .tcp_lend import Lending
 from .tcp_server import Served, TcpServer
-from .tcp_wire import Wire
+from .tcp_wire import Hello, Wire
 
 READY, MEMORY = 16, 17
 COUNT = struct.Struct("=Q")
@@ -20,6 +21,9 @@ MAX_MEMORY_BYTES = 64 << 20  # 2 million pieces and more
 
 class AnnouncingServer(TcpServer):
     """Says which chunks are there, and counts what its readers say that they have read."""
+
+    def lending(self, hello: Hello) -> Lending | None:
+        return None
 
     def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
         """Announce all of [start, stop) that is there, up to the first gap."""

@@ -53,10 +53,17 @@ class Export:
 
 
 class Sink(Protocol):
-    """Where a read puts its bytes, and who judges them. Called from the transport's threads, several at once.
+    """Where a read puts its bytes, and who judges them. Called from the transport's threads, several at once."""
 
-    One that has a true attribute `is_far` says that the source is at the end of a long path.
-    """
+    @property
+    def is_far(self) -> bool:
+        """The source is at the end of a long path."""
+        ...
+
+    @property
+    def is_checking(self) -> bool:
+        """`accept` takes no chunk without the announced digest, so that memory may be read that is about to change."""
+        ...
 
     @property
     def stream(self) -> ByteStream: ...

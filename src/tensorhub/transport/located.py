@@ -32,7 +32,11 @@ class Scattered:
 
     def for_views(self, count: int) -> Addresses | None:
         """The stream's addresses, if this system takes them as they are and so many views are worth it."""
-        if count < MANY_VIEWS or not tcp_vectors.IS_THERE:
+        return self.known() if count >= MANY_VIEWS else None
+
+    def known(self) -> Addresses | None:
+        """The stream's addresses, if it has any and this system takes them as they are."""
+        if not tcp_vectors.IS_THERE:
             return None
         if not self._is_known:
             self._addresses = self._stream.addresses() if isinstance(self._stream, Located) else None

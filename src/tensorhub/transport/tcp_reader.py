@@ -47,7 +47,7 @@ class TcpRead(Read):
 
     @property
     def path(self) -> str:
-        return counted(self.streams, "stream")
+        return counted(self.streams, "stream") + (", zero copy" if self.job.is_lent_to else "")
 
     # ------------------------------------------------------------------------------------------------------------------
 

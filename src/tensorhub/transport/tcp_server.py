@@ -23,6 +23,7 @@ from ..core.manifest import chunk_count
 from . import tcp_wire
 from .base import Export
 from .located import Scattered
+from .tcp_lend import Lending
 from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
@@ -65,7 +66,15 @@ class TcpServer:
         self._leaving: dict[str, list[Served]] = {}  # ended, perhaps with threads still inside
         self._connections: dict[Wire, threading.Thread] = {}
         self._counts = dict.fromkeys(
-            ("sent_bytes", "sent_chunks", "connections_accepted", "connections_refused", "connections_dropped"), 0
+            (
+                "sent_bytes",
+                "sent_chunks",
+                "lent_bytes",
+                "connections_accepted",
+                "connections_refused",
+                "connections_dropped",
+            ),
+            0,
         )
         self._is_closed = False
         self._closing = threading.Event()
@@ -95,6 +104,10 @@ class TcpServer:
         """A reason why this export cannot be read by this transport."""
         return None
 
+    def lending(self, hello: Hello) -> Lending | None:
+        """Whether to lend memory to this reader."""
+        return Lending(self._settings) if hello.is_checking else None
+
     def introduce(self, wire: Wire, served: Served) -> None:
         """What a reader has to know before it asks for chunks."""
         wire.send_frame(tcp_wire.MANIFEST, payload=[served.export.manifest])
@@ -105,23 +118,43 @@ class TcpServer:
         first = start * export.chunk_bytes
         last = min(first + export.chunk_bytes, export.stream.size_bytes)
         with export.stream.reading(first, last) as views:
-            addresses = served.scattered.for_views(len(views))
-            if addresses is not None:
-                wire.send_header(tcp_wire.CHUNK, start, last - first)
-                wire.send_located(addresses, first, last)
-            else:
-                wire.send_frame(tcp_wire.CHUNK, start, views)
-        self.count_sent(served, 1, last - first)
+            is_lent = self._lend(wire, served, start, first, last, len(views))
+            if not is_lent:
+                addresses = served.scattered.for_views(len(views))
+                if addresses is not None:
+                    wire.send_header(tcp_wire.CHUNK, start, last - first)
+                    wire.send_located(addresses, first, last)
+                else:
+                    wire.send_frame(tcp_wire.CHUNK, start, views)
+        if wire.lending is not None:
+            wire.lending.sent(last - first)
+        self.count_sent(served, last - first, is_lent=is_lent)
         return start + 1
+
+    def _lend(self, wire: Wire, served: Served, chunk: int, start: int, stop: int, pieces: int) -> bool:
+        """Send bytes [start, stop), which are that chunk, without a copy, if that is possible and worth it."""
+        lending = wire.lending
+        pipe = lending.pipe(stop - start, pieces) if lending is not None else None
+        addresses = served.scattered.known() if pipe is not None else None
+        if lending is None or pipe is None or addresses is None or not wire.may_lend():
+            return False
+        wire.send_header(tcp_wire.LENT, chunk, stop - start)
+        if not wire.send_lent(pipe, addresses, start, stop):
+            lending.stop()
+        return True
 
     def heard(self, wire: Wire, served: Served, number: int) -> None:
         """The number that came with a request."""
+        if number == tcp_wire.COPIED and wire.lending is not None:
+            wire.lending.stop()
 
-    def count_sent(self, served: Served, chunks: int, size_bytes: int) -> None:
+    def count_sent(self, served: Served, size_bytes: int, *, is_lent: bool) -> None:
+        """One chunk went out."""
         with self._changed:
             served.sent_bytes += size_bytes
             self._counts["sent_bytes"] += size_bytes
-            self._counts["sent_chunks"] += chunks
+            self._counts["lent_bytes"] += size_bytes if is_lent else 0
+            self._counts["sent_chunks"] += 1
 
     # -- exports -------------------------------------------------------------------------------------------------------
 
@@ -260,9 +293,16 @@ class TcpServer:
             wire.send_greeting(answer)
             return
         served, hello = answer
+        wire.lending = self.lending(hello)
         try:
             farewell = self._serve(wire, served, hello)
+            if farewell is not None and wire.has_lent:
+                wire.send_gone(*farewell)
+                wire.await_return(settings.patience_s)
+                return
         finally:
+            if wire.lending is not None:
+                wire.lending.close()
             with self._changed:
                 del served.inside[wire]
                 self._changed.notify_all()

@@ -43,6 +43,11 @@ class TcpSettings:
     far_streams: int = 4  # between sites, all at once: over 50 ms and 1 Gbit/s one got 236 Mbit/s, eight 751; but
     # each has a chunk in flight, which is read again where a site's seed dies
     max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait
+    lend_rate_bytes_per_s: float = 1e9  # from here on a source lends its memory, and copies nothing (`tcp_lend`): what
+    # is on its way, 36 MiB at most, is then with its reader within 36 ms, so that no withdrawal waits long for it
+    lend_piece_bytes: int = (
+        1 << 16
+    )  # smaller pieces on the average are copied: each costs a reference to each of its pages
     congestion: str | None = (
         "cubic"  # BBR paces loopback and a LAN down by a third; "bbr" across sites; None: the kernel's
     )

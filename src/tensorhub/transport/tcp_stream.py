@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from ..core.errors import Refused, SourceLost, TensorHubError
+from ..core.errors import CorruptTransfer, Refused, SourceLost, TensorHubError
 from . import tcp_wire
 from .base import Look, Sink
 from .located import Scattered
@@ -85,6 +85,7 @@ class Job:
         self.missing: int | None = None  # wanted chunks that are not stored yet, once known
         self.received_bytes = 0
         self.received_chunks = 0
+        self.is_lent_to = False  # the source has lent us memory
         self.is_over = False
         self._wires: dict[Wire, None] = {}
         self._lock = threading.Lock()
@@ -198,13 +199,15 @@ class Stream:
         self.chunk_bytes = 0  # until the read has begun
         self._scattered = Scattered(job.sink.stream)
         self._on_fast: Callable[[], None] | None = None
+        self._is_lent = False  # the chunk that comes: its source may have changed it on the way
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         """Ask to be served; raises `SourceLost` with the source's reason if it does not want to."""
         job = self.job
         with suppress(Vanished):  # it may have refused before it heard us: what it said can still be read
             silence_ms = round(job.settings.silence_s * 1000)
-            hello = Hello(job.settings.token or "", job.key, job.generation, silence_ms, wants_manifest)
+            token, is_checking = job.settings.token or "", job.sink.is_checking
+            hello = Hello(token, job.key, job.generation, silence_ms, wants_manifest, is_checking)
             self.wire.send_greeting(hello)
         answer = self.wire.receive_greeting(job.settings.silence_s)
         if isinstance(answer, Refusal):
@@ -266,7 +269,9 @@ class Stream:
     def await_chunk(self, chunk: int, size_bytes: int) -> None:
         """Wait until this chunk, which is the next due, comes."""
         kind, length, number = self.next_frame()
-        if (kind, length, number) != (tcp_wire.CHUNK, size_bytes, chunk):
+        self._is_lent = kind == tcp_wire.LENT and self.job.sink.is_checking
+        self.job.is_lent_to = self.job.is_lent_to or self._is_lent
+        if (length, number) != (size_bytes, chunk) or (kind != tcp_wire.CHUNK and not self._is_lent):
             raise Garbled(
                 f"frame {kind} with {length} B of chunk {number}, where {size_bytes} B of chunk {chunk} were due"
             )
@@ -295,11 +300,18 @@ class Stream:
         start = chunk * self.chunk_bytes
         stop = min(start + self.chunk_bytes, sink.stream.size_bytes)
         self.await_chunk(chunk, stop - start)
-        with sink.stream.writing(start, stop) as views:
-            self.transfer(start, stop, views, sink.observe(chunk))
-            self.taken(stop - start)
-            job.count_received(stop - start)
-            sink.accept(chunk, views)
+        try:
+            with sink.stream.writing(start, stop) as views:
+                self.transfer(start, stop, views, sink.observe(chunk))
+                self.taken(stop - start)
+                job.count_received(stop - start)
+                sink.accept(chunk, views)
+        except CorruptTransfer:
+            if not self._is_lent:
+                raise
+            self.wire.send_want([chunk], tcp_wire.COPIED)  # or else the source says that it has gone
+            self.asked.append((chunk, time.monotonic()))
+            return
         sink.stored(chunk)
         job.count_stored()
 

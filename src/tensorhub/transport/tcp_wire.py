@@ -3,14 +3,15 @@
 The reader connects. First each side greets: 16 bytes (magic, version, length) and a MessagePack body. The greeting's
 shape is the same in every version for ever, so that any two versions can tell each other that they differ.
 
-    reader  Hello(token, key, generation, silence_ms, wants_manifest)
+    reader  Hello(token, key, generation, silence_ms, wants_manifest, is_checking)
     source  Welcome(generation, chunk_bytes, size_bytes)  or  Refusal(code, message), and it hangs up
 
 Then frames: a header of 16 bytes (kind, length, number) and `length` bytes.
 
     source  MANIFEST  once, if wanted: opaque bytes
-    reader  WANT      ranges of chunks [[start, stop), …], served in this order
+    reader  WANT      ranges of chunks [[start, stop), …], served in this order; `number` COPIED: and not lent
     source  CHUNK     `number` is the chunk; its bytes, straight from and into registered memory
+    source  LENT      the same, but the memory was lent to the socket (`tcp_lend`): only to who checks digests
     source  WAITING   the next chunk is not there yet; said every quarter of the silence limit
     source  GONE      Refusal(code, message): nothing more will come, and why
 
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from . import tcp_vectors
+from .tcp_lend import Lending, Pipe, Unlendable
 from .tcp_settings import TcpSettings, limit_waits, tune
 from .vectors import IOV_MAX, Addresses
 
@@ -39,7 +41,8 @@ VERSION = 1
 GREETING = struct.Struct("!8sHHI")  # magic, version, 0, length of the body
 HEADER = struct.Struct("!BxxxIQ")  # kind, length, number
 
-WANT, MANIFEST, CHUNK, WAITING, GONE = range(1, 6)
+WANT, MANIFEST, CHUNK, WAITING, GONE, LENT = range(1, 7)
+COPIED = 1
 
 MAX_GREETING_BYTES = 16 * 1024  # a key, a token, or a refusal in words
 MAX_WANT_BYTES = 64 * 1024
@@ -53,12 +56,15 @@ _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 _BATCH_BYTES = 1 << 20
 _LINGER_S = 0.5  # how long a refused peer may take to read why before its unread words turn our close into a reset
 _LINGER_BYTES = 256 * 1024
+_WORDS_BYTES = 16384
+_AT_ONCE = struct.pack("@ii", 1, 0)  # struct linger
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A reader's request. `generation` 0 takes whatever is exported; otherwise exactly that export.
 
-    `silence_ms` is how long the reader bears silence: the source's keepalives come four times as often.
+    `silence_ms` is how long the reader bears silence: the source's keepalives come four times as often. `is_checking`
+    means that no chunk counts whose digest is not the announced one.
     """
 
     token: str
@@ -66,6 +72,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     generation: int
     silence_ms: int
     wants_manifest: bool
+    is_checking: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -119,6 +126,9 @@ class Wire:
         self._lock = threading.Lock()  # between cut and close, so that no other socket with this number is hit
         self._is_closed = False
         self.is_cut = False
+        self._is_woken = False
+        self.has_lent = False  # and the peer may not have taken it yet
+        self.lending: Lending | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -145,8 +155,28 @@ class Wire:
         self._shutdown(socket.SHUT_RDWR)
 
     def wake(self) -> None:
-        """From any thread: end a wait for the peer's words, but let the owner still say something."""
+        """From any thread: end a wait for the peer's words, but let the owner still say something.
+
+        Not where memory is lent: whether the peer has taken it, only the peer can say.
+        """
+        with self._lock:
+            if self.has_lent:
+                return
+            self._is_woken = True
         self._shutdown(socket.SHUT_RD)
+
+    def may_lend(self) -> bool:
+        """By the owner, before it lends memory to this socket: nobody has asked it to come to an end."""
+        with self._lock:
+            self.has_lent = self.has_lent or not self._is_woken
+            return self.has_lent
+
+    def await_return(self, within_s: float) -> None:
+        """Until the peer, having taken all that was lent, hangs up; or this is cut; but no longer than that."""
+        deadline = time.monotonic() + within_s
+        with contextlib.suppress(OSError):
+            while self.has_lent and time.monotonic() < deadline and self.sock.recv(_WORDS_BYTES):
+                pass
 
     def _shutdown(self, how: int) -> None:
         with self._lock:
@@ -168,6 +198,8 @@ class Wire:
         with self._lock:
             self._is_closed = True
             with contextlib.suppress(OSError):
+                if self.has_lent:  # what the peer has not taken yet is taken back
+                    self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
                 self.sock.shutdown(socket.SHUT_RDWR)  # a forked child may have the descriptor too: the peer must notice
             self.sock.close()
 
@@ -210,6 +242,22 @@ class Wire:
     def send_located(self, addresses: Addresses, start: int, stop: int) -> None:
         """Send bytes [start, stop) from where they lie. Goes on as long as bytes move."""
         self._move(tcp_vectors.send, addresses, start, stop, IOV_MAX, Silent("the peer takes no byte"))
+
+    def send_lent(self, pipe: Pipe, addresses: Addresses, start: int, stop: int) -> bool:
+        """The same without a copy: the memory itself is lent. What cannot be is copied after all, and then False."""
+        is_lent = True
+
+        def send(descriptor: int, vectors: "array[int]") -> int:
+            nonlocal is_lent
+            if is_lent:
+                try:
+                    return pipe.send(descriptor, vectors)
+                except Unlendable:
+                    is_lent = False
+            return tcp_vectors.send(descriptor, vectors)
+
+        self._move(send, addresses, start, stop, IOV_MAX, Silent("the peer takes no byte"))
+        return is_lent
 
     def receive_located(self, addresses: Addresses, start: int, stop: int) -> None:
         """Fill bytes [start, stop) where they belong. Goes on as long as bytes come."""

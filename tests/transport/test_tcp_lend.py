@@ -1,0 +1,214 @@
+"""Memory that is lent to a socket may change before its reader has it. What must hold then, and when it is not lent."""
+
+import ctypes
+import threading
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tensorhub.core.errors import CorruptTransfer, SourceLost
+from tensorhub.transport import tcp_lend
+from tensorhub.transport.base import Export
+from tensorhub.transport.progress import Progress
+from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_settings import TcpSettings
+from tensorhub.transport.tcp_wire import Wire
+
+from . import kit
+
+pytestmark = pytest.mark.skipif(not tcp_lend.IS_THERE, reason="vmsplice is a call of Linux")
+
+CHUNK = 64 * 1024
+SETTINGS = TcpSettings(streams=1, lend_rate_bytes_per_s=0, lend_piece_bytes=1)
+
+
+class Pair:
+    """A source that lends and a reader, in one process."""
+
+    def __init__(self) -> None:
+        self.made: list[TcpTransport] = []
+        self.source = self.transport(SETTINGS)
+        self.reader = self.transport(SETTINGS)
+        self.memory = kit.content(8 * CHUNK)
+        self.right = bytes(self.memory)
+        self.stream = kit.Pieces(self.memory)
+        self.source.export(Export("k", b"manifest", CHUNK, self.stream, Progress(8, complete=True)))
+
+    def transport(self, settings: TcpSettings) -> TcpTransport:
+        self.made.append(TcpTransport(settings))
+        return self.made[-1]
+
+    def read(self, target: kit.Target) -> kit.Ended:
+        ended = kit.Ended()
+        self.read_of = self.reader.read(self.source.endpoint, "k", target, ended)
+        return ended
+
+    def target(self, **options: object) -> kit.Target:
+        return kit.Target(bytearray(self.right), CHUNK, **options)  # type: ignore[arg-type]
+
+    def await_lent(self, chunks: int) -> None:
+        kit.until(lambda: self.source.statistics()["lent_bytes"] >= chunks * CHUNK, f"{chunks} chunks are lent")
+
+    def spoil(self, chunk: int) -> None:
+        """The owner writes over a chunk."""
+        self.memory[chunk * CHUNK] ^= 0xFF
+
+
+@pytest.fixture
+def pair(nothing_left_behind: None) -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    for transport in pair.made:
+        transport.close()
+
+
+def test_what_is_lent_arrives_and_is_said(pair: Pair) -> None:
+    target = pair.target()
+    assert pair.read(target).wait() is None
+    assert target.buffer == pair.right
+    assert pair.source.statistics()["lent_bytes"] == len(pair.right)
+    assert pair.read_of.path == "1 stream, zero copy"
+
+
+def test_to_a_reader_that_checks_nothing_nothing_is_lent(pair: Pair) -> None:
+    target = pair.target()
+    target.is_checking = False
+    assert pair.read(target).wait() is None
+    assert target.buffer == pair.right
+    assert pair.source.statistics()["lent_bytes"] == 0
+
+
+def test_a_lent_chunk_that_changed_on_its_way_is_asked_for_again(pair: Pair) -> None:
+    """The reader stands still at chunk 0 while chunk 1 is in its socket, and its owner writes to it for a moment."""
+    first, second = kit.Gate(), kit.Gate()
+    target = pair.target(wanted=[0, 1, 2], gates={0: first, 1: second})
+    ended = pair.read(target)
+    assert first.reached.wait(kit.DEADLINE_S)
+    pair.await_lent(2)
+    pair.spoil(1)
+    first.release.set()
+    assert second.reached.wait(kit.DEADLINE_S)
+    pair.spoil(1)  # as it was
+    second.release.set()
+    assert ended.wait() is None
+    assert target.order == [0, 2, 1]
+    assert target.buffer[: 3 * CHUNK] == pair.right[: 3 * CHUNK]
+    assert pair.source.statistics()["sent_bytes"] == 4 * CHUNK
+    assert pair.source.statistics()["lent_bytes"] <= 3 * CHUNK, "the second time it is copied"
+
+
+def test_a_source_whose_bytes_are_wrong_is_found_out_by_the_copy(pair: Pair) -> None:
+    pair.spoil(3)
+    target = pair.target()
+    error = pair.read(target).wait()
+    assert isinstance(error, CorruptTransfer)
+    assert 3 not in target.order
+    assert pair.source.statistics()["sent_bytes"] <= len(pair.right) + CHUNK
+
+
+def test_a_withdrawal_waits_until_the_reader_has_what_was_lent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader stands still for a while; then it takes what is in its socket, all of it right, and hears why."""
+    source, gate, progress = pair.source, kit.Gate(), Progress(8)
+    source._server._settings = replace(SETTINGS, withdraw_grace_s=kit.DEADLINE_S)
+    source.export(Export("k", b"manifest", CHUNK, pair.stream, progress))
+    for chunk in range(3):
+        progress.mark(chunk)
+    target = pair.target(gates={0: gate})
+    ended = pair.read(target)
+    assert gate.reached.wait(kit.DEADLINE_S)
+    pair.await_lent(3)
+    awaited, withdrawn, await_return = threading.Event(), threading.Event(), Wire.await_return
+
+    def note(wire: Wire, within_s: float) -> None:
+        awaited.set()
+        await_return(wire, within_s)
+
+    monkeypatch.setattr(Wire, "await_return", note)
+
+    def withdraw() -> None:
+        assert source.withdraw("k", timeout_s=kit.DEADLINE_S)
+        pair.memory[:] = bytes(len(pair.memory))  # from here on it is another version's
+        withdrawn.set()
+
+    leaving = threading.Thread(target=withdraw, daemon=True)
+    leaving.start()
+    assert awaited.wait(kit.DEADLINE_S), "it has said farewell"
+    assert not withdrawn.is_set()
+    gate.release.set()
+    assert withdrawn.wait(kit.DEADLINE_S)
+    assert isinstance(ended.wait(), SourceLost)
+    assert target.order == [0, 1, 2], "all that was lent was taken"
+    assert target.buffer[: 3 * CHUNK] == pair.right[: 3 * CHUNK]
+    leaving.join(kit.DEADLINE_S)
+
+
+def test_a_reader_that_stands_still_is_cut_off_and_takes_nothing_wrong(pair: Pair) -> None:
+    gate = kit.Gate()
+    target = pair.target(gates={0: gate})
+    ended = pair.read(target)
+    assert gate.reached.wait(kit.DEADLINE_S)
+    pair.await_lent(2)
+    assert pair.source.withdraw("k", timeout_s=kit.DEADLINE_S)
+    pair.memory[:] = bytes(len(pair.memory))
+    gate.release.set()
+    assert isinstance(error := ended.wait(), SourceLost), error
+    for chunk in target.order:
+        assert target.buffer[chunk * CHUNK : (chunk + 1) * CHUNK] == pair.right[chunk * CHUNK : (chunk + 1) * CHUNK]
+
+
+def test_memory_that_cannot_be_lent_is_copied(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: tcp_lend.Pipe, descriptor: int, vectors: "array[int]") -> int:
+        raise tcp_lend.Unlendable("memory of a device's driver")
+
+    monkeypatch.setattr(tcp_lend.Pipe, "send", refuse)
+    target = pair.target()
+    assert pair.read(target).wait() is None
+    assert target.buffer == pair.right
+
+
+def test_without_a_pipe_everything_is_copied(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_lend, "LEAST_PIPE_BYTES", 1 << 30)
+    target = pair.target()
+    assert pair.read(target).wait() is None
+    assert target.buffer == pair.right
+    assert pair.source.statistics()["lent_bytes"] == 0
+
+
+def test_many_pieces_at_odd_addresses(pair: Pair) -> None:
+    memory = kit.content(8 * CHUNK + 77)
+    stream = kit.Pieces(memory, 5003)
+    pair.source.export(Export("odd", b"manifest", CHUNK, stream, Progress(9, complete=True)))
+    target, ended = kit.Target(bytearray(memory), CHUNK, piece_bytes=3001), kit.Ended()
+    pair.reader.read(pair.source.endpoint, "odd", target, ended)
+    assert ended.wait() is None
+    assert target.buffer == memory
+    assert pair.source.statistics()["lent_bytes"] == len(memory)
+
+
+def test_lending_begins_where_a_connection_is_fast_and_ends_where_it_is_not() -> None:
+    now = 0.0
+    lending = tcp_lend.Lending(TcpSettings(lend_rate_bytes_per_s=1e9, lend_piece_bytes=1000), clock=lambda: now)
+    assert lending.pipe(4 << 20, 1) is None, "nothing is known of its speed yet"
+    for rate, is_lent in ((2e9, True), (0.5e9, False), (1.1e9, True)):
+        for _ in range(4):
+            now += (4 << 20) / rate
+            lending.sent(4 << 20)
+        assert (lending.pipe(4 << 20, 1) is not None) == is_lent
+    assert lending.pipe(4 << 20, 10_000) is None, "small pieces are copied"
+    lending.stop()
+    assert lending.pipe(4 << 20, 1) is None
+    lending.close()
+
+
+def test_a_pipe_gives_an_address_that_is_not_there_back() -> None:
+    page = ctypes.create_string_buffer(4096)
+    pipe = tcp_lend.Pipe()
+    try:
+        with pytest.raises(tcp_lend.Unlendable):
+            pipe.send(-1, array("Q", [1 << 46, 4096]))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            pipe.send(-1, array("Q", [ctypes.addressof(page), 4096]))
+    finally:
+        pipe.close()
