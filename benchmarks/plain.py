@@ -1,7 +1,7 @@
 """What a plain program does to move bytes between two processes: the limit that everything else is measured against.
 
-`process_vm_readv` through ctypes, and blocking sockets with `sendall` and `recv_into` on memoryviews, as TRANSPORTS
-knows them to be the fastest. The sockets are connected beforehand and use cubic, which on loopback beats BBR.
+`process_vm_readv` through ctypes, and blocking sockets with `sendall` and `recv_into` on memoryviews, which were
+the fastest of what was tried. The sockets are connected beforehand and use cubic, which on loopback beats BBR.
 
 It must never: check, retry or time out anything cleverly; a plain program does not.
 """

@@ -53,7 +53,7 @@ def print_goals(console: Console, goals: Sequence[Goal]) -> None:
     """What was wanted and what came of it."""
     if not goals:
         return
-    table = Table(title="Goals (DESIGN.md section 9)", title_justify="left", title_style="bold")
+    table = Table(title="Goals", title_justify="left", title_style="bold")
     for column in ("goal", "wanted", "measured", ""):
         table.add_column(column, overflow="fold")
     for goal in goals:
