@@ -21,6 +21,7 @@ from .base import Look, Sink
 from .located import Scattered
 from .tcp_settings import TcpSettings, parse_endpoint
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
+from .views import blocks_of
 
 _MAX_ADDRESSES = 4  # of one host name; each may cost `connect_s`
 
@@ -325,24 +326,3 @@ class Stream:
                 return kind, length, number
             if length:
                 raise Garbled(f"a keepalive with {length} B")
-
-
-def blocks_of(
-    views: Sequence[memoryview], size_bytes: int, block_bytes: int
-) -> Iterator[tuple[int, Sequence[memoryview]]]:
-    """The views, of `size_bytes`, in runs of about `block_bytes`, with the size of each; large views are cut."""
-    if size_bytes <= block_bytes:  # nearly always; and then nobody looks at each of a thousand small views
-        yield size_bytes, views
-        return
-    run: list[memoryview] = []
-    run_bytes = 0
-    for view in views:
-        for first in range(0, view.nbytes, block_bytes):
-            part = view if view.nbytes <= block_bytes else view[first : first + block_bytes]
-            run.append(part)
-            run_bytes += part.nbytes
-            if run_bytes >= block_bytes:
-                yield run_bytes, run
-                run, run_bytes = [], 0
-    if run:
-        yield run_bytes, run

@@ -21,7 +21,6 @@ It must never: unpickle, buffer payload, or trust a number that it did not compa
 """
 
 import contextlib
-import os
 import socket
 import struct
 import threading
@@ -31,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from . import tcp_vectors
+from . import tcp_vectors, views
 from .tcp_lend import Lending, Pipe, Unlendable
 from .tcp_settings import TcpSettings, limit_waits, tune
 from .vectors import IOV_MAX, Addresses
@@ -52,8 +51,6 @@ MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4
 MAX_CHUNK_BYTES = 1 << 30
 MAX_TEXT = 4000  # characters of a reason that we send
 
-_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
-_BATCH_BYTES = 1 << 20
 _LINGER_S = 0.5  # how long a refused peer may take to read why before its unread words turn our close into a reset
 _LINGER_BYTES = 256 * 1024
 _WORDS_BYTES = 16384
@@ -207,12 +204,12 @@ class Wire:
 
     def send(self, buffers: Iterable[bytes | memoryview]) -> None:
         """Send all of it. Goes on as long as bytes move."""
-        pending = list(filter(len, map(_flat, buffers)))
+        pending = list(filter(len, map(views.flat, buffers)))
         first = 0
         try:
             while first < len(pending):
-                sent = self.sock.sendmsg(_batch(pending, first))
-                first = _advance(pending, first, sent)
+                sent = self.sock.sendmsg(views.batch(pending, first))
+                first = views.advance(pending, first, sent)
         except BlockingIOError as error:
             raise Silent("the peer takes no byte") from error
         except OSError as error:
@@ -221,19 +218,19 @@ class Wire:
     def receive_into(self, buffers: Sequence[memoryview], deadline: float | None = None) -> None:
         """Fill all of it, straight into the given memory. Goes on as long as bytes come, or until the deadline."""
         if len(buffers) == 1 and deadline is None:
-            self._receive_one(_flat(buffers[0]))
+            self._receive_one(views.flat(buffers[0]))
             return
-        pending = list(filter(len, map(_flat, buffers)))
+        pending = list(filter(len, map(views.flat, buffers)))
         first = 0
         try:
             while first < len(pending):
                 if deadline is not None and time.monotonic() > deadline:
                     raise Silent("the peer takes too long over its words")
-                batch = _batch(pending, first)
+                batch = views.batch(pending, first)
                 got = self.sock.recv_into(batch[0]) if len(batch) == 1 else self.sock.recvmsg_into(batch)[0]
                 if got == 0:
                     raise Vanished("the peer closed the connection")
-                first = _advance(pending, first, got)
+                first = views.advance(pending, first, got)
         except BlockingIOError as error:
             raise Silent("the peer sends no byte") from error
         except OSError as error:
@@ -327,7 +324,7 @@ class Wire:
 
     def send_frame(self, kind: int, number: int = 0, payload: Sequence[bytes | memoryview] = ()) -> None:
         """A header and its payload in one go; the payload is not copied."""
-        self.send([HEADER.pack(kind, sum(_size(part) for part in payload), number), *payload])
+        self.send([HEADER.pack(kind, sum(views.size_of(part) for part in payload), number), *payload])
 
     def send_header(self, kind: int, number: int, length: int) -> None:
         """Of a frame whose payload follows at once."""
@@ -387,30 +384,3 @@ def as_ranges(chunks: Sequence[int]) -> list[tuple[int, int]]:
         else:
             ranges.append((chunk, chunk + 1))
     return ranges
-
-
-def _flat(buffer: bytes | memoryview) -> memoryview:
-    view = buffer if isinstance(buffer, memoryview) else memoryview(buffer)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def _batch(pending: list[memoryview], first: int) -> list[memoryview]:
-    """As many as one call takes, but no more than it is likely to move: each costs 50 ns to hand over."""
-    most = min(_IOV_MAX, max(64, _BATCH_BYTES // (len(pending[first]) or 1)))
-    return pending[first : first + most]
-
-
-def _size(buffer: bytes | memoryview) -> int:
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
-
-
-def _advance(pending: list[memoryview], first: int, moved: int) -> int:
-    """Where to go on after `moved` bytes: the index of the first view with something left, cut to what is left."""
-    while moved > 0:
-        size = len(pending[first])
-        if moved < size:
-            pending[first] = pending[first][moved:]
-            return first
-        moved -= size
-        first += 1
-    return first
