@@ -1,6 +1,8 @@
 """What every test shares: the same order, the same choices of hypothesis in CI, and none of the caller's settings."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -26,3 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 2 if item.get_closest_marker(LAST) else 1
 
     items.sort(key=rank)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is there in such a test is held by somebody, and what is held in a circle stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -1,14 +1,17 @@
 """What a trainer and its rollouts do with `Weights`, end to end over real sockets."""
 
+import gc
 import subprocess
 import sys
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
 
 import tensorhub
 from runtime.kit import eventually, in_threads, within
+from tensorhub.core.references import VersionRecord
 
 torch = pytest.importorskip("torch")
 
@@ -29,6 +32,31 @@ def test_a_step_of_training_reaches_the_rollouts(join):
         assert weights.update("latest") == 2  # nothing newer: nothing is read
     received = sum(weights.statistics()["received_bytes"] for weights, _ in rollouts)
     assert received == 2 * 3 * source.nbytes
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("kind", ["local", "tcp"])
+def test_updates_leave_nothing_for_the_garbage_collector(join, kind):
+    """Else the memory of a reader grows until it looks, which is after a quarter as many objects as the process has."""
+    trainer, _ = join("t", 1.0, transports=kind)
+    rollout, _ = join("r", transports=kind)
+
+    def update(versions):
+        for version in versions:
+            trainer.unpublish()
+            trainer.publish(version)
+            rollout.update()
+
+    def ours():
+        found = Counter(type(each) for each in gc.get_objects() if "tensorhub" in str(type(each).__module__))
+        return found - Counter({VersionRecord: found[VersionRecord]})  # of which the server keeps 256, on purpose
+
+    trainer.publish(1)
+    rollout.replicate()
+    update(range(2, 10))
+    before = ours()
+    update(range(10, 50))
+    eventually(lambda: max((ours() - before).values(), default=0) < 10, "fewer objects of each kind than updates")
 
 
 def test_torch_state_dicts_are_filled_in_place(server):

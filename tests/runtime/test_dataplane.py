@@ -1,6 +1,7 @@
 """What the machine wants of memory and transport, with a transport whose every step the test decides."""
 
 import asyncio
+import weakref
 
 import numpy as np
 import pytest
@@ -243,6 +244,29 @@ def test_serving_stops_only_when_nobody_reads_any_more():
         assert s.told == []
         s.transport.may_withdraw = True
         await s.until(ServingStopped)
+
+    run(story)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_read_is_let_go_when_it_ends_and_a_fill_when_it_is_withdrawn():
+    """By whoever held them, at once: what is held in a circle, or by a timer, piles up over many updates."""
+
+    async def story(s):
+        read = s.start(10)
+        sink, fill = weakref.ref(read.sink), weakref.ref(s.data.content.fill)
+        for chunk in read.sink.begin(s.manifest.encode()):
+            read.take(s.source, chunk)
+        read.on_end(None)
+        read.on_end = None  # as transports do
+        await s.until(ReadEnded)
+        s.transport.reads.clear()
+        del read
+        assert sink() is None
+        assert fill() is not None
+        s.data.stop_serving(Version(3))
+        await s.until(ServingStopped)
+        assert fill() is None
 
     run(story)
 

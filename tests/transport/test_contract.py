@@ -1,12 +1,13 @@
 """The contract of `transport/base.py`, for every transport: what a read brings, in which order, and how it ends."""
 
 import threading
+import weakref
 from functools import partial
 
 import pytest
 
 from tensorhub.core.errors import Closed, CorruptTransfer, LayoutMismatch, SourceLost, UsageError
-from tensorhub.transport.base import Export
+from tensorhub.transport.base import Export, Read
 from tensorhub.transport.progress import Progress
 
 from . import kit
@@ -333,3 +334,26 @@ def test_nothing_grows_over_many_reads(make: Make) -> None:
         assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
     kit.until(lambda: threading.active_count() <= threads, "threads are as many as before")
     kit.until(lambda: kit.open_files() <= files, "file descriptors are as many as before")
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("key", ["k", "nobody's"])
+def test_a_read_that_has_ended_is_let_go_at_once(make: Make, key: str) -> None:
+    """Who is told of the end knows the read. If each held the other, only the garbage collector would free them."""
+    right = content(5 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+
+    def read_once() -> "weakref.ref[Target]":
+        target, ended, known = Target(right, CHUNK), threading.Event(), list[Read]()
+
+        def on_end(_: object) -> None:
+            assert len(known) <= 1
+            ended.set()
+
+        known.append(reader.read(source.endpoint, key, target, on_end))
+        assert ended.wait(DEADLINE_S)
+        return weakref.ref(target)
+
+    left = read_once()
+    kit.until(lambda: left() is None, "nobody holds the read and its sink")

@@ -9,6 +9,7 @@ It must never: choose a source, start a read that was not granted, or keep a ver
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping
 
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
@@ -50,6 +51,14 @@ class OpenRead:
         self.measured: ReadMeasured | None = None
         self.told = -1
         self.is_waking = False
+        self.measuring: asyncio.Handle | None = None  # the next look at its rate
+        self.looking: asyncio.Handle | None = None  # the next look at its progress
+
+    def end(self) -> None:
+        """It is over: no timer keeps it, or else those of the last half second would be there, with all they hold."""
+        for handle in (self.measuring, self.looking):
+            if handle is not None:
+                handle.cancel()
 
 
 class DataPlane:
@@ -184,12 +193,13 @@ class DataPlane:
             if held is not None:
                 held.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
             content = self.content = Content(grant.version, grant.root, self._key(grant.version), self.registration)
+        known = weakref.ref(content)  # it has the fill: held from both sides, both would wait for the garbage collector
         content.fill = FillSink(
             content.registration,
             grant.root,
             verify=self._verify,
-            on_begin=lambda fill: self._begun(content, fill),
-            on_stored=lambda prefix: self._stored(content),
+            on_begin=lambda fill: self._begun(known(), fill),
+            on_stored=lambda prefix: self._stored(known()),
         )
         return content
 
@@ -206,7 +216,7 @@ class DataPlane:
         is_first = reading.meter is None
         reading.meter = Meter(reading.read)
         if is_first:
-            self._loop.call_soon(self._measure, reading)
+            reading.measuring = self._loop.call_soon(self._measure, reading)
 
     def _measure(self, reading: OpenRead) -> None:
         """In the loop, now and then: tell how it goes."""
@@ -217,14 +227,15 @@ class DataPlane:
             if told != reading.measured:
                 reading.measured = told
                 self._tell(told)
-            self._loop.call_later(MEASURE_EVERY_S, self._measure, reading)
+            reading.measuring = self._loop.call_later(MEASURE_EVERY_S, self._measure, reading)
 
-    def _begun(self, content: Content, fill: FillSink) -> None:
+    def _begun(self, content: Content | None, fill: FillSink) -> None:
         """In a transport's thread: the manifest is known, so peers may read behind us."""
+        assert content is not None, "the read under way has its content"
         content.export(self._transports, fill.manifest, fill.progress)
         self._stored(content)
 
-    def _stored(self, content: Content) -> None:
+    def _stored(self, content: Content | None) -> None:
         """In a transport's thread: wake the loop, unless it is about to look anyway."""
         reading = self._reading
         if reading is not None and reading.content is content and not reading.is_waking:
@@ -235,7 +246,7 @@ class DataPlane:
         """In the loop: tell how far it is, and look again in a while."""
         if self._reading is reading:
             self._tell_progress(reading)
-            self._loop.call_later(TELL_EVERY_S, self._look_again, reading)
+            reading.looking = self._loop.call_later(TELL_EVERY_S, self._look_again, reading)
 
     def _look_again(self, reading: OpenRead) -> None:
         reading.is_waking = False  # before looking: a chunk stored from now on wakes us
@@ -280,6 +291,7 @@ class DataPlane:
             except TensorHubError as nothing_left:
                 error = nothing_left
         self._reading = None
+        reading.end()
         self._log_end(reading)
         progress = reading.content.progress
         is_complete = progress is not None and progress.is_complete

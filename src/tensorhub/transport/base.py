@@ -139,7 +139,8 @@ class Transport(Protocol):
 
         `on_end` gets None when all wanted chunks were accepted or the read was stopped, `SourceLost` when the source
         vanished, fell silent, refused or withdrew, `TransportMissing` when this transport cannot work between these two
-        workers (another may: the source is not to blame), and otherwise what `sink.begin` or `sink.accept` raised.
+        workers (another may: the source is not to blame), and otherwise what `sink.begin` or `sink.accept` raised. Once
+        called it is let go, for it usually knows the read.
         """
         ...
 

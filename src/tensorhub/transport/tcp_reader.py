@@ -28,7 +28,7 @@ class TcpRead(Read):
         self.job = self.make_job(settings, endpoint, key, sink)
         self.error: TensorHubError | None = None
         self._threads: list[threading.Thread] = []
-        self._on_end = ending(self)
+        self._on_end: OnEnd | None = ending(self)
         self._lock = threading.Lock()
         self._running = 0
         self._is_stopped = False
@@ -102,8 +102,18 @@ class TcpRead(Read):
             self._running -= 1
             is_last = self._running == 0
         if is_last:
-            self.job.close()
-            self._on_end(self.error)
+            self._end()
+
+    def _end(self) -> None:
+        """Tell it, and let go of whoever is told and of the error: both know this read.
+
+        Held from both sides, they would all wait for the garbage collector, which may not look for a thousand reads.
+        """
+        self.job.close()
+        on_end, error = self._on_end, self.error
+        self._on_end = self.error = None
+        assert on_end is not None, "a read ended twice"
+        on_end(error)
 
     def _fail(self, error: TensorHubError) -> None:
         """The first error is the read's. What follows from a stop, or comes when nothing is missing, is none."""
