@@ -159,7 +159,9 @@ class Weights:
     def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held.
 
-        Cheap when nothing is newer. Errors as of `replicate` and `unpublish`.
+        Cheap when nothing is newer. "prefetched" is the newest version that every shard of this replica has fetched
+        ahead, whole; while there is none the version held is kept, and nobody waits. So with `prefetch=` on `open`, or
+        `prefetch()`, an update is never more than a local copy. Errors as of `replicate` and `unpublish`.
         """
         return self._wait(self._aio.update(spec, timeout=timeout), timeout, f"update({spec!r})")
 

@@ -18,6 +18,13 @@ def test_latest_names_none_outright(spec: str) -> None:
     assert parse_spec(spec) is None
 
 
+def test_prefetched_is_for_updates_alone() -> None:
+    assert parse_spec("prefetched", "update") is None
+    for verb in ("", "replicate", "publish"):
+        with pytest.raises(UsageError, match="update"):
+            parse_spec("prefetched", verb)
+
+
 def test_steps_back() -> None:
     assert [steps_back(spec) for spec in ("latest", "latest-0", "latest-12")] == [0, 0, 12]
 

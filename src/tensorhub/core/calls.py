@@ -67,7 +67,7 @@ def why_not_begin(worker: "Worker", event: Called) -> Failure | None:
         return Failure("usage", f"there is no operation {event.verb!r}")
     if event.verb in FILLS:
         try:
-            parse_spec(event.spec)
+            parse_spec(event.spec, event.verb)
         except UsageError as error:
             return Failure(error.code, str(error), error.hint or "")
     return _why_not_publish(worker, event) if event.verb == "publish" else None

@@ -23,7 +23,7 @@ MOST_COPIES = 16  # host copies of one worker
 MOST_FAR = 8  # versions of which a worker tells how much came from afar
 MOST_PINS = 64  # versions pinned by one worker
 
-Spec = int | str  # a version number, "latest" or "latest-N"
+Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
 VERBS = ("publish", "unpublish", "replicate", "update")
 PREFETCH = ("seed", "always", "never")  # fill a host copy ahead: for the whole site, for oneself too, not at all
 

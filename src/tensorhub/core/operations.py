@@ -14,6 +14,7 @@ from .messages import PROTOCOL, Empty, Failure, Filling, Hello, Holding, Poisone
 from .names import Shard, Version
 from .references import Model, VersionRecord
 from .settings import Settings
+from .specs import PREFETCHED
 
 if TYPE_CHECKING:
     from .server import Server
@@ -159,8 +160,11 @@ def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupO
     if server.is_recovering:
         operation.waiting = _recovering(server)
         return
-    version, failure = model.resolve(operation.spec)
     held = _held_by_all(server, replica)
+    if operation.spec == PREFETCHED:
+        version, failure = _prefetched(server, model, replica, held)
+    else:
+        version, failure = model.resolve(operation.spec)
     if operation.verb == "update" and held is not None and (version is None or held >= version):
         version, failure = held, None  # nothing newer
     if version is None:
@@ -178,6 +182,20 @@ def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupO
         _give_up(replica, operation, _unavailable(server, model, record, absent))
     else:
         operation.waiting = _unavailable(server, model, record, absent)
+
+
+def _prefetched(
+    server: "Server", model: Model, replica: Replica, held: Version | None
+) -> tuple[Version | None, Failure | None]:
+    """The newest version of which each shard of the replica has a whole copy; or what they hold; or the latest."""
+    members = [server.members.get(worker) for worker in replica.members.values()]
+    if len(members) < replica.shards or None in members:
+        text = f"not all shards of {replica.name} are here: nobody knows what they have fetched ahead"
+        return None, _missing(replica) or Failure("group-incomplete", text, "is every shard running?")
+    for version in sorted((v for v, record in model.versions.items() if record.exists), reverse=True):
+        if all(member is not None and member.has_whole_copy(version) for member in members):
+            return version, None
+    return (held, None) if held is not None else model.resolve("latest")
 
 
 def _held_by_all(server: "Server", replica: Replica) -> Version | None:

@@ -42,6 +42,10 @@ class Shelf:
         found = self.copies.get(version) if version is not None else None
         return found if found is not None and found.whole and found.version not in self.leaving else None
 
+    def has_newer(self, held: Version | None) -> bool:
+        """Some copy is whole, and newer than what the buffer holds."""
+        return held is None or any(version > held and self.whole(version) is not None for version in self.copies)
+
     def resize(self, most: int) -> None:
         """Other tensors were registered: the copies of the former ones go."""
         self.most = min(most, MOST_COPIES)

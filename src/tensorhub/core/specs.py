@@ -1,4 +1,7 @@
-"""How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest)."""
+"""How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest).
+
+And for `update` alone "prefetched": the newest that all shards of the replica have whole in their own host memory.
+"""
 
 import re
 
@@ -7,17 +10,22 @@ from .messages import Spec
 from .names import Version
 
 _LATEST = re.compile(r"latest(?:-(\d{1,9}))?\Z")
+PREFETCHED = "prefetched"
 HIGHEST_VERSION = 2**62  # fits every integer type on the way
 
 
-def parse_spec(spec: Spec) -> Version | None:
-    """The version that the spec names outright, or None for "latest" and "latest-N". Raises `UsageError`."""
+def parse_spec(spec: Spec, verb: str = "") -> Version | None:
+    """The version that the spec of this verb names outright, or None if the server has to say. Raises `UsageError`."""
     if isinstance(spec, int) and not isinstance(spec, bool):
         if 0 <= spec <= HIGHEST_VERSION:
             return Version(spec)
         raise UsageError(f"version {spec} is out of range: versions are integers from 0 to 2**62")
     if isinstance(spec, str) and _LATEST.match(spec):
         return None
+    if verb == "update" and spec == PREFETCHED:
+        return None
+    if spec == PREFETCHED:
+        raise UsageError(f"{spec!r} is a version for update() only", hint='use an integer, "latest" or "latest-N"')
     raise UsageError(f"{spec!r} names no version", hint='use an integer, "latest" or "latest-N"')
 
 

@@ -19,7 +19,7 @@ from ..core.events import Called, Registered, Wished
 from ..core.manifest import Manifest
 from ..core.messages import MOST_PINS, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
-from ..core.specs import parse_spec
+from ..core.specs import PREFETCHED, parse_spec
 from ..memory.digests import algorithm_of, build_manifest, changed_chunks, tensors_of
 from ..memory.registration import Registration
 from ..transport.base import Transport
@@ -42,6 +42,7 @@ class Client:
         self.me = hello.worker
         self.options = options
         self.driver = Driver(hello, options, transports)
+        self._shards = hello.shards
         self._calling = ""
         self._closing: asyncio.Task[None] | None = None
 
@@ -66,8 +67,12 @@ class Client:
         with self._one_call(verb):
             if verb != "unpublish":
                 self._check_in_place()
+            held, shelf = self.driver.worker.held, self.driver.worker.shelf
+            if verb == "update" and spec == PREFETCHED and self._shards == 1 and not shelf.has_newer(held):
+                return held  # nobody else has a say in it, and the server could only say the same
             version = await self.driver.call(Called(verb, spec, deadline))
-            if verb != "unpublish" and self.driver.worker.shelf.prefetch is not None:
+            is_fetching_on = spec == PREFETCHED and version == held
+            if verb != "unpublish" and shelf.prefetch is not None and not is_fetching_on:
                 self._wish(prefetch=None)  # what was fetched ahead has served its purpose
             return version
 

@@ -99,7 +99,7 @@ def _nonsense_of_operation(operation: Operation | None) -> str:
     if operation.verb == "unpublish":
         return "" if operation.spec == "" else "a version to unpublish"
     try:
-        is_open = parse_spec(operation.spec) is None
+        is_open = parse_spec(operation.spec, operation.verb) is None
     except UsageError as error:
         return f"a bad version: {error}"
     return "no version to publish" if operation.verb == "publish" and is_open else ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..core.events import Finished
 from ..core.messages import Failure
 from ..core.names import Digest, Shard, Version
+from ..core.specs import PREFETCHED
 from .process import Process
 
 if TYPE_CHECKING:
@@ -196,6 +197,8 @@ class RolloutApp(App):
         spec: int | str = self.world.chance.choice(("latest", "latest", "latest", "latest", "latest-1", -1))
         if spec == -1:
             spec = self.world.chance.randrange(0, 6)
+        if spec == "latest" and verb == "update" and self.world.aside.random() < self.cluster.weather.ahead:
+            spec = PREFETCHED
         if self.is_settling:
             verb, spec = "update", "latest"
         self.last = (verb, spec)

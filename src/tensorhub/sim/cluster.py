@@ -19,7 +19,7 @@ class Cluster:
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         self.world = World(seed, trace=trace)
-        self.weather: Weather = draw_weather(self.world.chance)
+        self.weather: Weather = draw_weather(self.world.chance, self.world.aside)
         self.control = ControlPlane(self.world, self.weather)
         self.data = DataPlane(self.world, self.weather, self)
         self.oracles = Oracles(self)

@@ -39,10 +39,11 @@ class Weather:
     sites: int  # workers are spread over as many; the trainer is in the first
     prefetch: str  # what rollouts were opened with
     pins: float  # per version: its trainer pins it until the storm is over
+    ahead: float  # share of the updates that take only what was fetched ahead
     is_fair: bool  # nothing bad happens at all
 
 
-def draw_weather(chance: Random) -> Weather:
+def draw_weather(chance: Random, aside: Random) -> Weather:
     """The weather of one seed."""
 
     def sometimes(probability: float, most: float) -> float:
@@ -83,6 +84,7 @@ def draw_weather(chance: Random) -> Weather:
         sites=chance.choice((1, 1, 2, 3)),
         prefetch=chance.choice(("seed", "seed", "always", "never")),
         pins=sometimes(0.3, 0.5),
+        ahead=aside.choice((0.0, 0.0, 0.5, 0.9)),
         is_fair=False,
     )
     return fair(weather) if chance.random() < 0.08 else weather

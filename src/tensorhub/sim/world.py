@@ -19,6 +19,7 @@ class World:
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         self.now = 0.0
         self.chance = random.Random(seed)
+        self.aside = random.Random(f"{seed} aside")  # for what came later: other seeds keep their histories
         self.events = 0
         self.lines: list[str] = []
         self._is_traced = trace

@@ -80,7 +80,7 @@ class HubRollout:
     def join(self) -> int:
         try:
             version = self.weights.replicate("latest")
-            if self._job.only_near:
+            if self._job.only_near == "site":
                 threading.Thread(target=self._look_out, daemon=True).start()
             return version
         except RETRYABLE as error:
@@ -88,11 +88,14 @@ class HubRollout:
 
     def sync(self) -> int:
         held = self.weights.version
-        near = self._near if self._job.only_near else None
-        if self._job.only_near and held is not None and (near is None or near <= held):
-            return held
+        spec: int | str = "prefetched" if self._job.only_near == "self" else "latest"
+        if self._job.only_near == "site":
+            near = self._near
+            if held is not None and (near is None or near <= held):
+                return held
+            spec = spec if near is None else near
         try:
-            return self.weights.update("latest" if near is None else near)
+            return self.weights.update(spec)
         except RETRYABLE as error:
             raise NotNow(f"{type(error).__name__}: {error}") from error
 
@@ -109,7 +112,7 @@ class HubRollout:
         self.weights.close(timeout=5)
 
     def _look_out(self) -> None:
-        """While the worker computes: ask what is near, in this worker's host memory or anywhere in its site."""
+        """While the worker computes: ask what is whole anywhere in its site."""
         view = tensorhub.connect(self._job.server)
         while not self._is_over.wait(LOOK_S):
             with contextlib.suppress(Unavailable):
@@ -117,13 +120,12 @@ class HubRollout:
 
 
 def newest_near(replicas: Sequence[ReplicaView], job: Job) -> int | None:
-    """The newest version that is whole in the worker's host memory ("self"), or at anybody of its site ("site")."""
+    """The newest version that is whole at anybody of the worker's site."""
     found: list[int] = []
     for replica in replicas:
         for worker in replica.workers:
-            is_self = replica.name == job.name
-            if is_self or (job.only_near == "site" and worker.site == job.site):
+            if worker.site == job.site:
                 found += worker.copies
-            if not is_self and job.only_near == "site" and worker.site == job.site and worker.state == "holding":
-                found += [] if worker.version is None else [worker.version]
+                if replica.name != job.name and worker.state == "holding" and worker.version is not None:
+                    found.append(worker.version)
     return max(found, default=None)
