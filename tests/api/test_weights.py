@@ -164,6 +164,24 @@ def test_content_without_digests_is_taken_by_name_only(join):
         trainer.check()
 
 
+def test_an_update_to_what_was_prefetched_never_waits(join):
+    trainer, source = join("t", 1.0)
+    rollout, array = join("r", prefetch="never")
+    trainer.publish(1)
+    assert rollout.update("prefetched") == 1  # nothing is held yet: the latest
+    with trainer.mutating(version=2):
+        source[:] = 2.0
+    assert rollout.update("prefetched") == 1
+    assert (array == 1.0).all()
+    rollout.prefetch("latest")
+    eventually(lambda: rollout.update("prefetched") == 2, "it has come")
+    assert (array == 2.0).all()
+    with pytest.raises(tensorhub.UsageError, match="update"):
+        rollout.replicate("prefetched")
+    with pytest.raises(tensorhub.UsageError, match="update"):
+        rollout.prefetch("prefetched")
+
+
 def test_wait_for_ends_when_the_version_comes(join):
     trainer, _ = join("t", 1.0)
     reader, _ = join("r")

@@ -50,6 +50,6 @@ def test_a_buffer_that_had_begun_to_be_read_is_filled_from_the_copy() -> None:
     it.tell(events.ReadEnded(Ticket(3), complete=True))
     assert it.wants(events.StopServing(ONE))
     it.tell(events.ServingStopped(ONE), events.Received(orders(4, fetch=ONE, answer=answer)))
-    assert it.wants(events.CopyIn(ONE, Digest("r")))
+    assert it.wants(events.CopyIn(ONE))
     it.tell(events.CopiedIn(ONE))
     assert it.worker.buffer == Holding(ONE, Digest("r"))

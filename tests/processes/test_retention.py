@@ -151,12 +151,13 @@ def test_an_update_after_a_prefetch_is_a_local_copy(start, figures):
     assert rollout.call("replicate", spec="latest") == 1
     for each in rollout:
         each.ask("prefetch", spec="latest").result()
+    assert rollout.call("update", spec="prefetched") == 1
     cluster.publish(trainer, 2)
     eventually(lambda: "rollout-1" in versions(cluster)[2].host_copies, "it is fetched ahead")
     eventually(lambda: copies(cluster, "rollout-1") == [(2,), (2,)], "by both shards")
     cluster.judge(rollout, 1)  # and what it computes with is untouched
     before = rollout.received()
-    took_s = timed(rollout, "update", gives=2, spec="latest")
+    took_s = timed(rollout, "update", gives=2, spec="prefetched")
     assert rollout.received() == before
     cluster.judge(rollout, 2)
     size = f"{cluster.shard_bytes >> 20} MiB a shard"
