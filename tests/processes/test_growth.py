@@ -67,10 +67,10 @@ def test_nothing_grows_over_many_updates_of_three_models(start, figures):
     after = of_process(cluster.server)
     assert grown["descriptors"] <= 4, grown
     assert grown["threads"] <= 4, grown
-    assert grown["private_bytes"] <= 8 * MIB, grown
+    assert grown["private_bytes"] <= 2 * MIB, grown
     assert after["descriptors"] <= before["descriptors"] + 8
     assert after["threads"] <= before["threads"] + 2
-    assert after["private_bytes"] <= before["private_bytes"] + 16 * MIB
+    assert after["private_bytes"] <= before["private_bytes"] + 4 * MIB
     figures(
         f"{UPDATES} updates of each of three models in {took_s:.0f} s: at most {grown['descriptors']} descriptors, "
         f"{grown['threads']} threads and {grown['private_bytes'] / MIB:.1f} MiB more than after {SETTLED}; the server "

@@ -17,7 +17,7 @@ class Settings:
     rebalance_s: float = 5.0  # a better source is looked for so often: a move costs a chunk, which it must earn back
     most_failures: int = 8  # of one operation on one shard, before it is given up rather than tried again
     default_retain: int = 1  # newest versions of a model that no voluntary departure may lose; 0: none
-    most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", a few KiB
+    most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", 1.6 KiB each
     most_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for
     most_models: int = 1_000  # names cost memory and come from strangers
 
