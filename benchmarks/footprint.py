@@ -5,9 +5,7 @@ from .section import MIB, Goal, Options, Section, size_text
 
 LIMIT_BYTES = 64 * MIB
 WARM_UPDATES = 20
-GROWTH_BYTES = (
-    MIB  # of the allocator's own; 0.05 to 0.1 measured, and 2.6 when each read left its objects to the collector
-)
+GROWTH_BYTES = MIB  # 0.05 to 0.1 measured; 2.6 when each read left its objects to the garbage collector
 KINDS = ("local", "tcp")
 COUNTED = ("resident_bytes", "descriptors", "threads", "sockets")
 
