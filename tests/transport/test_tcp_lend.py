@@ -1,20 +1,23 @@
 """Memory that is lent to a socket may change before its reader has it. What must hold then, and when it is not lent."""
 
 import ctypes
+import resource
+import socket
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
 from tensorhub.core.errors import CorruptTransfer, SourceLost
-from tensorhub.transport import tcp_lend
+from tensorhub.transport import tcp_lend, tcp_wire
 from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_wire import Wire
+from tensorhub.transport.tcp_server import TcpServer
+from tensorhub.transport.tcp_settings import TcpSettings, parse_endpoint
+from tensorhub.transport.tcp_wire import Hello, Wire
 
 from . import kit
 
@@ -108,6 +111,54 @@ def test_a_source_whose_bytes_are_wrong_is_found_out_by_the_copy(pair: Pair) -> 
     assert pair.source.statistics()["sent_bytes"] <= len(pair.right) + CHUNK
 
 
+def test_who_lends_what_it_was_asked_to_copy_is_corrupt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else a source that does not listen would be asked for ever."""
+    pair.spoil(3)
+    monkeypatch.setattr(TcpServer, "heard", lambda *_: None)
+    target = pair.target()
+    error = pair.read(target).wait()
+    assert isinstance(error, CorruptTransfer)
+    assert 3 not in target.order
+    assert pair.source.statistics()["sent_bytes"] <= len(pair.right) + CHUNK
+
+
+def test_a_farewell_is_read_though_the_source_hears_no_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It withdrew, its owner wrote over what it had lent, and it was cut off: its reader says why all the same."""
+    progress, gate, send_want = Progress(8), kit.Gate(), Wire.send_want
+    pair.source.export(Export("k", b"manifest", CHUNK, pair.stream, progress))
+    progress.mark(0)
+    progress.mark(1)
+
+    def refuse(wire: Wire, chunks: Sequence[int], number: int = 0) -> None:
+        if number == tcp_wire.COPIED:
+            raise tcp_wire.Vanished("broken pipe")
+        send_want(wire, chunks, number)
+
+    monkeypatch.setattr(Wire, "send_want", refuse)
+    target = pair.target(wanted=range(4), gates={0: gate})
+    ended = pair.read(target)
+    assert gate.reached.wait(kit.DEADLINE_S)
+    pair.await_lent(2)
+    pair.spoil(1)
+    progress.fail("its own source was lost")
+    gate.release.set()
+    assert isinstance(error := ended.wait(), SourceLost)
+    assert "its own source was lost" in str(error)
+    assert target.order == [0]
+
+
+def test_a_reader_that_takes_nothing_of_what_is_lent_is_dropped(pair: Pair) -> None:
+    source = pair.transport(replace(SETTINGS, silence_s=0.1))
+    source.export(kit.full("k", bytearray(64 * kit.MIB), kit.MIB))
+    with socket.create_connection(parse_endpoint(source.endpoint)) as sock:
+        wire = Wire(sock, source.settings)
+        wire.send_greeting(Hello("", "k", 0, 5000, wants_manifest=False, is_checking=True))
+        wire.send_want(range(64))
+        kit.until(lambda: source.statistics()["lent_bytes"] > 0, "it is lent to")
+        kit.until(lambda: source.statistics()["connections_open"] == 0, "it was dropped")
+    assert source.statistics()["connections_dropped"] == 1, "by us, before the kernel loses its patience"
+
+
 def test_a_withdrawal_waits_until_the_reader_has_what_was_lent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader stands still for a while; then it takes what is in its socket, all of it right, and hears why."""
     source, gate, progress = pair.source, kit.Gate(), Progress(8)
@@ -170,6 +221,14 @@ def test_memory_that_cannot_be_lent_is_copied(pair: Pair, monkeypatch: pytest.Mo
 
 def test_without_a_pipe_everything_is_copied(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_lend, "LEAST_PIPE_BYTES", 1 << 30)
+    target = pair.target()
+    assert pair.read(target).wait() is None
+    assert target.buffer == pair.right
+    assert pair.source.statistics()["lent_bytes"] == 0
+
+
+def test_where_descriptors_are_scarce_none_goes_into_a_pipe(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (kit.open_files(), 1 << 20))
     target = pair.target()
     assert pair.read(target).wait() is None
     assert target.buffer == pair.right

@@ -10,12 +10,13 @@ What is lent is not yet what was sent: a page that changes before its reader has
 1. Only to a reader that says in its Hello that it checks every chunk's digest.
 2. An export that ends says so *behind* what it has lent and stays until the reader has hung up, which is when it has
    taken all of it, or until it is cut off. So a withdrawn export has nothing out with a reader that kept its time.
-3. A lent chunk (`tcp_wire.LENT`) that fails its digest is only in doubt: its reader asks for it again, to be copied.
-   Either that is what a corrupt source sends, or the source says that it has gone.
+3. A lent chunk (`tcp_wire.LENT`) that fails its digest is only in doubt: its reader asks for it once more, to be
+   copied. Either that is what a corrupt source sends, or the source says that it has gone.
 4. Only where a connection is fast, so that a socket full of it is soon with the reader and no withdrawal waits long. On
    a slow link the copy costs nothing that anybody would miss.
 
 Linux only. What the kernel, a sandbox or the kind of memory refuses is copied, and not tried again on that connection.
+A pipe takes two descriptors beside the connection's own, so there is none where half of the process's are taken.
 It must never: lend memory that is used again for something else in the normal course, as a staging ring is.
 """
 
@@ -23,6 +24,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import sys
 import time
 from array import array
@@ -55,6 +57,10 @@ class Pipe:
             self._out, self._in = os.pipe()
         except OSError as error:
             raise Unlendable(str(error)) from error
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # the lowest free number is given out: so many are taken
+        if 0 <= limit <= 2 * self._in:
+            self.close()
+            raise Unlendable("half of the descriptors are taken: the rest is for connections")
         try:
             size_bytes = fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         except OSError:  # this user has too many pages in pipes

@@ -145,7 +145,8 @@ def tune(sock: socket.socket, settings: TcpSettings) -> None:
         ("TCP_KEEPIDLE", max(1, round(settings.silence_s))),
         ("TCP_KEEPINTVL", max(1, round(settings.silence_s))),
         ("TCP_KEEPCNT", 4),
-        ("TCP_USER_TIMEOUT", round(3000 * settings.patience_s)),  # ms; ours ends after twice the patience at most
+        ("TCP_USER_TIMEOUT", round(4000 * settings.patience_s)),  # ms; ours ends after thrice the patience at most:
+        # twice it goes by in one call of `splice` that moves something, and once more in the next
     ):
         if hasattr(socket, name):
             options.append((tcp, getattr(socket, name), value))

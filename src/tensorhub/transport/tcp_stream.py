@@ -201,6 +201,7 @@ class Stream:
         self._scattered = Scattered(job.sink.stream)
         self._on_fast: Callable[[], None] | None = None
         self._is_lent = False  # the chunk that comes: its source may have changed it on the way
+        self._doubted = set[int]()  # came so, and wrong: asked for once more
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         """Ask to be served; raises `SourceLost` with the source's reason if it does not want to."""
@@ -308,9 +309,11 @@ class Stream:
                 job.count_received(stop - start)
                 sink.accept(chunk, views)
         except CorruptTransfer:
-            if not self._is_lent:
+            if not self._is_lent or chunk in self._doubted:  # who lends it again is asked no third time
                 raise
-            self.wire.send_want([chunk], tcp_wire.COPIED)  # or else the source says that it has gone
+            self._doubted.add(chunk)
+            with suppress(Vanished):  # it may have said farewell: what it said can still be read
+                self.wire.send_want([chunk], tcp_wire.COPIED)
             self.asked.append((chunk, time.monotonic()))
             return
         sink.stored(chunk)
