@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tensorhub.lab.goals import Finding, judge
+from tensorhub.lab.goals import BESIDE, Finding, judge
 from tensorhub.lab.scenarios import SCENARIOS, STANDALONE
 
 from .story import condensed, published, run_of, seen, updated
@@ -18,6 +18,14 @@ def test_the_better_of_the_global_stages_counts() -> None:
     assert found.holds
     assert "the ring over the hub" in found.sentence
     assert found.found.endswith("= 8.0x")
+
+
+def test_of_our_strategies_the_best_is_held_to_the_goal() -> None:
+    outcomes = [run_of("hub", stall_s=4.0), run_of("hub-ready", stall_s=0.5), run_of("ring", stall_s=8.0)]
+    best, other = judge(STANDALONE, outcomes, round_trip_s=0.0)[:2]
+    assert (best.holds, best.found) == (True, "8.00 s / 0.50 s = 16.0x")
+    assert (other.holds, other.wanted) == (True, BESIDE)
+    assert other.found.endswith("= 2.0x")
 
 
 def test_a_ratio_below_the_goal_fails() -> None:
