@@ -1,9 +1,12 @@
 """The small parts of the tcp transport, each alone: settings, endpoints, claims, the window ahead, the wire's bytes."""
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -150,3 +153,33 @@ def test_progress_wakes_a_waiter_that_gave_up() -> None:
     progress.wake()
     waiter.join(DEADLINE_S)
     assert result == [False]
+
+
+LEAVERS = """
+import signal, socket, sys
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+sys.path.insert(0, sys.argv[1])
+import kit
+from tensorhub.transport.base import Export
+from tensorhub.transport.progress import Progress
+from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_settings import parse_endpoint
+from tensorhub.transport.tcp_wire import Hello, Wire
+source = TcpTransport()
+source.export(Export("k", b"m", 1 << 20, kit.Pieces(kit.content(16 << 20)), Progress(16, complete=True)))
+for _ in range(20):
+    wire = Wire(socket.create_connection(parse_endpoint(source.endpoint)), source.settings)
+    wire.send_greeting(Hello("", "k", 0, 5000, False))
+    wire.send_want(range(16))
+    wire.receive_greeting(5)
+    wire.close()
+kit.until(lambda: source.statistics()["connections_open"] == 0, "all are seen to have left")
+source.close()
+print("alive")
+"""
+
+
+def test_readers_that_leave_do_not_end_a_program_with_sigpipe_at_its_default() -> None:
+    command = [sys.executable, "-c", LEAVERS, str(Path(__file__).parent)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (found.returncode, found.stdout) == (0, "alive\n"), found.stderr

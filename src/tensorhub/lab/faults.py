@@ -79,7 +79,9 @@ class SeedKilledRun(Run):
     def _has_killed(self) -> bool:
         seen = [event for event in self.events if isinstance(event, Seen) and event.time > self.began_at]
         for read in seen[-1].reads if seen else []:
-            if read.is_far and read.chunks and read.chunks * 0.5 <= read.done < read.chunks * 0.9:  # it tells once a second
+            if (
+                read.is_far and read.chunks and read.chunks * 0.5 <= read.done < read.chunks * 0.9
+            ):  # it tells once a second
                 self.note(read.target, "killed")
                 self.nursery.kill(read.target)
                 self.killed_version = read.version

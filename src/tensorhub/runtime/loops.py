@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 from ..core.errors import Closed, DeadlineExceeded
+from ..transport.signals import block_sigpipe
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class LoopThread:
         self.thread.start()
 
     def _run(self) -> None:
+        block_sigpipe()
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from ..core.errors import SourceLost, TensorHubError
 from ..core.manifest import chunk_count
 from .base import OnEnd, Read, Sink
+from .signals import block_sigpipe
 from .tcp_settings import TcpSettings
 from .tcp_stream import Claims, Job, NoRoom, Stream, dial, opened
 from .tcp_wire import Welcome
@@ -90,6 +91,7 @@ class TcpRead(Read):
 
     def _run(self, body: Callable[[int], None], index: int) -> None:
         """The whole life of one stream's thread; the last one out ends the read."""
+        block_sigpipe()
         try:
             body(index)
         except TensorHubError as error:

@@ -23,6 +23,7 @@ from ..core.manifest import chunk_count
 from . import tcp_wire
 from .base import Export
 from .located import Scattered
+from .signals import block_sigpipe
 from .tcp_lend import Lending
 from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
@@ -270,6 +271,7 @@ class TcpServer:
 
     def _run(self, wire: Wire, is_busy: bool) -> None:
         """The whole life of one connection."""
+        block_sigpipe()
         try:
             self._converse(wire, is_busy)
         except Vanished:
