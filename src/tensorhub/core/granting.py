@@ -46,7 +46,13 @@ def wanted_read(server: "Server", model: Model, replica: Replica, member: Member
 
 
 def decide_read(server: "Server", model: Model, replica: Replica, member: Member) -> None:
-    """Give this worker the read that it should have now, or none."""
+    """Give this worker the read that it should have now, or none.
+
+    One whose connection is gone keeps what it has, until it is back or its lease ends: it would not hear of another one,
+    and a source would wait in vain for what nobody reads.
+    """
+    if not member.is_connected:
+        return
     wanted = wanted_read(server, model, replica, member)
     current = server.reads.current(member.worker)
     record = model.versions.get(wanted.version) if wanted is not None else None

@@ -216,6 +216,8 @@ class RolloutApp(App):
         if not self.is_calm and not self.cluster.weather.is_fair and self.world.happens(0.03) and self.shards:
             leaver = self.world.chance.choice(list(self.shards.values()))
             leaver.close(self.world.chance.choice((0.5, 3.0)))
+        if self.cluster.weather.is_in_step:
+            rest += -(self.world.now + rest) % 1.0
         self.world.after(rest, self.next_step)
 
     @property

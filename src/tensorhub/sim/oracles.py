@@ -200,15 +200,15 @@ class Oracles:
         if isinstance(spec, int) and verb in ("publish", "replicate") and version != spec:
             self.broken("G2 one version", f"{name} gave {version}")
         if verb == "publish":
-            self._published(app, Version(int(spec)), len(good) == self.cluster.weather.shards)
+            self._published(app, Version(int(spec)), len(good) == self.cluster.weather.shards, told_before)
 
-    def _published(self, app: App, version: Version, whole: bool) -> None:
+    def _published(self, app: App, version: Version, whole: bool, known: Version | None) -> None:
+        """`known`: the newest that the server was sure to know when the call began."""
         for process in app.shards.values():
             buffer = process.worker.buffer
             key = (process.me.model, version, process.me.shard)
             if whole and isinstance(buffer, Holding) and buffer.version == version:
                 former, self.existed[key] = self.existed.get(key, buffer.root), buffer.root
-                known = self._told_the_server(process.me.model)
                 if former != buffer.root and known is not None and known >= version:
                     self.broken("G3 version conflict", f"{key} was published as {former} and as {buffer.root}")
 

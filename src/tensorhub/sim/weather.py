@@ -40,6 +40,7 @@ class Weather:
     prefetch: str  # what rollouts were opened with
     pins: float  # per version: its trainer pins it until the storm is over
     ahead: float  # share of the updates that take only what was fetched ahead
+    is_in_step: bool  # rollouts call at whole seconds, all at once
     is_fair: bool  # nothing bad happens at all
 
 
@@ -85,6 +86,7 @@ def draw_weather(chance: Random, aside: Random) -> Weather:
         prefetch=chance.choice(("seed", "seed", "always", "never")),
         pins=sometimes(0.3, 0.5),
         ahead=aside.choice((0.0, 0.0, 0.5, 0.9)),
+        is_in_step=aside.random() < 0.3,
         is_fair=False,
     )
     return fair(weather) if chance.random() < 0.08 else weather
