@@ -73,6 +73,8 @@ def decide_read(server: "Server", model: Model, replica: Replica, member: Member
             return
     if current is not None:
         _void(server, current)
+    if wanted.to_host and any(read.is_void for read in server.reads.of(member.worker)):
+        return  # in its own time: were it stopped, each new version would leave one more source waiting for it
     _grant(server, model, record, member, to_host=wanted.to_host)
 
 
