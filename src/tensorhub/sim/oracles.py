@@ -39,6 +39,9 @@ class Oracles:
         self.existed: dict[tuple[ModelName, Version, Shard], str] = {}
         self.newest_of_server: tuple[int, dict[ModelName, Version]] = (0, {})
         self.calls: dict[str, tuple[str, int | str, Version | None, Version | None]] = {}
+        self.resolved: dict[
+            tuple[str, str, int, Version], Version | None
+        ] = {}  # calls: what the server had been told by then
         self.retention = RetentionOracle(cluster, self.broken)
 
     def broken(self, promise: str, what: str) -> None:
@@ -84,6 +87,12 @@ class Oracles:
                         "G3 monotonic", f"latest of {model.name} fell from {seen[model.name]} to {model.newest}"
                     )
                 seen[model.name] = model.newest
+            for name, replica in model.replicas.items():
+                operation = replica.operation
+                if operation is not None and operation.version is not None:
+                    key = (model.name, name, operation.number, operation.version)
+                    if key not in self.resolved:
+                        self.resolved[key] = self._told_the_server(model.name)
         self.newest_of_server = (control.lives, seen)
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -195,6 +204,10 @@ class Oracles:
             if process is not None and process.worker.held == good[shard]:
                 self._check_holder(process)
         version = next(iter(good.values()))
+        # a shard that was started again joins the call that another one made before it died (docs/status.md)
+        number = next(outcomes[shard].number for shard in good)
+        then = self.resolved.get((app.model, app.replica, number, version)) if version is not None else None
+        known = min(known, then) if known is not None and then is not None else known
         if isinstance(spec, str) and spec == "latest" and known is not None and version is not None and version < known:
             self.broken("G3 monotonic", f"{name} gave {version} after {known} had been seen")
         if isinstance(spec, int) and verb in ("publish", "replicate") and version != spec:
