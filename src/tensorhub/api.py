@@ -160,8 +160,9 @@ class Weights:
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held.
 
         Cheap when nothing is newer. "prefetched" is the newest version that every shard of this replica has fetched
-        ahead, whole; while there is none the version held is kept, and nobody waits. So with `prefetch=` on `open`, or
-        `prefetch()`, an update is never more than a local copy. Errors as of `replicate` and `unpublish`.
+        ahead, whole; while there is none the version held is kept, and nobody waits. So an update is never more than a
+        local copy. It wants `prefetch="always"` on `open`, or `prefetch()` before (else `UsageError`). Errors as of
+        `replicate` and `unpublish`; after one the shards may hold different versions until the next call succeeds.
         """
         return self._wait(self._aio.update(spec, timeout=timeout), timeout, f"update({spec!r})")
 

@@ -171,7 +171,8 @@ def test_an_update_to_what_was_prefetched_never_waits(join):
     assert rollout.update("prefetched") == 1  # nothing is held yet: the latest
     with trainer.mutating(version=2):
         source[:] = 2.0
-    assert rollout.update("prefetched") == 1
+    with pytest.raises(tensorhub.UsageError, match="fetches nothing ahead"):
+        rollout.update("prefetched")
     assert (array == 1.0).all()
     rollout.prefetch("latest")
     eventually(lambda: rollout.update("prefetched") == 2, "it has come")

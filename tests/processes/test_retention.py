@@ -164,6 +164,28 @@ def test_an_update_after_a_prefetch_is_a_local_copy(start, figures):
     figures(f"update() after a prefetch: {took_s:.2f} s for {size}, no byte from a peer")
 
 
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_rollout_that_fetches_ahead_and_is_gone_hinders_nobody(start, how):
+    """Until its lease ends it is thought to live: no new version may wait for it in the trainer's host memory."""
+    cluster = start(retain=1, lease_s=30.0, shards=1, shard_bytes=8 << 20)
+    (trainer,) = cluster.replicas("trainer")
+    gone, alive = cluster.replicas("rollout-1", "rollout-2", prefetch="always")
+    cluster.publish(trainer, 1)
+    for rollout in (gone, alive):
+        assert rollout.call("replicate", spec="latest") == 1
+    for worker in gone:
+        getattr(worker, how)()
+    for version in range(2, 9):
+        cluster.publish(trainer, version)
+        eventually(lambda: alive.call("update", spec="prefetched") == version, f"{version} comes")  # noqa: B023
+        cluster.judge(alive, version)
+    if how == "stop":
+        for worker in gone:
+            worker.go_on()
+        eventually(lambda: gone.call("update", spec="prefetched") == 8, "it comes back")
+        cluster.judge(gone, 8)
+
+
 def test_one_copy_crosses_into_a_site(start, figures):
     """Four replicas of another site: what they get comes across once, whoever asks first."""
     cluster = start(retain=1)

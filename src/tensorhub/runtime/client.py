@@ -42,7 +42,7 @@ class Client:
         self.me = hello.worker
         self.options = options
         self.driver = Driver(hello, options, transports)
-        self._shards = hello.shards
+        self._shards, self._prefetch = hello.shards, hello.prefetch
         self._calling = ""
         self._closing: asyncio.Task[None] | None = None
 
@@ -68,8 +68,12 @@ class Client:
             if verb != "unpublish":
                 self._check_in_place()
             held, shelf = self.driver.worker.held, self.driver.worker.shelf
-            if verb == "update" and spec == PREFETCHED and self._shards == 1 and not shelf.has_newer(held):
-                return held  # nobody else has a say in it, and the server could only say the same
+            if verb == "update" and spec == PREFETCHED and not shelf.has_newer(held):
+                if self._prefetch != "always" and shelf.prefetch is None:
+                    text = f'update("prefetched") on {self.me}, which fetches nothing ahead, would never find a version'
+                    raise UsageError(text, hint='open(..., prefetch="always"), or call prefetch() before')
+                if self._shards == 1:
+                    return held  # nobody else has a say in it, and the server could only say the same
             version = await self.driver.call(Called(verb, spec, deadline))
             is_fetching_on = spec == PREFETCHED and version == held
             if verb != "unpublish" and shelf.prefetch is not None and not is_fetching_on:
