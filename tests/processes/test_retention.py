@@ -167,7 +167,7 @@ def test_an_update_after_a_prefetch_is_a_local_copy(start, figures):
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_rollout_that_fetches_ahead_and_is_gone_hinders_nobody(start, how):
     """Until its lease ends it is thought to live: no new version may wait for it in the trainer's host memory."""
-    cluster = start(retain=1, lease_s=30.0, shards=1, shard_bytes=8 << 20)
+    cluster = start(retain=1, lease_s=90.0, shards=1, shard_bytes=8 << 20)
     (trainer,) = cluster.replicas("trainer")
     gone, alive = cluster.replicas("rollout-1", "rollout-2", prefetch="always")
     cluster.publish(trainer, 1)
@@ -176,7 +176,9 @@ def test_a_rollout_that_fetches_ahead_and_is_gone_hinders_nobody(start, how):
     for worker in gone:
         getattr(worker, how)()
     for version in range(2, 9):
-        cluster.publish(trainer, version)
+        trainer.call("unpublish", timeout=20)
+        cluster.write(trainer, version)
+        assert trainer.call("publish", version=version) == version
         eventually(lambda: alive.call("update", spec="prefetched") == version, f"{version} comes")  # noqa: B023
         cluster.judge(alive, version)
     if how == "stop":
