@@ -1,9 +1,9 @@
-"""Removes one protective line after another and lets the simulator look for the damage.
+"""Removes one protective line after another and lets the simulator, and then the scenarios, look for the damage.
 
     python -m tests.mutants [--seeds N] [--only TEXT]
 
 Each mutant is a copy of the package with one replacement, run by fresh processes over the seeds from 0 on until one
-fails. The exit status is 1 if a mutant survives all of them.
+fails. What none of them notices is shown to the scenarios. The exit status is 1 if a mutant survives those too.
 """
 
 import argparse
@@ -75,6 +75,19 @@ def hunt(mutant: Mutant, seeds: int, jobs: int) -> tuple[int, str] | None:
         return found
 
 
+def overheard(mutant: Mutant) -> str | None:
+    """The first scenario that goes otherwise with the mutant, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        mutate(mutant, Path(folder))
+        environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/scenarios"]
+        ran = subprocess.run(
+            command, cwd=PACKAGE.parents[1], env=environment, capture_output=True, text=True, check=False
+        )
+        failed = [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]
+        return failed[0].partition(" - ")[0] if failed else None
+
+
 def main() -> int:
     """Hunt them all; print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -88,7 +101,10 @@ def main() -> int:
         started = time.monotonic()
         found = hunt(mutant, options.seeds, options.jobs)
         took_s = time.monotonic() - started
-        if found is None:
+        scenario = overheard(mutant) if found is None else None
+        if scenario is not None:
+            print(f"found     {mutant.name}  (by no seed of {options.seeds}, {took_s:.0f} s): {scenario}", flush=True)
+        elif found is None:
             survivors.append(mutant)
             print(f"SURVIVED  {mutant.name}  ({options.seeds} seeds, {took_s:.0f} s)", flush=True)
         else:
