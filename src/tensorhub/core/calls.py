@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .events import Called
-from .messages import VERBS, Answer, Failure, Filling, Holding, Operation, Poisoned, Spec, Withdrawing
+from .messages import VERBS, Answer, Failure, Filling, Hello, Holding, Operation, Poisoned, Spec, Withdrawing
 from .names import Digest, Version
-from .specs import parse_spec
+from .specs import PREFETCHED, parse_spec
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -71,6 +71,25 @@ def why_not_begin(worker: "Worker", event: Called) -> Failure | None:
         except UsageError as error:
             return Failure(error.code, str(error), error.hint or "")
     return _why_not_publish(worker, event) if event.verb == "publish" else None
+
+
+def update_at_once(worker: "Worker", hello: Hello, event: Called) -> Version | Failure | None:
+    """What an update to "prefetched" comes to where the server need not be asked; None where it has to be.
+
+    Where nothing newer is here whole, a replica of one shard keeps what it holds: nobody else has a say in it, and the
+    server could only say the same. Where nothing is fetched ahead either, the caller would run one version for ever.
+    """
+    if (event.verb, event.spec) != ("update", PREFETCHED):
+        return None
+    wrong = why_not_begin(worker, event)
+    if wrong is not None:
+        return wrong
+    if not isinstance(worker.buffer, Holding) or worker.shelf.has_newer(worker.buffer.version):
+        return None
+    if hello.prefetch != "always" and worker.shelf.prefetch is None:
+        text = f'update("prefetched") on {worker.me}, which fetches nothing ahead, would never find a version'
+        return Failure("usage", text, 'open(..., prefetch="always"), or call prefetch() before')
+    return worker.buffer.version if hello.shards == 1 else None
 
 
 def _why_not_publish(worker: "Worker", event: Called) -> Failure | None:

@@ -42,9 +42,9 @@ class Shelf:
         found = self.copies.get(version) if version is not None else None
         return found if found is not None and found.whole and found.version not in self.leaving else None
 
-    def has_newer(self, held: Version | None) -> bool:
+    def has_newer(self, held: Version) -> bool:
         """Some copy is whole, and newer than what the buffer holds."""
-        return held is None or any(version > held and self.whole(version) is not None for version in self.copies)
+        return any(version > held and self.whole(version) is not None for version in self.copies)
 
     def resize(self, most: int) -> None:
         """Other tensors were registered: the copies of the former ones go."""

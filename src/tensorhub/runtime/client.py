@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 from uuid import uuid4
 
-from ..core.calls import why_not_begin
+from ..core.calls import update_at_once, why_not_begin
 from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, ServerUnreachable, UsageError
 from ..core.events import Called, Registered, Wished
 from ..core.manifest import Manifest
-from ..core.messages import MOST_PINS, Hello, Holding, LayoutInfo, Spec
+from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
 from ..core.specs import PREFETCHED, parse_spec
 from ..memory.digests import algorithm_of, build_manifest, changed_chunks, tensors_of
@@ -42,7 +42,7 @@ class Client:
         self.me = hello.worker
         self.options = options
         self.driver = Driver(hello, options, transports)
-        self._shards, self._prefetch = hello.shards, hello.prefetch
+        self._hello = hello
         self._calling = ""
         self._closing: asyncio.Task[None] | None = None
 
@@ -67,16 +67,15 @@ class Client:
         with self._one_call(verb):
             if verb != "unpublish":
                 self._check_in_place()
-            held, shelf = self.driver.worker.held, self.driver.worker.shelf
-            if verb == "update" and spec == PREFETCHED and not shelf.has_newer(held):
-                if self._prefetch != "always" and shelf.prefetch is None:
-                    text = f'update("prefetched") on {self.me}, which fetches nothing ahead, would never find a version'
-                    raise UsageError(text, hint='open(..., prefetch="always"), or call prefetch() before')
-                if self._shards == 1:
-                    return held  # nobody else has a say in it, and the server could only say the same
-            version = await self.driver.call(Called(verb, spec, deadline))
-            is_fetching_on = spec == PREFETCHED and version == held
-            if verb != "unpublish" and shelf.prefetch is not None and not is_fetching_on:
+            worker, called = self.driver.worker, Called(verb, spec, deadline)
+            known = update_at_once(worker, self._hello, called)
+            if isinstance(known, Failure):
+                raise failed(known)
+            if known is not None:
+                return known
+            before = worker.held
+            version = await self.driver.call(called)
+            if verb != "unpublish" and worker.shelf.prefetch is not None and (spec != PREFETCHED or version != before):
                 self._wish(prefetch=None)  # what was fetched ahead has served its purpose
             return version
 

@@ -39,7 +39,6 @@ LEAST_PIPE_BYTES = 1 << 18  # with less, for a user who has many pipes, the call
 WINDOW_BYTES = 16 << 20  # over which a connection's speed is judged; a socket's buffer hides up to 4 MiB of it
 
 _NONBLOCK, _MORE = 2, 4  # SPLICE_F_*
-_IOV_MAX = 1024
 
 
 class Unlendable(Exception):
@@ -74,12 +73,12 @@ class Pipe:
         os.close(self._out)
 
     def send(self, descriptor: int, vectors: "array[int]") -> int:
-        """Lend the first bytes of the pieces (address, length, …) to a blocking socket: how many, at least one.
+        """Lend the first bytes of at most IOV_MAX pieces (address, length, …) to a blocking socket: how many bytes.
 
         Raises `Unlendable`, and `OSError` as `socket.send` does.
         """
         address, words = vectors.buffer_info()
-        lent = _vmsplice(self._in, address, min(words // 2, _IOV_MAX), _NONBLOCK)
+        lent = _vmsplice(self._in, address, words // 2, _NONBLOCK)
         if lent <= 0:
             raise Unlendable(os.strerror(ctypes.get_errno()) if lent else "no page went into the pipe")
         more = _MORE if lent < sum(vectors[1::2]) else 0
