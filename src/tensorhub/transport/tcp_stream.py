@@ -186,7 +186,10 @@ def dial(job: Job, *, parse: Callable[[str], tuple[str, int]] = parse_endpoint) 
             wire.close()
             if job.is_over:
                 break
-    raise failure
+    try:
+        raise failure
+    finally:
+        del failure  # its traceback knows this frame: they would wait for the garbage collector together
 
 
 class Stream:
