@@ -216,7 +216,10 @@ class Weights:
         return self._aio.progress
 
     def statistics(self) -> dict[str, object]:
-        """Counters of this worker's life: bytes received by source replica, bytes sent, reports, connections."""
+        """Counters of this worker's life: bytes received by source replica, bytes sent, reports, connections.
+
+        Of more than 16 sources the latest are named; "(others)" is the sum of what came from those before.
+        """
         return self._aio.statistics()
 
     def _wait(self, work: Coroutine[object, object, T], timeout: float | None, what: str) -> T:

@@ -5,13 +5,15 @@ import weakref
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tensorhub.core.errors import SourceLost, TransportMissing
 from tensorhub.core.events import ReadAdvanced, ReadEnded, ReadMeasured, ServingStopped
-from tensorhub.core.messages import Grant
+from tensorhub.core.messages import Grant, Report
 from tensorhub.core.names import Digest, Ticket, Version, worker_id
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import register
+from tensorhub.runtime.codec import decode_to_server, encode
 from tensorhub.runtime.dataplane import DataPlane
 from tensorhub.runtime.routes import Meter
 
@@ -125,6 +127,22 @@ def test_a_read_that_fills_everything_is_complete_and_readable_by_others():
         assert len(advances) < 10  # not one for each of the 200 chunks
         assert advances[-1] == ReadAdvanced(Ticket(10), CHUNKS, CHUNKS)
         assert s.told.index(advances[-1]) < len(s.told) - 1
+
+    run(story)
+
+
+def test_after_1500_sources_what_was_received_still_fits_a_report():
+    async def story(s):
+        for ticket in range(1, 1_501):
+            source = worker_id("m", f"policy-rollout-of-pool-7-{ticket:05d}-{'x' * 24}", 0)
+            s.data.start_read(replace(s.grant(ticket), source=source))
+            s.transport.reads[-1].received_bytes = 2**30
+            s.transport.reads[-1].on_end(SourceLost("gone"))
+            await asyncio.sleep(0)  # the loop's next turn
+            assert not s.data.is_reading
+        assert sum(s.data.received_bytes.values()) == 1_500 * 2**30
+        report = Report(1, received_bytes=s.data.received_bytes)
+        assert decode_to_server(encode(report)) == report
 
     run(story)
 

@@ -4,10 +4,16 @@ The number of an operation is its position in the replica's sequence of calls. T
 spec means; the others get the stored answer. It succeeds on all shards, or fails on all of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .messages import Answer, Failure, Operation, Spec
 from .names import Digest, ReplicaName, Shard, Version, WorkerId
+
+
+def some_shards(shards: Sequence[int]) -> str:
+    """The first few of them, for an error: a replica may have thousands."""
+    return ", ".join(str(shard) for shard in shards[:8]) + (", …" if len(shards) > 8 else "")
 
 
 @dataclass
@@ -102,7 +108,7 @@ class Replica:
     def _mismatch(self, shard: Shard, operation: GroupOperation, told: Operation) -> Failure | None:
         if (operation.verb, operation.spec) == (told.verb, told.spec):
             return None
-        others = ", ".join(str(s) for s in operation.arrived) or "the others"
+        others = some_shards(list(operation.arrived)) or "the others"
         mine = GroupOperation(told.number, told.verb, told.spec)
         text = f"shard {shard} of {self.name} called {mine} where shard {others} called {operation}"
         return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
@@ -123,7 +129,9 @@ class Replica:
         if mismatch is not None:
             return Answer(told.number, error=mismatch)
         version = operation.version
-        return Answer(told.number, version, operation.is_finished, operation.error, operation.waiting)
+        error = operation.error.bounded() if operation.error is not None else None
+        waiting = operation.waiting.bounded() if operation.waiting is not None else None
+        return Answer(told.number, version, operation.is_finished, error, waiting)
 
     def lose(self, shard: Shard, why: str) -> None:
         """The shard's worker is gone."""

@@ -12,9 +12,12 @@ from .messages import MOST_COPIES, MOST_FAR, MOST_PINS, Grant, Holding, HostCopy
 from .names import Digest, Ticket, Version
 from .open_reads import OpenRead
 from .references import Model, version_in, versions_in
+from .reports import add_up
 
 if TYPE_CHECKING:
     from .server import Server
+
+MOST_SITES = 64  # of which it is told what came into them of one version
 
 
 def take_content(server: "Server", model: Model, replica: Replica, member: Member, before: Report) -> None:
@@ -63,8 +66,7 @@ def _count_far(model: Model, member: Member, before: Report) -> None:
         record = model.versions.get(Version(version))
         news = received - before.far_bytes.get(version, 0)
         if record is not None and news > 0:
-            site = member.hello.site
-            record.far_bytes[site] = record.far_bytes.get(site, 0) + news
+            add_up(record.far_bytes, member.hello.site, news, most=MOST_SITES)
 
 
 def _take_wishes(model: Model, member: Member, before: Report) -> bool:

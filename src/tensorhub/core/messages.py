@@ -16,9 +16,13 @@ from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Versio
 PROTOCOL = "tensorhub/1"
 MOST_REPORT_BYTES = 64 * 1024  # a report or orders: a few hundred bytes, and error texts of bounded length
 MOST_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
-MOST_TEXT = 2_000  # characters of an error's message or hint on the wire
+MOST_TEXT = 2_000  # characters of an error's message on the wire
+MOST_HINT = 500  # and of its hint
+MOST_WORDS = 500  # characters of each text in a report: why a read failed, how one goes
 
 MOST_FAILURES = 4  # ticket failures told in one report
+MOST_SOURCES = 16  # replicas from which a worker tells what it received; what came from others is told as one sum
+OTHERS = "(others)"  # the name of that sum
 MOST_COPIES = 16  # host copies of one worker
 MOST_FAR = 8  # versions of which a worker tells how much came from afar
 MOST_PINS = 64  # versions pinned by one worker
@@ -26,6 +30,11 @@ MOST_PINS = 64  # versions pinned by one worker
 Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
 VERBS = ("publish", "unpublish", "replicate", "update")
 PREFETCH = ("seed", "always", "never")  # fill a host copy ahead: for the whole site, for oneself too, not at all
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and an ellipsis: names and other people's words make an error as long as they like."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
@@ -175,6 +184,10 @@ class Failure(_Message, frozen=True):
     message: str
     hint: str = ""
 
+    def bounded(self) -> "Failure":
+        """As it may travel: no text is longer than a message has room for."""
+        return Failure(self.code, shortened(self.message, MOST_TEXT), shortened(self.hint, MOST_HINT))
+
 
 class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
@@ -201,7 +214,7 @@ class Report(_Message, frozen=True, tag="report"):
     closed: Ticket = Ticket(0)
     newest: Version | None = None
     failures: tuple[TicketFailure, ...] = ()
-    received_bytes: dict[str, int] = {}  # by source replica, over this life
+    received_bytes: dict[str, int] = {}  # by source replica, over this life: the latest few, and OTHERS
     far_bytes: dict[int, int] = {}  # by version: of those received, how many came from other sites; the latest few
     copies: tuple[HostCopy, ...] = ()
     copies_left: int = 0

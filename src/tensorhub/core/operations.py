@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import granting, retention
 from .errors import UsageError
-from .groups import GroupOperation, Replica
+from .groups import GroupOperation, Replica, some_shards
 from .manifest import layout_difference
 from .membership import Member
 from .messages import PROTOCOL, Empty, Failure, Filling, Hello, Holding, Poisoned, Refusal
@@ -68,8 +68,7 @@ def _missing(replica: Replica) -> Failure | None:
     missing = replica.missing()
     if not missing:
         return None
-    names = ", ".join(str(shard) for shard in missing[:8]) + (", …" if len(missing) > 8 else "")
-    text = f"{replica.name} waits for shard {names} of {replica.shards} to call {replica.operation}"
+    text = f"{replica.name} waits for shard {some_shards(missing)} of {replica.shards} to call {replica.operation}"
     return Failure("group-incomplete", text, "is every shard running, and making the same calls?")
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from .errors import InvariantViolation
 from .events import Effect, ReadMeasured, StartRead, StopRead, Trust
-from .messages import Grant, Reading
+from .messages import MOST_WORDS, Grant, Reading, shortened
 from .names import Digest, Number, Ticket, WorkerId
 
 
@@ -77,8 +77,8 @@ class ReadSlot:
     def measured(self, event: ReadMeasured) -> None:
         """How the open read goes: for people, nothing is decided by it."""
         if self.reading is not None and self.reading.ticket == event.ticket:
-            told = {name: getattr(event, name) for name in ("transport", "path", "why", "rate_bytes_per_s")}
-            self.reading = replace(self.reading, **told)
+            words = {name: shortened(getattr(event, name), MOST_WORDS) for name in ("transport", "path", "why")}
+            self.reading = replace(self.reading, rate_bytes_per_s=event.rate_bytes_per_s, **words)
 
     def ended(self, ticket: Ticket) -> tuple[Reading, bool]:
         """The read has ended, no byte of it can land any more. Returns it, and whether it ended by itself."""

@@ -111,7 +111,7 @@ class Shelf:
         if failure is None:
             self.copies[version] = replace(self.copies[version], whole=True)
         else:
-            self.error = failure
+            self.error = failure.bounded()
             self.leave(version)
 
     def copy_in(self, version: Version) -> CopyIn | None:

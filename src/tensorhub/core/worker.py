@@ -24,6 +24,7 @@ from .errors import InvariantViolation
 from .invariants import worker_contradiction
 from .messages import (
     MOST_FAILURES,
+    MOST_WORDS,
     Buffer,
     Empty,
     Failure,
@@ -37,6 +38,7 @@ from .messages import (
     Report,
     TicketFailure,
     Withdrawing,
+    shortened,
 )
 from .names import Digest, Number, Version, WorkerId
 from .read_slot import ReadSlot
@@ -256,7 +258,8 @@ class Worker:
             self.buffer = Holding(reading.version, self.slot.root)
             self.note(now, f"holds version {reading.version}, last chunk from {reading.source}")
         elif event.failure is not None and by_itself:
-            told = TicketFailure(event.ticket, reading.source, event.failure.code, event.failure.message[:500])
+            why = shortened(event.failure.message, MOST_WORDS)
+            told = TicketFailure(event.ticket, reading.source, event.failure.code, why)
             self.failures = [*self.failures, told][-MOST_FAILURES:]
             self.note(now, f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
 
@@ -370,8 +373,8 @@ class Worker:
             closed=self.slot.raise_watermark(self.seen),
             newest=self.newest,
             failures=tuple(self.failures),
-            received_bytes=self.received_bytes,
-            far_bytes=self.far_bytes,
+            received_bytes=dict(self.received_bytes),
+            far_bytes=dict(self.far_bytes),
             copies=self.shelf.told(),
             copies_left=self.shelf.left,
             copy_error=self.shelf.error,

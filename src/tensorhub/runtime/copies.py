@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from ..core.errors import CorruptTransfer, TensorHubError
 from ..core.events import CopiedIn, CopiedOut, CopyDropped, Event
 from ..core.manifest import Manifest
-from ..core.messages import MOST_TEXT, Failure
+from ..core.messages import Failure
 from ..core.names import Digest, Version, WorkerId
 from ..memory.fill import FillSink
 from ..memory.hostmemory import HostMemory, copy_stream
@@ -165,12 +165,12 @@ class HostCopies:
         except Exception as error:  # noqa: BLE001 - the top of a task: the machine waits for the end of the copy
             if not isinstance(error, TensorHubError):
                 _log.exception("%s: copying to or from host memory failed", self.me)
-                return Failure("error", f"copying to or from host memory failed: {error!r}"[:MOST_TEXT])
+                return Failure("error", f"copying to or from host memory failed: {error!r}")
             hint = error.hint or ""
             if isinstance(error, CorruptTransfer):
                 hint = "were the published tensors changed in place? weights.check() tells"
             _log.warning("%s: %s", self.me, error)
-            return Failure(error.code, str(error)[:MOST_TEXT], hint)
+            return Failure(error.code, str(error), hint)
         return None
 
     def _start(self, work: Coroutine[object, object, None]) -> None:

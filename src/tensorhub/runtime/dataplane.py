@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
 from ..core.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ServingStopped
 from ..core.manifest import Manifest
-from ..core.messages import MOST_FAR, MOST_TEXT, Failure, Grant
+from ..core.messages import MOST_FAR, MOST_SOURCES, Failure, Grant
 from ..core.names import Digest, Ticket, Version, WorkerId
+from ..core.reports import add_up
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
 from ..transport.base import Read, Transport
@@ -77,7 +78,7 @@ class DataPlane:
         self.me = me
         self.registration: Registration | None = None
         self.content: Content | None = None
-        self.received_bytes: dict[str, int] = {}
+        self.received_bytes: dict[str, int] = {}  # by source replica: the latest few, and the sum of the others
         self.far_bytes: dict[int, int] = {}  # by version: from other sites, the latest few
         self.bytes_by_transport: dict[str, int] = {}
         self.is_closed = False
@@ -222,8 +223,7 @@ class DataPlane:
         """In the loop, now and then: tell how it goes."""
         if self._reading is reading and reading.way is not None and reading.meter is not None:
             way, found = reading.way, reading.meter.look()
-            why = way.why[: MOST_TEXT // 2]
-            told = ReadMeasured(reading.grant.ticket, way.scheme, found.path, why, found.rate_bytes_per_s)
+            told = ReadMeasured(reading.grant.ticket, way.scheme, found.path, way.why, found.rate_bytes_per_s)
             if told != reading.measured:
                 reading.measured = told
                 self._tell(told)
@@ -266,7 +266,7 @@ class DataPlane:
         if reading.read is not None:
             replica, received = reading.grant.source.replica, reading.read.received_bytes
             news, reading.counted_bytes = received - reading.counted_bytes, received
-            self.received_bytes[replica] = self.received_bytes.get(replica, 0) + news
+            add_up(self.received_bytes, replica, news, most=MOST_SOURCES)
             if reading.grant.is_far:
                 self._count_far(reading.grant.version, news)
             if reading.way is not None:
@@ -299,7 +299,7 @@ class DataPlane:
         if error is None and not is_complete and not reading.sink.is_stopped:
             error = SourceLost(f"{reading.grant.source} ended the read before its last chunk")
         if error is not None and not is_complete and not isinstance(error, SessionLost):
-            failure = Failure(error.code, f"{error}"[:MOST_TEXT], error.hint or "")
+            failure = Failure(error.code, str(error), error.hint or "")
             _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
         self._tell(ReadEnded(reading.grant.ticket, is_complete, failure))
 

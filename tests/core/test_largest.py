@@ -1,0 +1,186 @@
+"""The longest report that a worker can send, and the longest orders that it can be given, fit the wire.
+
+Whatever outgrows the limit is refused, and again with each report: the worker would be gone for good. So everything is
+made as long as it can be at once: names of 200 characters of four bytes, every table full, every text endless.
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.core import events
+from tensorhub.core.groups import GroupOperation, Replica
+from tensorhub.core.messages import (
+    MOST_COPIES,
+    MOST_FAILURES,
+    MOST_FAR,
+    MOST_PINS,
+    MOST_REPORT_BYTES,
+    MOST_SOURCES,
+    OTHERS,
+    Answer,
+    Failure,
+    Grant,
+    LayoutInfo,
+    Operation,
+    Orders,
+    Report,
+)
+from tensorhub.core.names import Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
+from tensorhub.core.operations import MOST_NAME, MOST_SHARDS
+from tensorhub.core.reports import add_up
+from tensorhub.core.specs import HIGHEST_VERSION
+from tensorhub.core.worker import Worker
+from tensorhub.runtime.codec import MOST_ENDPOINTS, MOST_WORD, decode_to_server, decode_to_worker, encode
+
+from .kit import LAYOUT
+
+HIGHEST = 2**62
+SOURCES, RECEIVED = 1_500, 2**50
+ROOT = Digest("f" * 64)
+ENDLESS = "\N{GRINNING FACE}" * 50_000
+NAME = "\N{GRINNING FACE}" * MOST_NAME
+LONGEST = worker_id(NAME, NAME, MOST_SHARDS - 1)
+FAILURE = Failure("corrupt-transfer", ENDLESS, ENDLESS)
+
+names = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=3)
+
+
+@given(st.lists(st.tuples(names, st.integers(0, 2**40)), max_size=60), st.integers(1, 5))
+def test_a_bounded_table_keeps_the_latest_names_and_the_sum(counts: list[tuple[str, int]], most: int) -> None:
+    table: dict[str, int] = {}
+    for name, amount in counts:
+        add_up(table, name, amount, most=most)
+    assert sum(table.values()) == sum(amount for _, amount in counts)
+    latest = list(dict.fromkeys(name for name, _ in reversed(counts)))[:most]
+    assert {name for name in table if name != OTHERS} == set(latest)
+    for name in latest:
+        recent = counts[_last_absent(counts, name, most) :]
+        assert table[name] == sum(amount for each, amount in recent if each == name)
+
+
+def _last_absent(counts: list[tuple[str, int]], name: str, most: int) -> int:
+    """From which count on the name has been in the table ever since."""
+    seen: dict[str, None] = {}
+    start = len(counts)
+    for index in range(len(counts) - 1, -1, -1):
+        each = counts[index][0]
+        if each == name:
+            start, seen = index, {}
+        else:
+            seen[each] = None
+            if len(seen) >= most:
+                break
+    return start
+
+
+class Busy:
+    """A worker to which everything happens that makes a report longer."""
+
+    def __init__(self) -> None:
+        received: dict[str, int] = {}
+        for number in range(SOURCES):
+            name = f"{number}{NAME}"[:MOST_NAME]
+            add_up(received, name, RECEIVED, most=MOST_SOURCES)
+        far = {HIGHEST - number: HIGHEST for number in range(MOST_FAR)}
+        self.worker = Worker(LONGEST, received_bytes=received, far_bytes=far)
+        self.number = HIGHEST // 2
+        self.reports: list[Report] = []
+        self.grant: Grant | None = None
+        self.tell(events.Connected())
+        self.tell(events.Registered(LayoutInfo.of(LAYOUT), ROOT, HIGHEST, most_copies=100))
+        pins = tuple(Version(HIGHEST - number) for number in range(MOST_PINS))
+        self.tell(events.Wished("latest-999999999", pins))
+
+    def tell(self, event: events.Event) -> None:
+        for effect in self.worker.handle(event, now=0.0):
+            if isinstance(effect, events.Send) and isinstance(effect.message, Report):
+                self.reports.append(effect.message)
+
+    def order(self, **more: object) -> None:
+        self.number += 1
+        acknowledged = self.worker.book.number
+        orders = Orders(Number(self.number), Number(self.number), acknowledged, 4.0, 3.6, 1.0, position=0, **more)  # type: ignore[arg-type]
+        self.tell(events.Received(orders))
+
+    def granted(self, version: int, *, to_host: bool) -> Ticket:
+        ticket = Ticket(self.number + 1)
+        grant = Grant(ticket, Version(version), ROOT, LONGEST, (), "", to_host=to_host, from_host=True)
+        fetch = Version(version) if to_host else None
+        call = self.worker.call
+        number = call.number if call is not None and call.number is not None else 0
+        self.order(grant=grant, fetch=fetch, answer=Answer(number, Version(HIGHEST_VERSION)))
+        return ticket
+
+
+def test_the_longest_report_fits() -> None:
+    it = Busy()
+    for version in range(HIGHEST - MOST_COPIES, HIGHEST):
+        it.tell(events.ReadEnded(it.granted(version, to_host=True), complete=True))
+    it.tell(events.Called("update", "latest-999999999", deadline=60.0))
+    for _ in range(2 * MOST_FAILURES):
+        it.tell(events.ReadEnded(it.granted(HIGHEST_VERSION, to_host=False), failure=FAILURE))
+    ticket = it.granted(HIGHEST_VERSION, to_host=False)
+    it.tell(events.ReadAdvanced(ticket, HIGHEST - 1, HIGHEST))
+    it.worker.shelf.copying = ("out", Version(HIGHEST - 3))
+    it.tell(events.CopiedOut(Version(HIGHEST - 3), FAILURE))
+    it.tell(events.ReadMeasured(ticket, ENDLESS, ENDLESS, ENDLESS, HIGHEST))
+    it.tell(events.Tick())
+    report = it.reports[-1]
+    assert len(report.copies) == MOST_COPIES
+    assert len(report.failures) == MOST_FAILURES
+    assert len(report.received_bytes) == MOST_SOURCES + 1
+    assert sum(report.received_bytes.values()) == SOURCES * RECEIVED
+    assert report.reading is not None
+    assert report.reading.path
+    assert report.copy_error is not None
+    assert report.operation is not None
+    data = encode(report)
+    assert len(data) <= MOST_REPORT_BYTES
+    assert decode_to_server(data) == report
+
+
+def test_the_longest_orders_fit() -> None:
+    group = Replica(ReplicaName(NAME), MOST_SHARDS)
+    operation = group.operation = GroupOperation(HIGHEST, "update", "latest-999999999")
+    operation.error, operation.waiting = FAILURE, FAILURE
+    told = Operation(HIGHEST, "update", "latest-999999999")
+    grant = Grant(
+        Ticket(HIGHEST),
+        Version(HIGHEST_VERSION),
+        ROOT,
+        LONGEST,
+        ("\N{GRINNING FACE}" * MOST_WORD,) * MOST_ENDPOINTS,
+        NAME * 4,
+        from_host=True,
+        to_host=True,
+        is_far=True,
+    )
+    orders = Orders(
+        Number(HIGHEST),
+        Number(HIGHEST),
+        HIGHEST,
+        *(1e300, 1e300, 1e300),
+        position=HIGHEST,
+        answer=group.answer(Shard(0), told),
+        grant=grant,
+        drained=Version(HIGHEST),
+        newest=Version(HIGHEST),
+        offload=Version(HIGHEST),
+        fetch=Version(HIGHEST),
+        release=tuple(range(HIGHEST, HIGHEST + MOST_COPIES)),
+    )
+    data = encode(orders)
+    assert len(data) <= MOST_REPORT_BYTES
+    assert decode_to_worker(data) == orders
+
+
+def test_a_mismatch_among_four_thousand_shards_fits() -> None:
+    group = Replica(ReplicaName(NAME), MOST_SHARDS)
+    for shard in range(MOST_SHARDS - 1):
+        group.arrive(Shard(shard), Operation(1, "update", "latest"))
+    odd = Operation(1, "replicate", "latest")
+    group.arrive(Shard(MOST_SHARDS - 1), odd)
+    for told in (odd, Operation(1, "update", "latest")):
+        answer = group.answer(Shard(0), told)
+        assert answer.error is not None
+        assert len(encode(Orders(Number(1), Number(1), 1, 1.0, 1.0, 1.0, answer=answer))) < MOST_REPORT_BYTES // 4
