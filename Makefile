@@ -59,8 +59,8 @@ storm: setup ## simulate new seeds for MINUTES (10); a seed that fails is printe
 	@echo "storm: new seeds for $(MINUTES) min"
 	@$(BIN)/tensorhub simulate --storm --minutes $(MINUTES) $(ARGS)
 
-mutants: setup ## remove each protective line in turn: some seed must notice
-	@echo "mutants: each protective line removed in turn"
+mutants: setup ## break the core on purpose: some seed or test must notice (ARGS=--mechanical: 500 drawn ones)
+	@echo "mutants: the core is broken on purpose"
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 bench: setup ## measure it beside plain programs and peers; table, JSON and picture in out/bench (ARGS="--quick")

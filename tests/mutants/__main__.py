@@ -1,6 +1,9 @@
 """Removes one protective line after another and lets the simulator, and then the scenarios, look for the damage.
 
     python -m tests.mutants [--seeds N] [--only TEXT]
+    python -m tests.mutants --mechanical [--draw 500] [--seed 1]
+
+The first runs the list in `mutants.py`, the second draws mutants made from the syntax tree (`mechanical.py`).
 
 Each mutant is a copy of the package with one replacement, run by fresh processes over the seeds from 0 on until one
 fails. What none of them notices is shown to the scenarios. The exit status is 1 if a mutant survives those too.
@@ -15,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from .mechanical import Plan, run
 from .mutants import MUTANTS, Mutant
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "tensorhub"
@@ -89,24 +93,35 @@ def overheard(mutant: Mutant) -> str | None:
 
 
 def main() -> int:
-    """Hunt them all; print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2000)
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, help="of the simulator: 2000 of the list, 150 of mechanical ones")
     parser.add_argument("--only", default="", help="mutants whose name contains this text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--mechanical", action="store_true")
+    parser.add_argument("--draw", type=int, default=500, help="how many mechanical mutants")
+    parser.add_argument("--seed", type=int, default=1, help="which mechanical mutants")
     options = parser.parse_args()
+    if options.mechanical:
+        seeds = 150 if options.seeds is None else options.seeds
+        return run(Plan(options.draw, options.seed, options.jobs, options.only, seeds))
+    return run_list(options.only, options.seeds or 2000, options.jobs)
+
+
+def run_list(only: str, seeds: int, jobs: int) -> int:
+    """Hunt those of the list whose name contains the text."""
     survivors = []
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    chosen = [mutant for mutant in MUTANTS if only in mutant.name]
     for mutant in chosen:
         started = time.monotonic()
-        found = hunt(mutant, options.seeds, options.jobs)
+        found = hunt(mutant, seeds, jobs)
         took_s = time.monotonic() - started
         scenario = overheard(mutant) if found is None else None
         if scenario is not None:
-            print(f"found     {mutant.name}  (by no seed of {options.seeds}, {took_s:.0f} s): {scenario}", flush=True)
+            print(f"found     {mutant.name}  (by no seed of {seeds}, {took_s:.0f} s): {scenario}", flush=True)
         elif found is None:
             survivors.append(mutant)
-            print(f"SURVIVED  {mutant.name}  ({options.seeds} seeds, {took_s:.0f} s)", flush=True)
+            print(f"SURVIVED  {mutant.name}  ({seeds} seeds, {took_s:.0f} s)", flush=True)
         else:
             print(f"found     {mutant.name}  (seed {found[0]}, {took_s:.0f} s): {found[1]}", flush=True)
     print(f"{len(chosen) - len(survivors)} passed, {len(survivors)} failed")

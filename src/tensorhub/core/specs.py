@@ -25,7 +25,7 @@ def parse_spec(spec: Spec, verb: str = "") -> Version | None:
     if verb == "update" and spec == PREFETCHED:
         return None
     if spec == PREFETCHED:
-        raise UsageError('"prefetched" is for update() only', hint='use an integer, "latest" or "latest-N"')
+        raise UsageError(f"{spec!r} is for update() only", hint='use an integer, "latest" or "latest-N"')
     more = ', or for update() "prefetched"' if verb == "update" else ""
     raise UsageError(f"{spec!r} names no version", hint=f'use an integer, "latest" or "latest-N"{more}')
 
