@@ -180,9 +180,19 @@ class Audience:
                 self.say(LayoutInfo.of(LAYOUT), sender)
             case "disconnect":
                 self.take(self.server.disconnected(sender, now=self.now))
-            case "time":
+            case "stall":  # it is not called in time
                 self.now += value
                 self.take(self.server.tick(now=self.now))
+            case "time":
+                self.pass_time(value)
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.now + seconds
+        while (at := min(self.server.next_deadline(), until)) < until:
+            self.now = at
+            self.take(self.server.tick(now=at))
+        self.now = until
+        self.take(self.server.tick(now=until))
 
 
 def step(what: str, values: st.SearchStrategy) -> st.SearchStrategy:
@@ -198,6 +208,7 @@ steps = st.one_of(
     step("layout", nothing),
     step("disconnect", nothing),
     step("time", st.sampled_from([0.1, 1.0, 2.5, 5.0])),
+    step("stall", st.sampled_from([0.1, 1.0, 2.5, 5.0])),
 )
 
 

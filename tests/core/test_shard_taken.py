@@ -17,7 +17,14 @@ def server_with_a_trainer() -> Server:
     return server
 
 
+def until(server: Server, now: float) -> None:
+    """Time goes on, and the server is called when it wants to be."""
+    while (at := server.next_deadline()) < now:
+        server.tick(now=at)
+
+
 def second_life(server: Server, now: float) -> Refusal | None:
+    until(server, now)
     outbox = server.handle(hello(ME, life="second"), sender="second", now=now)
     refusals = [message for sender, message in outbox if sender == "second" and isinstance(message, Refusal)]
     return refusals[0] if refusals else None

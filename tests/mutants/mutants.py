@@ -269,4 +269,11 @@ MUTANTS = (
         "",
         "what a site has is read inside it",
     ),
+    Mutant(
+        "a pause of the server is time",
+        "core/server.py",
+        "        if late_s > LATE * self.settings.report_s:\n",
+        "        if late_s > 1e9:\n",
+        "a pause of the server lengthens every lease by itself",
+    ),
 )

@@ -170,6 +170,11 @@ class Cluster:
         found = {replica.name: replica for replica in self.view().replicas("policy")}
         return {worker.shard: worker.state for worker in found[name].workers} if name in found else {}
 
+    def sessions(self):
+        """Everybody's session, by worker."""
+        replicas = self.view().replicas("policy")
+        return {(replica.name, each.shard): each.session for replica in replicas for each in replica.workers}
+
     def is_known(self, name):
         """Whether the server believes that this worker lives."""
         replica, _, shard = name.partition("/")

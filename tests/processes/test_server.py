@@ -131,3 +131,45 @@ def test_a_server_whose_timer_is_due_at_once_goes_on(monkeypatch):
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(hurry())
+
+
+def test_a_server_that_stood_still_for_two_leases_has_lost_nobody(start, figures):
+    """SIGSTOP amid reads and updates. All reconnect in vain meanwhile; afterwards each goes on in its own session."""
+    cluster = start(lease_s=3, retain=2)
+    trainer, *rollouts = cluster.replicas("trainer", *(f"rollout-{number}" for number in (1, 2, 3)))
+    first, second, third = rollouts
+    cluster.publish(trainer, 1)
+    for rollout in (first, second):
+        assert rollout.call("replicate", spec="latest") == 1
+    reads, _ = held_midway(cluster, third)
+    trainer.call("unpublish")
+    cluster.write(trainer, 2)
+    assert trainer.call("publish", version=2) == 2
+    updates, _ = held_midway(cluster, first, verb="update")
+    before = cluster.sessions()
+    assert len(before) == 8
+    stopped = cluster.server.stop()
+    update = second.start("update", spec="latest")  # asked of a server that does not hear it
+    eventually(lambda: all(look["lease_is_over"] for look in first.looks() + third.looks()), "nobody trusts a read")
+    release(first)
+    release(third)
+    eventually(lambda: time.monotonic() >= stopped + 2 * cluster.lease_s + 1, "two leases are over")
+    paused_s = cluster.server.go_on() - stopped
+    assert [call.result() for call in reads] == [1, 1]
+    assert [call.result() for call in updates + update] == [2] * 4
+    took_s = max(call.ended for call in reads + updates + update) - stopped - paused_s
+    assert cluster.sessions() == before
+    cluster.judge(third, 1)
+    for rollout in (first, second):
+        cluster.judge(rollout, 2)
+    cluster.publish(trainer, 3)
+    for rollout in rollouts:
+        assert rollout.call("update", spec="latest") == 3
+        cluster.judge(rollout, 3)
+    assert cluster.sessions() == before
+    figures(
+        f"server stopped for {paused_s:.1f} s (lease {cluster.lease_s} s): all 8 sessions live, "
+        f"what was going on ended {took_s:.1f} s after it went on",
+        paused_s=paused_s,
+        took_s=took_s,
+    )

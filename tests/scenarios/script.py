@@ -300,6 +300,10 @@ def _advance(stage: Stage, words: list[str]) -> None:
     stage.advance(_seconds(words[0]))
 
 
+def _stall(stage: Stage, words: list[str]) -> None:
+    stage.stall(_seconds(words[0]))
+
+
 # --- looking ----------------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +342,7 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "cut": _cut,
     "heal": _heal,
     "advance": _advance,
+    "stall": _stall,
     "state": _state,
     "memory": _memory,
 }

@@ -52,6 +52,10 @@ class Stage:
     def __post_init__(self) -> None:
         self.words = Words()
         self._queue: deque[Letter] = deque()
+        self._backlog: deque[Letter | str] = (
+            deque()
+        )  # what a server that stands still has not seen: a name: its line ended
+        self._is_stalled = False
         self._shown_at = 0.0
         self._is_quiet = False
 
@@ -113,8 +117,14 @@ class Stage:
         self.held.pop((player.name, False), None)
         self._queue = deque(letter for letter in self._queue if letter.player is not player)
         if self.server is not None and player.name not in self.cut:
-            self._send_all(self.server.disconnected(player.sender, now=self.now))
+            self._line_ended(player.sender)
         self.cut.pop(player.name, None)
+
+    def _line_ended(self, sender: str) -> None:
+        if self._is_stalled:
+            self._backlog.append(sender)
+        elif self.server is not None:
+            self._send_all(self.server.disconnected(sender, now=self.now))
 
     def connect(self, player: Player) -> None:
         """The player makes a new connection and says hello on it."""
@@ -153,6 +163,9 @@ class Stage:
 
     def _to_server(self, letter: Letter, note: str) -> None:
         if self.server is None:
+            return
+        if self._is_stalled:
+            self._backlog.append(letter)
             return
         self._show(letter, note)
         message = letter.message
@@ -196,7 +209,7 @@ class Stage:
         """Time goes on; whoever asked to be called at some time is called."""
         until = self.now + seconds
         for _ in range(MOST_STEPS):
-            at = min([self.server.next_deadline() if self.server is not None else inf, *self._times()])
+            at = min([self._server_time(), *self._times()])
             if at > until:
                 break
             self.now = max(self.now, round(at, 6))
@@ -205,12 +218,28 @@ class Stage:
             raise AssertionError("deadlines that do not move")
         self.now = until
 
+    def stall(self, seconds: float) -> None:
+        """The server stands still while time goes on; then it takes what has come meanwhile, in order."""
+        self._is_stalled = True
+        self.advance(seconds)
+        self._is_stalled = False
+        while self._backlog:
+            waiting = self._backlog.popleft()
+            if isinstance(waiting, Letter):
+                self._to_server(waiting, "")
+            else:
+                self._line_ended(waiting)
+        self.pump()
+
+    def _server_time(self) -> float:
+        return self.server.next_deadline() if self.server is not None and not self._is_stalled else inf
+
     def _times(self) -> list[float]:
         players = self.players.values()
         return [min(player.worker.next_deadline(), player.retry_at) for player in players]
 
     def _tick_all(self) -> None:
-        if self.server is not None and self.server.next_deadline() <= self.now:
+        if self.server is not None and self._server_time() <= self.now:
             self._send_all(self.server.tick(now=self.now))
             self.server.check_invariants()
         for player in list(self.players.values()):

@@ -46,6 +46,9 @@ from .view import Status
 
 Outbox = list[tuple[str, ToWorker]]
 
+LATE = (
+    0.5  # of the time between two reports: to be called later than that is a pause, and none of a timer's or a loop's
+)
 MOST_ROUNDS = 100  # decisions for one worker in one event: a chain of sources that move takes a few
 
 
@@ -55,6 +58,9 @@ class Server:
 
     `first_number` must be above every number of any former life (wall-clock microseconds will do). `fresh` says that
     there was no former life, so that there is nothing to wait for.
+
+    All its times are times awake. While a lease runs it asks to be called once a report; how much later than that it is
+    called, it stood still: swapped out, stopped, moved. It heard nobody then, so that time passes for nobody.
     """
 
     settings: Settings
@@ -68,6 +74,7 @@ class Server:
     counters: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        self.paused_s = 0.0  # how far the time awake lags behind the caller's
         self.started = self.now
         self.recovered_at = self.now if self.fresh else self.now + self.settings.lease_s
         self._number = self.first_number
@@ -105,7 +112,7 @@ class Server:
 
     def tick(self, *, now: float) -> Outbox:
         """Time has passed (see `next_deadline`)."""
-        self.now = max(self.now, now)
+        self._wake(now)
         ended, woken = self.members.due(self.now)
         for member in ended:
             self._end_session(member, "died (its lease ended)")
@@ -119,15 +126,30 @@ class Server:
 
     def next_deadline(self) -> float:
         """When to call `tick` if nothing is heard before."""
-        return min(self.members.next_time(), inf if self._has_recovered else self.recovered_at)
+        if not len(self.members) and self._has_recovered:
+            return inf  # nobody's time is running
+        soon = self.now + self.settings.report_s
+        return self.paused_s + min(soon, self.members.next_time(), inf if self._has_recovered else self.recovered_at)
+
+    def _wake(self, now: float) -> None:
+        """It is `now` by the caller's clock.
+
+        A pause counts from when it wanted to be called, so a lease loses a report's time between two of them: however
+        often it stands still, the dead are gone after as many calls as there are reports in a lease.
+        """
+        late_s = now - self.next_deadline()
+        if late_s > LATE * self.settings.report_s:
+            self.paused_s += late_s
+            self.counters["pauses"] += 1
+        self.now = max(self.now, now - self.paused_s)
 
     @property
     def is_recovering(self) -> bool:
         return not self._has_recovered
 
     def status(self, *, now: float) -> Status:
-        """What there is, for people; changes nothing."""
-        self.now = max(self.now, now)
+        """What there is, for people; changes nothing but the time."""
+        self._wake(now)
         return status_of(self)
 
     def check_invariants(self) -> None:

@@ -19,7 +19,7 @@ def status_of(server: "Server") -> Status:
     recovering_s = max(0.0, server.recovered_at - server.now) if server.is_recovering else 0.0
     return Status(
         protocol=PROTOCOL,
-        uptime_s=server.now - server.started,
+        uptime_s=server.now + server.paused_s - server.started,
         recovering_s=recovering_s,
         models=tuple(_model(server, model) for _, model in sorted(server.models.items())),
         transfers=_transfers(server),

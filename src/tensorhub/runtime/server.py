@@ -178,9 +178,12 @@ class ServerShell:
     async def _sweep(self) -> None:
         """Cut lines that have said no hello, say nothing any more, or take nothing."""
         silent_s = max(3 * self.settings.lease_s, HELLO_S)
+        now = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
-            now = time.monotonic()
+            before, now = now, time.monotonic()
+            if now - before > 2 * SWEEP_S:
+                continue  # this process stood still: what was sent to it meanwhile has not been read yet
             for line in list(self._lines.values()):
                 is_stranger = not line.has_said_hello and now - line.opened_at > HELLO_S
                 if is_stranger or now - line.heard_at > silent_s or now - line.sending_since > STUCK_S:

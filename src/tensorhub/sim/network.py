@@ -128,6 +128,7 @@ class ControlPlane:
         def notice() -> None:
             if server is not None and server is self.server and not process.is_mute:
                 self._deliver(server.disconnected(process.sender, now=self.server_now))
+                self._schedule_tick()
 
         self.world.after(self.weather.delay_s, notice)
 
