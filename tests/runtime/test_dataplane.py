@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tensorhub.core.errors import SourceLost, TransportMissing
-from tensorhub.core.events import ReadAdvanced, ReadEnded, ReadMeasured, ServingStopped
+from tensorhub.core.events import ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from tensorhub.core.messages import Grant, Report
 from tensorhub.core.names import Digest, Ticket, Version, worker_id
 from tensorhub.memory.digests import build_manifest
@@ -35,6 +35,7 @@ class FakeRead:
     def take(self, data, chunk):
         """As a transport does: write, let it be judged, then count it."""
         start, stop = chunk * CHUNK, (chunk + 1) * CHUNK
+        self.sink.touch()
         with self.sink.stream.writing(start, stop) as views:
             for view in views:
                 view[:] = data[start : start + view.nbytes]
@@ -169,6 +170,98 @@ def test_the_next_source_goes_on_where_the_last_one_ended():
     run(story)
 
 
+def test_what_is_only_opened_writes_nothing_and_can_be_opened_here_too():
+    async def story(s):
+        s.data.open_read(s.grant(10))
+        (read,) = s.transport.reads
+        assert read.sink.begin(s.manifest.encode()) == ()
+        assert s.transport.exports["m/3/0"].progress.prefix == 0  # others may open it here
+        read.on_end(None)
+        assert await s.until(ReadOpened) == [ReadOpened(Ticket(10))]
+        assert not s.target.any()
+        s.data.start_read(s.grant(10))
+        read = s.transport.reads[-1]
+        for chunk in read.sink.begin(s.manifest.encode()):
+            read.take(s.source, chunk)
+        read.on_end(None)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10), complete=True)]
+        order = [type(event) for event in s.told if isinstance(event, ReadOpened | ReadTouched | ReadEnded)]
+        assert order == [ReadOpened, ReadTouched, ReadEnded]
+        assert (s.target == s.source).all()
+
+    run(story)
+
+
+def test_an_opened_read_that_is_stopped_has_touched_nothing():
+    async def story(s):
+        s.data.open_read(s.grant(10))
+        s.transport.reads[-1].sink.begin(s.manifest.encode())
+        s.transport.reads[-1].on_end(None)
+        await s.until(ReadOpened)
+        assert s.data.stop_read(Ticket(10)) is False
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10))]
+
+    run(story)
+
+
+def test_a_read_that_is_stopped_before_its_first_byte_never_writes():
+    async def story(s):
+        read = s.start(10)
+        read.sink.begin(s.manifest.encode())
+        assert s.data.stop_read(Ticket(10)) is False
+        with pytest.raises(Exception, match="told to stop"):
+            read.take(s.source, 0)
+        assert not s.target.any()
+
+    run(story)
+
+
+def test_a_read_that_is_stopped_after_its_first_byte_says_so():
+    async def story(s):
+        read = s.start(10)
+        read.sink.begin(s.manifest.encode())
+        read.take(s.source, 0)
+        assert s.data.stop_read(Ticket(10)) is True
+
+    run(story)
+
+
+def test_what_was_withdrawn_is_served_again():
+    async def story(s):
+        s.data.registration = register({"w": s.source})
+        s.data.prepare(s.manifest)
+        s.data.start_serving(Version(2), s.manifest.root())
+        s.data.stop_serving(Version(2))
+        await s.until(ServingStopped)
+        assert s.transport.exports == {}
+        s.data.prepare(build_manifest(register({"w": s.target}), CHUNK))  # of a publish that came to nothing
+        s.data.start_serving(Version(2), s.manifest.root())
+        assert s.transport.exports["m/2/0"].progress.is_complete
+        assert s.transport.exports["m/2/0"].manifest == s.manifest.encode()
+
+    run(story)
+
+
+def test_what_was_opened_and_is_wanted_no_more_is_withdrawn_before_it_is_opened_again():
+    async def story(s):
+        s.data.open_read(s.grant(10))
+        s.transport.reads[-1].sink.begin(s.manifest.encode())
+        s.transport.reads[-1].on_end(None)
+        await s.until(ReadOpened)
+        s.data.stop_read(Ticket(10))
+        await s.until(ReadEnded)
+        s.transport.may_withdraw = False
+        s.data.open_read(s.grant(11, root=Digest("00")))  # other content: the former export goes
+        assert len(s.transport.reads) == 1, "its key is still being withdrawn"
+        s.transport.may_withdraw = True
+        async with asyncio.timeout(5):
+            while len(s.transport.reads) == 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert s.transport.exports == {}
+
+    run(story)
+
+
 def test_a_stopped_read_is_no_failure_and_takes_nothing_more():
     async def story(s):
         read = s.start(10)
@@ -181,7 +274,7 @@ def test_a_stopped_read_is_no_failure_and_takes_nothing_more():
             read.take(s.source, 0)
         read.on_end(caught.value)
         assert await s.until(ReadEnded) == [ReadEnded(Ticket(10))]
-        assert s.data.content.progress.prefix == 0
+        assert s.data.incoming.progress.prefix == 0
 
     run(story)
 
@@ -272,7 +365,7 @@ def test_a_read_is_let_go_when_it_ends_and_a_fill_when_it_is_withdrawn():
 
     async def story(s):
         read = s.start(10)
-        sink, fill = weakref.ref(read.sink), weakref.ref(s.data.content.fill)
+        sink, fill = weakref.ref(read.sink), weakref.ref(s.data.incoming.fill)
         for chunk in read.sink.begin(s.manifest.encode()):
             read.take(s.source, chunk)
         read.on_end(None)

@@ -21,8 +21,12 @@ from tensorhub.core.events import (
     Effect,
     Event,
     Left,
+    OpenRead,
     ReadAdvanced,
+    ReadBarred,
     ReadEnded,
+    ReadOpened,
+    ReadTouched,
     Received,
     Registered,
     Send,
@@ -62,11 +66,13 @@ class Player:
         self.is_copying_slow = False  # offloads and fills from host copies wait
         self.waiting: list[CopiedIn | CopiedOut] = []
         self.serving: Version | None = None
+        self.opened: Version | None = None  # others may open it here too, and get nothing of it yet
         self.filling: Version | None = None  # what `done` counts
         self.done = 0
         self.grant: Grant | None = None  # of the open read
         self.is_stuck = False  # a read that is asked to stop does not stop yet
         self.is_asked_to_stop = False
+        self.is_touched = False  # the open read has written, or may have
         self.trust_until = -inf
         self.retry_at = inf
         self.worker = Worker(self.me)
@@ -90,8 +96,11 @@ class Player:
         match effect:
             case Send(message=message):
                 self.stage.send(Letter(self, message, is_up=True))
+            case OpenRead(grant=grant):
+                self.grant, self.is_asked_to_stop, self.is_touched = grant, False, False
+                return self._open(grant)
             case StartRead(grant=grant):
-                self.grant, self.is_asked_to_stop = grant, False
+                self.grant, self.is_asked_to_stop, self.is_touched = grant, False, False
                 if grant.to_host:
                     self.copies.setdefault(grant.version, [])
                     return []
@@ -102,11 +111,13 @@ class Player:
                 self.trust_until = until
             case StopRead(ticket=ticket):
                 self.is_asked_to_stop = True
+                barred = ReadBarred(ticket, self.is_touched)
                 if not self.is_stuck:
                     self.grant = None
-                    return [ReadEnded(ticket)]
+                    return [barred, ReadEnded(ticket)]
+                return [barred]
             case StartServing(version=version):
-                self.serving, self.filling = version, None
+                self.serving, self.filling, self.opened = version, None, None
             case StopServing(version=version):
                 self.serving, self.filling, self.done = None, None, 0
                 return [ServingStopped(version)]
@@ -122,6 +133,14 @@ class Player:
             case Left():
                 self.stage.crash_worker(self)
         return []
+
+    def _open(self, grant: Grant) -> Sequence[Event]:
+        """A source that is there answers at once; of one that is not, `read` and `fail` tell."""
+        source = self.stage.players.get(name_of(grant.source))
+        if source is None or source.source_of(grant) is None:
+            return []
+        self.opened = grant.version
+        return [ReadOpened(grant.ticket)]
 
     def _copied(self, event: CopiedIn | CopiedOut) -> Sequence[Event]:
         if not self.is_copying_slow:
@@ -183,7 +202,7 @@ class Player:
         if grant.from_host:
             return self.copies.get(grant.version)
         if self.serving != grant.version:
-            return None
+            return [] if self.opened == grant.version else None
         return self.memory[: self.done] if self.filling == grant.version else self.memory
 
     def read_chunk(self, *, corrupt: bool = False) -> bool:
@@ -203,6 +222,9 @@ class Player:
             return False
         value = "??" if corrupt else served[done]
         if copy is None:
+            if not self.is_touched:
+                self.is_touched = True
+                self.tell(ReadTouched(grant.ticket))
             self.memory[done] = value
         if self.stage.now >= self.trust_until:
             return self.read_fails("session-lost", "the lease ended during the read")

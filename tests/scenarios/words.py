@@ -11,6 +11,7 @@ from tensorhub.core.events import (
     Effect,
     Finished,
     Left,
+    OpenRead,
     StartRead,
     StartServing,
     StopRead,
@@ -32,6 +33,7 @@ from tensorhub.core.messages import (
     Report,
     ToServer,
     ToWorker,
+    Vacated,
     Withdrawing,
 )
 from tensorhub.core.names import WorkerId
@@ -158,6 +160,8 @@ class Words:
     def effect(self, who: str, effect: Effect) -> str | None:
         """What the worker wants done; None for what is shown elsewhere or not at all."""
         match effect:
+            case OpenRead(grant=grant):
+                return f"{who} opens version {grant.version} at {name_of(grant.source)}, {self.ticket(grant.ticket)}"
             case StartRead(grant=grant):
                 where = f"version {grant.version} from {name_of(grant.source)}"
                 where += " into host memory" if grant.to_host else ""
@@ -191,6 +195,8 @@ def buffer_text(buffer: Buffer) -> str:
             return f"holding {version} [{root}]" + (" published" if published else "")
         case Withdrawing(version=version, impatient=impatient):
             return f"withdrawing {version}" + (" impatiently" if impatient else "")
+        case Vacated(version=version):
+            return f"vacated {version}"
         case Poisoned(version=version):
             return "poisoned" + (f" (readers of {version})" if version is not None else "")
     return "empty"

@@ -234,6 +234,8 @@ class Target:
         self.order: list[int] = []
         self.arrivals: dict[int, list[bytes]] = {}  # what was shown of each chunk while it came
         self.manifest: bytes | None = None
+        self.touches = 0  # chunks that were about to be written
+        self.touch_error: Exception | None = None
         self._wanted = range(count) if wanted is None else wanted
         self._digests = [xxhash.xxh3_128_digest(right[i * chunk_bytes : (i + 1) * chunk_bytes]) for i in range(count)]
         self._gates = gates or {}
@@ -255,6 +257,11 @@ class Target:
             shown.append(bytes(view))
 
         return look
+
+    def touch(self) -> None:
+        if self.touch_error is not None:
+            raise self.touch_error
+        self.touches += 1
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         assert self.stream.inside > 0, "accept is called inside the writing block"

@@ -67,8 +67,35 @@ def test_nothing_wanted(make: Make) -> None:
     right = content(5 * CHUNK)
     source, reader = make(), make()
     source.export(full("k", right, CHUNK))
-    assert read_all(reader, source.endpoint, "k", Target(right, CHUNK, wanted=[])) is None
+    target = Target(right, CHUNK, wanted=[])
+    assert read_all(reader, source.endpoint, "k", target) is None
     assert source.statistics()["sent_bytes"] == 0
+    assert target.manifest is not None
+    assert target.touches == 0, "who only opens a read has nothing written"
+
+
+def test_nothing_is_written_before_the_sink_is_touched(make: Make) -> None:
+    right = content(5 * CHUNK)
+    source, reader = make(), make()
+    progress = Progress(5)
+    source.export(Export("k", b"", CHUNK, kit.Pieces(right), progress))
+    target = Target(right, CHUNK)
+    target.touch_error = error = SourceLost("what is there must stay")
+    read, ended = start_read(reader, source.endpoint, "k", target)
+    kit.until(lambda: target.manifest is not None, "the manifest is there")
+    progress.mark(0)
+    assert ended.wait() is error
+    assert not any(target.buffer)
+    assert read.received_bytes == 0
+
+
+def test_each_chunk_touches(make: Make) -> None:
+    right = content(7 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    target = Target(right, CHUNK)
+    assert read_all(reader, source.endpoint, "k", target) is None
+    assert target.touches >= 1
 
 
 def test_chain_of_sources_that_are_themselves_filling(make: Make) -> None:

@@ -62,6 +62,9 @@ class Measure:
         self._hashing[chunk] = Hashing()
         return self._hashing[chunk].see
 
+    def touch(self) -> None:
+        pass
+
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         hashing = self._hashing.pop(chunk, None)
         found = hashing.digest() if hashing is not None else digest(views)

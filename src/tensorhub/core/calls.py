@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .events import Called
-from .messages import VERBS, Answer, Failure, Filling, Hello, Holding, Operation, Poisoned, Spec, Withdrawing
+from .messages import VERBS, Answer, Failure, Filling, Hello, Holding, Operation, Poisoned, Spec, Vacated, Withdrawing
 from .names import Digest, Version
 from .specs import PREFETCHED, parse_spec
 
@@ -109,7 +109,7 @@ def _why_not_publish(worker: "Worker", event: Called) -> Failure | None:
         case Holding(version=held) if held != version:
             hint = "unpublish() first, or use mutating(version=...)"
             return Failure("not-drained", f"{worker.me} still holds version {held}, which others may read", hint)
-        case Withdrawing(version=held):
+        case Withdrawing(version=held) | Vacated(version=held):
             hint = "call unpublish() again and let it succeed"
             return Failure("not-drained", f"{worker.me} is still withdrawing version {held}", hint)
     return None
@@ -127,6 +127,10 @@ def deadline_failure(worker: "Worker", call: Call) -> Failure:
         text += f": version {version} was being copied {'to' if way == 'out' else 'from'} host memory"
     elif isinstance(worker.buffer, Withdrawing):
         text += f": version {worker.buffer.version} still has readers"
+    elif isinstance(worker.buffer, Holding) and call.verb in FILLS and call.resolved is not None:
+        text += f": no source of version {call.resolved} has answered; version {worker.buffer.version} is still held"
+    elif isinstance(worker.buffer, Vacated) and call.verb in FILLS:
+        text += f": not a byte of version {call.resolved} had come; version {worker.buffer.version} is held again"
     if isinstance(worker.buffer, Filling):
         done, chunks = worker.progress
         source = f" from {worker.reading.source}" if worker.reading is not None else ""

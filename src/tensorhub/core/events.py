@@ -61,6 +61,28 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadOpened:
+    """After `OpenRead`: the source is there, and its manifest is that of the granted version. Nothing was written."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTouched:
+    """From now on a byte of this read may be written: what the registered memory held before is gone."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBarred:
+    """After `StopRead`, at once: no byte is written unless one was allowed before, which `is_touched` says."""
+
+    ticket: Ticket
+    is_touched: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ReadAdvanced:
     """Chunks [0, done) of `chunks` are in place, each verified against the manifest with the granted root."""
 
@@ -143,6 +165,9 @@ Event = (
     | Called
     | Cancelled
     | Closing
+    | ReadOpened
+    | ReadTouched
+    | ReadBarred
     | ReadAdvanced
     | ReadMeasured
     | ReadEnded
@@ -165,10 +190,18 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenRead:
+    """Fetch the manifest of the grant's version from its source and judge it, and write nothing; answer with
+    `ReadOpened`, or with `ReadEnded` and why not. From then on peers may open the version here too."""
+
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
 class StartRead:
     """Read what is missing of the grant's version from its source into the registered memory, or into a host copy
-    (`grant.to_host`); answer with `ReadAdvanced` now and then and `ReadEnded` once. While it runs, and afterwards,
-    serve what has been verified."""
+    (`grant.to_host`); answer with `ReadTouched` right before the first byte, `ReadAdvanced` now and then, and
+    `ReadEnded` once. While it runs, and afterwards, serve what has been verified. It may have been opened before."""
 
     grant: Grant
 
@@ -182,14 +215,15 @@ class Trust:
 
 @dataclass(frozen=True, slots=True)
 class StopRead:
-    """End it soon; `ReadEnded` is awaited."""
+    """Let it write nothing that it was not allowed to write before, and say so at once with `ReadBarred`; end it soon:
+    `ReadEnded` is awaited too."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class StartServing:
-    """The registered memory holds this version, whole: let peers read it."""
+    """The registered memory holds this version, whole (or again, after it was withdrawn): let peers read it."""
 
     version: Version
     root: Digest
@@ -240,5 +274,16 @@ class Left:
 
 
 Effect = (
-    Send | StartRead | Trust | StopRead | StartServing | StopServing | CopyOut | CopyIn | DropCopy | Finished | Left
+    Send
+    | OpenRead
+    | StartRead
+    | Trust
+    | StopRead
+    | StartServing
+    | StopServing
+    | CopyOut
+    | CopyIn
+    | DropCopy
+    | Finished
+    | Left
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from . import operations, retention, sites
 from .groups import Replica
 from .membership import Member
-from .messages import Empty, Filling, Grant, Holding, Poisoned, Withdrawing
+from .messages import Filling, Grant, Holding, Poisoned, Withdrawing
 from .names import Ticket, Version, WorkerId
 from .open_reads import OpenRead
 from .references import Model, VersionRecord
@@ -41,8 +41,7 @@ def wanted_read(server: "Server", model: Model, replica: Replica, member: Member
         return Wanted(version, True)  # which is about to begin
     buffer = member.report.buffer
     is_read = isinstance(buffer, Poisoned) and buffer.version is not None
-    is_busy = is_read or isinstance(buffer, Holding | Withdrawing)
-    return None if is_busy else Wanted(version, False)
+    return None if is_read else Wanted(version, False)
 
 
 def decide_read(server: "Server", model: Model, replica: Replica, member: Member) -> None:
@@ -65,10 +64,10 @@ def decide_read(server: "Server", model: Model, replica: Replica, member: Member
         source = server.members.get(current.source)
         if source is None or _move_to_better(server, model, record, member, current):
             return
-        if not (_is_leaving(source, current.grant.from_host) or _is_paused(server, current)):
+        if not (_is_leaving(source, current.version, current.grant.from_host) or _is_paused(server, current)):
             return
         others = [c for c in _candidates(server, model, record, member) if not c.is_withdrawing]
-        is_cut = _is_impatient(source) and not current.grant.from_host
+        is_cut = _is_impatient(source, current.version) and not current.grant.from_host
         if choose_source(others, now=server.now) is None and not is_cut:
             return
     if current is not None:
@@ -106,8 +105,11 @@ def _move_to_better(server: "Server", model: Model, record: VersionRecord, reade
     return True
 
 
-def _is_leaving(source: Member, from_host: bool) -> bool:
-    return source.report.closing if from_host else isinstance(source.report.buffer, Withdrawing)
+def _is_leaving(source: Member, version: Version, from_host: bool) -> bool:
+    buffer = source.report.buffer
+    if from_host:
+        return source.report.closing
+    return isinstance(buffer, Withdrawing) and buffer.version == version
 
 
 def _is_paused(server: "Server", read: OpenRead) -> bool:
@@ -123,8 +125,9 @@ def _is_full(member: Member, version: Version, from_host: bool) -> bool:
     return member.has_whole_copy(version) if from_host else member.holds(version)
 
 
-def _is_impatient(source: Member) -> bool:
-    return isinstance(source.report.buffer, Withdrawing) and source.report.buffer.impatient
+def _is_impatient(source: Member, version: Version) -> bool:
+    buffer = source.report.buffer
+    return isinstance(buffer, Withdrawing) and buffer.version == version and buffer.impatient
 
 
 def serves(server: "Server", source: WorkerId, version: Version, from_host: bool) -> bool:
@@ -137,19 +140,23 @@ def serves(server: "Server", source: WorkerId, version: Version, from_host: bool
     if from_host:
         return member.copy(version) is not None or (is_about_to and not member.loses_copy(version))
     match member.report.buffer:
-        case Holding(version=held) | Filling(version=held):
-            return held == version
-        case Withdrawing(version=held, impatient=impatient):
+        case Holding(version=held) | Filling(version=held) if held == version:
+            return True
+        case Withdrawing(version=held, impatient=impatient) if held == version:
             has_heard_us = member.report.session == member.session  # no former server's "drained" can reach it any more
-            return held == version and not impatient and not member.is_drained and has_heard_us
-        case Empty() | Poisoned():
-            return is_about_to  # it was granted the version, and is about to fill
+            return not impatient and not member.is_drained and has_heard_us
+        case Filling():
+            return False
+        case _:
+            return is_about_to  # it was granted the version, and fills the buffer with it next
 
 
 def drained_version(server: "Server", model: Model, member: Member) -> Version | None:
     """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
     buffer = member.report.buffer
-    if not isinstance(buffer, Withdrawing | Poisoned) or server.is_recovering or _has_readers(server, member):
+    if not isinstance(buffer, Withdrawing | Poisoned) or server.is_recovering or buffer.version is None:
+        return None
+    if _has_readers(server, member, buffer.version):
         return None
     if isinstance(buffer, Poisoned) or member.is_drained:
         return buffer.version
@@ -165,13 +172,14 @@ def drained_version(server: "Server", model: Model, member: Member) -> Version |
     return None if is_needed else buffer.version
 
 
-def _has_readers(server: "Server", source: Member) -> bool:
+def _has_readers(server: "Server", source: Member, version: Version) -> bool:
     """Somebody must be waited for before the source may change its buffer.
 
+    Who has opened there what the buffer is to be filled with next reads nothing of what it has now.
     A source that can cut its readers off itself waits neither for those whose read was taken back (they have another
     source, or none can help them) nor for those whose connection is gone; the others wait for everybody's word.
     """
-    reads = server.reads.from_buffer(source.worker)
+    reads = server.reads.from_buffer(source.worker, version)
     if not source.hello.revocable:
         return bool(reads)
     readers = [server.members.get(read.reader) for read in reads if not read.is_void]
@@ -228,8 +236,8 @@ def _candidate(
         load=server.reads.load(worker),
         is_full=is_full,
         done=member.done(from_host=from_host, version=version),
-        published=not from_host and isinstance(buffer, Holding | Withdrawing) and buffer.published,
-        is_withdrawing=_is_leaving(member, from_host),
+        published=not from_host and is_full and isinstance(buffer, Holding | Withdrawing) and buffer.published,
+        is_withdrawing=_is_leaving(member, version, from_host),
         is_near=here.host == there.host,
         is_same_site=here.site == there.site,
         avoided_until=avoided.until if avoided is not None else -inf,

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from . import operations
 from .groups import Replica
 from .membership import Avoided, Member
-from .messages import MOST_COPIES, MOST_FAR, MOST_PINS, Grant, Holding, HostCopy, Poisoned, Report, Withdrawing
+from .messages import MOST_COPIES, MOST_FAR, MOST_PINS, Grant, Holding, HostCopy, Poisoned, Report, Vacated, Withdrawing
 from .names import Digest, Ticket, Version
 from .open_reads import OpenRead
 from .references import Model, version_in, versions_in
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .server import Server
 
 MOST_SITES = 64  # of which it is told what came into them of one version
+WHOLE = Holding | Withdrawing | Vacated  # buffers that have all of a version
 
 
 def take_content(server: "Server", model: Model, replica: Replica, member: Member, before: Report) -> None:
@@ -27,15 +28,15 @@ def take_content(server: "Server", model: Model, replica: Replica, member: Membe
     buffer = report.buffer
     if type(buffer) is not type(before.buffer) or version_in(buffer) != version_in(before.buffer):
         member.is_drained = False
-    if isinstance(buffer, Holding | Withdrawing) and not model.pin(worker, buffer.version, buffer.root, report.layout):
+    if isinstance(buffer, WHOLE) and not model.pin(worker, buffer.version, buffer.root, report.layout):
         server.counters["conflicting_holders"] += 1
         buffer = Poisoned()  # not what that version is: nobody reads it here
         report = member.report = replace(report, buffer=buffer)
     report = member.report = replace(report, copies=_good_copies(server, model, member), pins=report.pins[:MOST_PINS])
     model.move(worker, before, report)
-    if isinstance(buffer, Holding | Withdrawing) and _exists_by(server, replica, buffer):
+    if isinstance(buffer, WHOLE) and _exists_by(server, replica, buffer):
         is_news |= model.note_exists(buffer.version)
-    replica.publishes |= isinstance(buffer, Holding | Withdrawing) and buffer.published
+    replica.publishes |= isinstance(buffer, WHOLE) and buffer.published
     is_news |= _take_wishes(model, member, before)
     _count_far(model, member, before)
     if is_news or [c.whole for c in before.copies] != [c.whole for c in report.copies]:
@@ -81,7 +82,7 @@ def _take_wishes(model: Model, member: Member, before: Report) -> bool:
     return is_news
 
 
-def _exists_by(server: "Server", replica: Replica, buffer: Holding | Withdrawing) -> bool:
+def _exists_by(server: "Server", replica: Replica, buffer: Holding | Withdrawing | Vacated) -> bool:
     """This buffer shows that its version exists: it was replicated, or the whole replica has published it."""
     if not buffer.published:
         return True

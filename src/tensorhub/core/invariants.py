@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .messages import Empty, Filling, Holding
+from .messages import Empty, Filling, Holding, Vacated, Withdrawing
 from .references import versions_in
 
 if TYPE_CHECKING:
@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 def worker_contradiction(worker: "Worker") -> str | None:
     """How a worker machine contradicts itself, or None."""
     reading, buffer, serving = worker.reading, worker.buffer, worker.serving
-    is_into_buffer = reading is not None and not reading.to_host
-    if is_into_buffer and not worker.slot.is_stopping and not isinstance(buffer, Filling):
+    may_write = worker.slot.may_write
+    if may_write and not worker.slot.is_stopping and not isinstance(buffer, Filling | Vacated):
         return f"reads {reading} into a buffer that is {buffer}"
+    if isinstance(buffer, Vacated) and serving is not None:
+        return f"has vacated {buffer.version} and serves {serving}"
     if reading is not None and worker.slot.closed >= reading.ticket:
         return f"reads ticket {reading.ticket}, called closed up to {worker.slot.closed}"
     if isinstance(buffer, Empty) and serving is not None and not worker.is_stopping_serving:
         return f"serves version {serving} from an empty buffer"
     if isinstance(buffer, Holding) and serving != buffer.version:
         return f"holds {buffer.version} and serves {serving}"
-    if isinstance(buffer, Holding) and is_into_buffer:
+    if isinstance(buffer, Holding | Withdrawing) and may_write:
         return f"holds {buffer.version} while {reading} still writes"
     if len(worker.shelf.copies) > worker.shelf.most and not worker.shelf.leaving:
         return f"has {len(worker.shelf.copies)} host copies where {worker.shelf.most} are allowed"

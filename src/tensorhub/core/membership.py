@@ -8,7 +8,7 @@ import heapq
 from dataclasses import dataclass, field
 from math import inf
 
-from .messages import Filling, Hello, Holding, HostCopy, Orders, Report, Withdrawing
+from .messages import Filling, Hello, Holding, HostCopy, Orders, Report, Vacated, Withdrawing
 from .names import Digest, Number, Shard, Ticket, Version, WorkerId
 
 
@@ -46,7 +46,7 @@ class Member:
 
     @property
     def is_full(self) -> bool:
-        return isinstance(self.report.buffer, Holding | Withdrawing)
+        return isinstance(self.report.buffer, Holding | Withdrawing | Vacated)
 
     def fits(self, layout: Digest | None) -> bool:
         """Its registered tensors are laid out like that, as far as is known."""
@@ -55,7 +55,7 @@ class Member:
     def holds(self, version: Version) -> bool:
         """All of the version is in its buffer."""
         buffer = self.report.buffer
-        return isinstance(buffer, Holding | Withdrawing) and buffer.version == version
+        return isinstance(buffer, Holding | Withdrawing | Vacated) and buffer.version == version
 
     def stays(self, version: Version) -> bool:
         """Its buffer holds the version, and it does not want to leave it."""

@@ -73,13 +73,21 @@ class Withdrawing(_Message, frozen=True, tag="withdrawing"):
     impatient: bool = False
 
 
+class Vacated(_Message, frozen=True, tag="vacated"):
+    """Withdrawn and still untouched: nobody reads it here, and it is held again if nothing is written over it."""
+
+    version: Version
+    root: Digest
+    published: bool = False
+
+
 class Poisoned(_Message, frozen=True, tag="poisoned"):
     """A fill failed half-way: the bytes are no version at all. `version`: what of it others may still be reading."""
 
     version: Version | None = None
 
 
-Buffer = Empty | Filling | Holding | Withdrawing | Poisoned
+Buffer = Empty | Filling | Holding | Withdrawing | Vacated | Poisoned
 
 
 class HostCopy(_Message, frozen=True):

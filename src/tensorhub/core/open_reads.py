@@ -53,9 +53,10 @@ class OpenReads:
     def from_source(self, source: WorkerId) -> list[OpenRead]:
         return list(self._from_source.get(source, {}).values())
 
-    def from_buffer(self, source: WorkerId) -> list[OpenRead]:
-        """Those that hinder a change of its buffer."""
-        return [read for read in self._from_source.get(source, {}).values() if not read.grant.from_host]
+    def from_buffer(self, source: WorkerId, version: Version) -> list[OpenRead]:
+        """Those that hinder a change of its buffer from that version to another one."""
+        reads = self._from_source.get(source, {}).values()
+        return [read for read in reads if not read.grant.from_host and read.version == version]
 
     def are_from_copy(self, source: WorkerId, version: Version) -> bool:
         """Somebody may be reading its host copy of that version."""

@@ -10,7 +10,7 @@ from .errors import UsageError
 from .groups import GroupOperation, Replica, some_shards
 from .manifest import layout_difference
 from .membership import Member
-from .messages import PROTOCOL, Empty, Failure, Filling, Hello, Holding, Poisoned, Refusal
+from .messages import PROTOCOL, Empty, Failure, Filling, Hello, Holding, Poisoned, Refusal, Vacated
 from .names import Shard, Version
 from .references import Model, VersionRecord
 from .settings import Settings
@@ -96,7 +96,7 @@ def _is_done(server: "Server", replica: Replica, operation: GroupOperation) -> b
             return False
         buffer = member.report.buffer
         if operation.verb == "unpublish":
-            if not isinstance(buffer, Empty | Poisoned):
+            if not isinstance(buffer, Empty | Vacated | Poisoned):
                 return False
         elif not isinstance(buffer, Holding) or buffer.version != operation.version:
             return False

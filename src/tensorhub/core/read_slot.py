@@ -10,7 +10,7 @@ from math import inf
 from msgspec.structs import replace
 
 from .errors import InvariantViolation
-from .events import Effect, ReadMeasured, StartRead, StopRead, Trust
+from .events import Effect, OpenRead, ReadMeasured, StartRead, StopRead, Trust
 from .messages import MOST_WORDS, Grant, Reading, shortened
 from .names import Digest, Number, Ticket, WorkerId
 
@@ -22,7 +22,10 @@ class ReadSlot:
     me: WorkerId
     grant: Grant | None = None
     reading: Reading | None = None
+    is_opening: bool = False  # it fetches the manifest only
+    is_opened: bool = False  # the manifest is here, and it waits for the buffer
     is_stopping: bool = False
+    is_barred: bool = False  # and writes nothing any more, the shell has said
     closed: Ticket = Ticket(0)
     trust_until: float = -inf
     root: Digest = Digest("")  # of the content that is being read
@@ -53,14 +56,41 @@ class ReadSlot:
         """What is granted is wanted, nothing is open, and the lease lasts."""
         return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until
 
-    def start(self) -> Grant:
-        """Begin to read what is granted."""
+    @property
+    def may_write(self) -> bool:
+        """A read into the buffer is open that may write, or may have written without our having heard of it yet."""
+        is_into_buffer = self.reading is not None and not self.reading.to_host
+        return is_into_buffer and not self.is_opening and not self.is_opened and not self.is_barred
+
+    def start(self, *, is_only_opened: bool = False) -> None:
+        """Begin to read what is granted, or to open it."""
         grant = self.grant
         assert grant is not None
         self.reading = Reading(grant.ticket, grant.source, grant.version, grant.from_host, grant.to_host)
-        self.is_stopping, self.root = False, grant.root
-        self.effects += [Trust(self.trust_until), StartRead(grant)]
-        return grant
+        self.is_stopping, self.is_barred, self.root = False, False, grant.root
+        self.is_opening, self.is_opened = is_only_opened, False
+        self.effects += [Trust(self.trust_until), OpenRead(grant) if is_only_opened else StartRead(grant)]
+
+    def note_opened(self, ticket: Ticket) -> Reading | None:
+        """The manifest is here. Returns the read, unless it is another one by now."""
+        if self.reading is None or self.reading.ticket != ticket or not self.is_opening:
+            return None
+        self.is_opening, self.is_opened = False, True
+        return self.reading
+
+    def go_on(self) -> None:
+        """Read what was opened."""
+        assert self.grant is not None
+        assert self.is_opened
+        self.is_opened = False
+        self.effects.append(StartRead(self.grant))
+
+    def bar(self, ticket: Ticket) -> bool:
+        """The read that was told to stop writes no more. Returns whether that is the open one."""
+        if self.reading is None or self.reading.ticket != ticket or not self.is_stopping:
+            return False
+        self.is_barred = True
+        return True
 
     def stop_unless_granted(self, *, is_wanted: bool) -> None:
         """End a read whose grant is void or not wanted any more."""
@@ -86,7 +116,8 @@ class ReadSlot:
         if reading is None or reading.ticket != ticket:
             raise InvariantViolation(f"{self.me}: read {ticket} ended, but {reading} was open")
         by_itself = not self.is_stopping
-        self.reading, self.is_stopping = None, False
+        self.reading, self.is_stopping, self.is_barred = None, False, False
+        self.is_opening = self.is_opened = False
         self.closed = Ticket(max(self.closed, ticket))
         if self.grant is not None and self.grant.ticket <= ticket:
             self.grant = None

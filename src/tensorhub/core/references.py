@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from .groups import Replica
-from .messages import Buffer, Failure, Filling, Holding, Report, Spec, Withdrawing
+from .messages import Buffer, Failure, Filling, Holding, Report, Spec, Vacated, Withdrawing
 from .names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from .specs import parse_spec, steps_back
 
@@ -153,7 +153,7 @@ class Model:
 
 def version_in(buffer: Buffer | None) -> Version | None:
     """The version that the buffer has, whole or in part."""
-    return buffer.version if isinstance(buffer, Filling | Holding | Withdrawing) else None
+    return buffer.version if isinstance(buffer, Filling | Holding | Withdrawing | Vacated) else None
 
 
 def versions_in(report: Report | None) -> dict[Version, bool]:

@@ -8,6 +8,7 @@ Rules it keeps:
   that was ever void here is never begun.
 - What it reads counts only inside its own lease, from when it *sent* the report that the server acknowledged.
 - One read at a time writes the buffer, and nobody reads from the buffer when it changes from one version to another.
+- A version is not given up before its successor is within reach, and is had back if nothing was written over it.
 - A call ends by its deadline. A fill that was cut short leaves the buffer poisoned.
 
 It must never look at a clock, a socket or a tensor.
@@ -18,18 +19,15 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import assert_never
 
-from . import events, worker_calls
+from . import events, filling, worker_calls
 from .calls import FILLS, Call, deadline_failure
 from .errors import InvariantViolation
 from .invariants import worker_contradiction
 from .messages import (
-    MOST_FAILURES,
-    MOST_WORDS,
     Buffer,
     Empty,
     Failure,
     Filling,
-    Grant,
     Holding,
     Orders,
     Poisoned,
@@ -37,8 +35,8 @@ from .messages import (
     Refusal,
     Report,
     TicketFailure,
+    Vacated,
     Withdrawing,
-    shortened,
 )
 from .names import Digest, Number, Version, WorkerId
 from .read_slot import ReadSlot
@@ -67,6 +65,7 @@ class Worker:
         self.serving: Version | None = None  # an export of this version exists
         self.is_stopping_serving = False
         self.withdrawn_in = 0  # the report that first said so
+        self.opened: Version | None = None  # in this call: some source had it, and its manifest is known
         self.ended, self.finished = 0, 0
         self.position: int | None = None
         self.failures: list[TicketFailure] = []
@@ -74,7 +73,7 @@ class Worker:
         self.is_hurried = False  # half of the time to leave is over
         self.leaving_in, self.has_left = 0, False
         self.book = ReportBook()
-        self._is_urgent = False
+        self.is_urgent = False
         self.effects: list[events.Effect] = []
         self._story: deque[tuple[float, str]] = deque(maxlen=200)
 
@@ -83,7 +82,7 @@ class Worker:
     def handle(self, event: events.Event, *, now: float) -> list[events.Effect]:
         """Take in one event; return what is to be done, in order. `now` never goes back."""
         self.effects = []
-        self._is_urgent |= self.slot.lapse(now)
+        self.is_urgent |= self.slot.lapse(now)
         match event:
             case events.Connected():
                 self.connected, self.refusal = True, None
@@ -106,19 +105,25 @@ class Worker:
                     worker_calls.end(self, well=False, now=now)
             case events.Closing(deadline=deadline):
                 self._begin_closing(deadline, now)
+            case events.ReadOpened():
+                filling.opened(self, event, now)
+            case events.ReadTouched():
+                filling.touched(self, event)
+            case events.ReadBarred():
+                filling.barred(self, event, now)
             case events.ReadAdvanced():
-                self._read_advanced(event)
+                filling.advanced(self, event)
             case events.ReadMeasured():
                 self.slot.measured(event)
             case events.ReadEnded():
-                self._read_ended(event, now)
+                filling.ended(self, event, now)
             case events.ServingStopped(version=version):
-                self._serving_stopped(version, now)
+                filling.serving_stopped(self, version, now)
             case events.CopiedOut(version=version, failure=failure):
                 self.shelf.copied_out(version, failure)
                 self.note(now, f"offload of version {version} ended: {failure.message if failure else 'done'}")
             case events.CopiedIn(version=version, failure=failure):
-                self._copied_in(version, failure, now)
+                filling.copied_in(self, version, failure, now)
             case events.CopyDropped(version=version):
                 self.shelf.dropped(version)
                 self.note(now, f"host copy of version {version} dropped")
@@ -154,7 +159,12 @@ class Worker:
     @property
     def held(self) -> Version | None:
         """The version whose bytes are in the buffer, whole and verified; None if there is none."""
-        return self.buffer.version if isinstance(self.buffer, Holding | Withdrawing) else None
+        return self.buffer.version if isinstance(self.buffer, Holding | Withdrawing | Vacated) else None
+
+    @property
+    def withdrawn(self) -> Withdrawing | None:
+        """What is being withdrawn."""
+        return self.buffer if isinstance(self.buffer, Withdrawing) else None
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -238,46 +248,6 @@ class Worker:
             if self.call is not None:
                 worker_calls.fail(self, Failure("closed", f"{self.me} was closed during {self.call.verb}"), now)
 
-    # --- from the data plane ------------------------------------------------------------------------------------------
-
-    def _read_advanced(self, event: events.ReadAdvanced) -> None:
-        reading = self.reading
-        if reading is None or reading.ticket != event.ticket:
-            return
-        if reading.to_host:
-            self.shelf.advanced(reading.version, event.done, event.chunks)
-        elif isinstance(self.buffer, Filling):
-            self.buffer = Filling(self.buffer.version, max(self.buffer.done, event.done), event.chunks)
-
-    def _read_ended(self, event: events.ReadEnded, now: float) -> None:
-        reading, by_itself = self.slot.ended(event.ticket)
-        if event.complete and reading.to_host:
-            self.shelf.filled(reading.version)
-            self.note(now, f"has a host copy of version {reading.version}, last chunk from {reading.source}")
-        elif event.complete and isinstance(self.buffer, Filling) and self.buffer.version == reading.version:
-            self.buffer = Holding(reading.version, self.slot.root)
-            self.note(now, f"holds version {reading.version}, last chunk from {reading.source}")
-        elif event.failure is not None and by_itself:
-            why = shortened(event.failure.message, MOST_WORDS)
-            told = TicketFailure(event.ticket, reading.source, event.failure.code, why)
-            self.failures = [*self.failures, told][-MOST_FAILURES:]
-            self.note(now, f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
-
-    def _serving_stopped(self, version: Version, now: float) -> None:
-        if not self.is_stopping_serving or self.serving != version:
-            raise InvariantViolation(f"{self.me}: serving {version} stopped, but it serves {self.serving}")
-        self.serving, self.is_stopping_serving, self.withdrawn_in = None, False, 0
-        self.buffer = Poisoned() if isinstance(self.buffer, Poisoned) else Empty()
-        self.note(now, f"version {version} withdrawn")
-
-    def _copied_in(self, version: Version, failure: Failure | None, now: float) -> None:
-        root = self.shelf.copied_in(version, failure)
-        if root is not None and isinstance(self.buffer, Filling) and self.buffer.version == version:
-            self.buffer = Holding(version, root)
-            self.serving = version
-            self.effects.append(events.StartServing(version, root))
-            self.note(now, f"holds version {version}, from its host copy")
-
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
@@ -294,7 +264,7 @@ class Worker:
             worker_calls.fail(self, deadline_failure(self, call), now)
         elif call is not None:
             worker_calls.advance(self, call, now)
-        self._advance_read(now)
+        filling.advance_read(self, now)
         self._advance_copies(now)
 
     @property
@@ -306,36 +276,6 @@ class Worker:
     def _is_written(self) -> bool:
         """A read into the buffer is open."""
         return self.reading is not None and not self.reading.to_host
-
-    def _is_wanted(self, grant: Grant | None) -> bool:
-        """What is granted can be read now, or is being read."""
-        call = self.call
-        if grant is None:
-            return False
-        if grant.to_host:
-            return self.shelf.may_fetch(grant.version, call.resolved if call is not None else None)
-        is_filling = isinstance(self.buffer, Filling) and self.buffer.version == grant.version
-        return is_filling and call is not None and self.shelf.copying is None
-
-    def _advance_read(self, now: float) -> None:
-        slot, call = self.slot, self.call
-        is_wanted = self._is_wanted(slot.grant)
-        may_be_wanted = call is not None and call.verb in FILLS and not isinstance(self.buffer, Holding)
-        if slot.grant is not None and not is_wanted and not (may_be_wanted and not slot.grant.to_host):
-            slot.grant, self._is_urgent = None, True  # so that its source need not wait for us
-        slot.stop_unless_granted(is_wanted=is_wanted)
-        is_free = not self.is_stopping_serving or (slot.grant is not None and slot.grant.to_host)
-        if slot.may_start(is_wanted=is_wanted, now=now) and is_free:
-            grant = slot.start()
-            if grant.to_host:
-                self.shelf.begun(grant.version, grant.root)
-            else:
-                self.serving = grant.version
-            self.note(now, f"reads {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}")
-        for effect in slot.effects:
-            if isinstance(effect, events.StopRead):
-                self.note(now, f"stops ticket {effect.ticket}: {slot.stop_reason}")
-        self.effects += slot.take_effects()
 
     def _advance_copies(self, now: float) -> None:
         """Offload, fill from a host copy, and drop what was told to go."""
@@ -383,8 +323,8 @@ class Worker:
             closing=self.closing is not None,
             leaving=self.leaving_in > 0,
         )
-        if self.connected and (self._is_urgent or self.book.is_due(report, now=now)):
-            self._is_urgent = False
+        if self.connected and (self.is_urgent or self.book.is_due(report, now=now)):
+            self.is_urgent = False
             self.effects.append(events.Send(self.book.sent(report, now=now)))
 
     def note_newest(self, version: Version | None) -> None:

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from . import events
+from . import events, filling
 from .calls import FILLS, Call, why_not_begin
-from .messages import Empty, Failure, Filling, Holding, Poisoned, Withdrawing
+from .messages import Empty, Failure, Filling, Holding, Poisoned, Vacated, Withdrawing
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -17,7 +17,7 @@ def take(worker: "Worker", event: events.Called, now: float) -> None:
         worker.effects.append(events.Finished(0, error=wrong))
         return
     worker.call = Call(event.verb, event.spec, event.root, now, event.deadline)
-    worker.failures, worker.shelf.error = [], None
+    worker.failures, worker.shelf.error, worker.opened = [], None, None
     worker.note(now, f"called {event.verb} {event.spec}")
 
 
@@ -29,7 +29,13 @@ def advance(worker: "Worker", call: Call, now: float) -> None:
         case Holding(version=version) if call.verb == "unpublish" and call.number is not None:
             withdraw(worker, impatient=False, now=now)
         case Holding(version=version) if call.verb in FILLS and call.resolved not in (None, version):
-            withdraw(worker, impatient=False, now=now)
+            if filling.is_opened(worker, call.resolved):
+                withdraw(worker, impatient=False, now=now)
+        case Vacated(version=version) if call.verb in FILLS and call.resolved is not None:
+            if call.resolved == version:
+                filling.give_back(worker, now)
+            elif worker.is_untouched and worker.shelf.whole(call.resolved) is not None:
+                worker.buffer = Filling(call.resolved)
         case Empty() if call.verb == "publish" and call.resolved is not None and worker.is_untouched:
             worker.buffer = Holding(call.resolved, call.root, published=True)
             worker.serving = call.resolved
@@ -66,18 +72,24 @@ def end(worker: "Worker", *, well: bool, now: float) -> None:
         worker.ended = call.number
         worker.finished = call.number if well else worker.finished
     if well:
+        if isinstance(worker.buffer, Vacated):
+            worker.buffer = Empty()
         worker.effects.append(events.Finished(call.number or 0, version=worker.held))
         worker.note_newest(worker.held)
         return
     if isinstance(worker.buffer, Filling):
-        worker.buffer = Poisoned(worker.serving)
-        worker.withdrawn_in = worker.book.number + 1 if worker.serving is not None else 0
+        filling.poison(worker)
         if worker.reading is None or not worker.reading.to_host:
             worker.slot.grant = None
             worker.slot.stop("the call failed")
-    elif isinstance(worker.buffer, Withdrawing) and not worker.is_stopping_serving and worker.closing is None:
+        return
+    if worker.reading is not None and not worker.reading.to_host:
+        worker.slot.grant = None
+        worker.slot.stop("the call ended")
+    if isinstance(worker.buffer, Withdrawing) and not worker.is_stopping_serving and worker.closing is None:
         worker.buffer = Holding(worker.buffer.version, worker.buffer.root, worker.buffer.published)
         worker.withdrawn_in = 0
+    filling.give_back(worker, now)
 
 
 def advance_closing(worker: "Worker", now: float) -> None:

@@ -63,6 +63,7 @@ class FillSink:
         self._manifest_bytes = b""
         self._progress: Progress | None = None
         self._accepted = bytearray()
+        self._is_settled = False
         self._hashing: dict[int, Hashing] = {}  # chunks on their way, each in one thread
         self._revoked: TensorHubError | None = None
         self._bytes_verified = self._bytes_unverified = self._bytes_rejected = 0
@@ -126,13 +127,20 @@ class FillSink:
                 is_first = self._progress is None
                 if is_first:
                     self._start(candidate)
-            if is_first:
-                self._registration.settle()  # nothing launched earlier may still read or write these tensors
-                if self._on_begin is not None:
-                    self._on_begin(self)
+            if is_first and self._on_begin is not None:
+                self._on_begin(self)
         self._hashing.clear()  # of a read that broke off: its bytes may be written over unobserved
         progress = self.progress
         return [chunk for chunk in range(progress.chunk_count) if not progress.has(chunk)]
+
+    def touch(self) -> None:
+        """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
+        if self._is_settled:
+            return
+        with self._telling:
+            if not self._is_settled:
+                self._registration.settle()
+                self._is_settled = True
 
     def observe(self, chunk: int) -> Look | None:
         """Hash the parts of a chunk as they come: then `accept` need not look at them again."""

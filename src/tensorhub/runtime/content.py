@@ -26,6 +26,10 @@ class Content:
         self._lock = threading.Lock()
         self._is_stopped = False
 
+    def is_of(self, version: Version, root: Digest) -> bool:
+        """It is this content, and no other that has the same number."""
+        return (self.version, self.root) == (version, root)
+
     def export(self, transports: Mapping[str, Transport], manifest: Manifest, progress: Progress) -> None:
         """Let peers read it, unless it was stopped meanwhile: a fill learns its manifest in a transport's thread."""
         for transport in transports.values():

@@ -10,23 +10,23 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
-from ..core.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ServingStopped
+from ..core.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from ..core.manifest import Manifest
 from ..core.messages import MOST_FAR, MOST_SOURCES, Failure, Grant
 from ..core.names import Digest, Ticket, Version, WorkerId
 from ..core.reports import add_up
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
-from ..transport.base import Read, Transport
-from ..transport.choose import Way
+from ..transport.base import Transport
 from ..transport.progress import Progress
 from .config import Verify
 from .content import Content
 from .copies import HostCopies
 from .loops import in_thread
+from .open_read import OpenRead
 from .routes import MEASURE_EVERY_S, Meter, Routes
 from .trust import Lease, TrustedSink
 
@@ -35,31 +35,6 @@ _log = logging.getLogger(__name__)
 TELL_EVERY_S = 0.05  # progress: 20 times a second is as fast as anybody looks
 WITHDRAW_S = 1.0  # one try; they go on until nobody reads any more
 SLOW_WITHDRAW_S = 10.0  # longer than this is worth a line in the log
-
-
-class OpenRead:
-    """The read under way, and what the machine was told of it."""
-
-    def __init__(self, grant: Grant, content: Content, sink: TrustedSink) -> None:
-        self.grant = grant
-        self.content = content
-        self.sink = sink
-        self.ways: list[Way] = []  # left to try
-        self.way: Way | None = None  # under way
-        self.read: Read | None = None
-        self.meter: Meter | None = None
-        self.counted_bytes = 0
-        self.measured: ReadMeasured | None = None
-        self.told = -1
-        self.is_waking = False
-        self.measuring: asyncio.Handle | None = None  # the next look at its rate
-        self.looking: asyncio.Handle | None = None  # the next look at its progress
-
-    def end(self) -> None:
-        """It is over: no timer keeps it, or else those of the last half second would be there, with all they hold."""
-        for handle in (self.measuring, self.looking):
-            if handle is not None:
-                handle.cancel()
 
 
 class DataPlane:
@@ -77,7 +52,9 @@ class DataPlane:
         """`transports` by scheme, best first. `tell` hands an event to the machine, in the loop."""
         self.me = me
         self.registration: Registration | None = None
-        self.content: Content | None = None
+        self.content: Content | None = None  # what the registered memory holds, or is being filled with
+        self.incoming: Content | None = None  # opened: what it is to be filled with next, nothing of it is written
+        self.vacated: Manifest | None = None  # of what was withdrawn, and is not yet written over
         self.received_bytes: dict[str, int] = {}  # by source replica: the latest few, and the sum of the others
         self.far_bytes: dict[int, int] = {}  # by version: from other sites, the latest few
         self.bytes_by_transport: dict[str, int] = {}
@@ -94,6 +71,7 @@ class DataPlane:
             me, transports, verify=verify, limit_bytes=host_bytes, tell=tell, withdraw=self._withdraw_all
         )
         self._tasks: set[asyncio.Task[None]] = set()
+        self._forgetting: dict[str, asyncio.Task[None]] = {}  # by key: what was opened and never written is withdrawn
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
@@ -105,7 +83,10 @@ class DataPlane:
         self._prepared = manifest
 
     def start_serving(self, version: Version, root: Digest) -> None:
-        registration, manifest = self.registration, self._prepared
+        registration, vacated = self.registration, self.vacated
+        manifest = vacated if vacated is not None and vacated.root() == root else self._prepared
+        self._forget_incoming()
+        self.vacated = None
         assert registration is not None, "serving without registered memory"
         assert manifest is not None, "serving what was not prepared"
         assert manifest.root() == root, "serving what was not prepared"
@@ -113,16 +94,27 @@ class DataPlane:
         content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
 
     def stop_serving(self, version: Version) -> None:
-        content = self.content
+        why = TensorHubError(f"{self.me} withdrew version {version}")
+        content, incoming = self.content, self.incoming
+        if incoming is not None and incoming.version == version:
+            self.incoming = None
+            incoming.stop(why)
         if content is not None and content.version == version:
-            self.content = None
-            content.stop(TensorHubError(f"{self.me} withdrew version {version}"))
-        task = self._loop.create_task(self._withdraw(version))
+            is_whole = content.progress is not None and content.progress.is_complete
+            self.content, self.vacated = None, content.manifest if is_whole else None
+            content.stop(why)
+        self._in_background(self._withdraw(version))
+
+    def _in_background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def register(self, registration: Registration) -> int:
         """Other tensors. Returns how many host copies of them the limit allows."""
+        self._forget_incoming()
+        self.vacated = None
         self.registration = registration
         return self.copies.register(registration)
 
@@ -133,9 +125,19 @@ class DataPlane:
 
     def copy_in(self, version: Version) -> None:
         assert self.registration is not None, "filling without registered memory"
+        self._forget_incoming()
+        self.vacated = None
         self.copies.copy_in(version, self.registration, self.prepare)
 
+    def open_read(self, grant: Grant) -> None:
+        """Fetch the manifest and write nothing."""
+        self._start(grant, is_only_opened=True)
+
     def start_read(self, grant: Grant) -> None:
+        """Read what is missing."""
+        self._start(grant, is_only_opened=False)
+
+    def _start(self, grant: Grant, *, is_only_opened: bool) -> None:
         try:
             content = self._content_for(grant)
         except TensorHubError as error:  # no host memory
@@ -143,19 +145,42 @@ class DataPlane:
             self._loop.call_soon(self._tell, ReadEnded(grant.ticket, failure=failure))
             return
         assert content.fill is not None
-        reading = self._reading = OpenRead(grant, content, TrustedSink(content.fill, self._lease, is_far=grant.is_far))
+        sink = TrustedSink(
+            content.fill,
+            self._lease,
+            is_far=grant.is_far,
+            is_only_opened=is_only_opened,
+            on_touch=lambda: self._wake(self._touched, grant, content),
+        )
+        if self._reading is not None:
+            self._reading.end()  # it was opened, and is now read
+        reading = self._reading = OpenRead(grant, content, sink)
+        forgetting = self._forgetting.get(content.key)
+        if forgetting is None:
+            self._begin(reading)
+        else:  # the same key would be withdrawn under our feet
+            forgetting.add_done_callback(lambda _: self._begin(reading))
+
+    def _begin(self, reading: OpenRead) -> None:
+        if self._reading is not reading or reading.sink.is_stopped:
+            return
         try:
-            reading.ways = self._routes.to(grant)
+            reading.ways = self._routes.to(reading.grant)
             self._read(reading)
         except TensorHubError as error:
             self._loop.call_soon(self._ended, reading, error)
 
-    def stop_read(self, ticket: Ticket) -> None:
+    def stop_read(self, ticket: Ticket) -> bool:
+        """Returns whether it has written anything, or may have; if not, it never will."""
         reading = self._reading
-        if reading is not None and reading.grant.ticket == ticket:
-            reading.sink.is_stopped = True
-            if reading.read is not None:
-                reading.read.stop()
+        if reading is None or reading.grant.ticket != ticket:
+            return False
+        is_touched = reading.sink.bar()
+        if reading.is_opened or reading.read is None:
+            self._loop.call_soon(self._ended, reading, None)
+        elif reading.read is not None:
+            reading.read.stop()
+        return is_touched
 
     # --- what others ask ----------------------------------------------------------------------------------------------
 
@@ -188,12 +213,11 @@ class DataPlane:
             if content.fill is not None:
                 return content
         else:
-            held = self.content
-            if held is not None and held.version == grant.version and held.root == grant.root and held.fill:
-                return held
-            if held is not None:
-                held.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
-            content = self.content = Content(grant.version, grant.root, self._key(grant.version), self.registration)
+            for known_content in (self.content, self.incoming):
+                if known_content is not None and known_content.is_of(grant.version, grant.root) and known_content.fill:
+                    return known_content
+            self._forget_incoming()
+            content = self.incoming = Content(grant.version, grant.root, self._key(grant.version), self.registration)
         known = weakref.ref(content)  # it has the fill: held from both sides, both would wait for the garbage collector
         content.fill = FillSink(
             content.registration,
@@ -203,6 +227,26 @@ class DataPlane:
             on_stored=lambda prefix: self._stored(known()),
         )
         return content
+
+    def _forget_incoming(self) -> None:
+        """Nobody is to open it here any more. Nothing of it was ever to be had here, so nobody is waited for."""
+        incoming, self.incoming = self.incoming, None
+        if incoming is not None:
+            incoming.stop(TensorHubError(f"{self.me} does not fill version {incoming.version} any more"))
+            key = incoming.key
+            self._forgetting[key] = self._in_background(in_thread(lambda: self._withdraw_all(key), name="withdraw"))
+            self._forgetting[key].add_done_callback(lambda _: self._forgetting.pop(key))
+
+    def _touched(self, grant: Grant, content: Content) -> None:
+        """In the loop, once: the read may be writing. What the memory held before is gone."""
+        if grant.to_host:
+            return
+        if self.incoming is content:
+            if self.content is not None:
+                self.content.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
+            self.content, self.incoming = content, None
+        self.vacated = None
+        self._tell(ReadTouched(grant.ticket))
 
     def _read(self, reading: OpenRead) -> None:
         """Begin to read on the next way."""
@@ -282,6 +326,10 @@ class DataPlane:
         """In the loop, after the last byte of this read."""
         if self._reading is not reading:
             return
+        if reading.sink.is_only_opened and error is None and not reading.sink.is_stopped:
+            reading.is_opened = True  # nothing runs until the read is started, or is told to stop
+            self._tell(ReadOpened(reading.grant.ticket))
+            return
         self._tell_progress(reading)
         if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
             self._routes.failed(reading.way, reading.grant.source, error)
@@ -294,7 +342,7 @@ class DataPlane:
         reading.end()
         self._log_end(reading)
         progress = reading.content.progress
-        is_complete = progress is not None and progress.is_complete
+        is_complete = progress is not None and progress.is_complete and not reading.sink.is_only_opened
         failure = None
         if error is None and not is_complete and not reading.sink.is_stopped:
             error = SourceLost(f"{reading.grant.source} ended the read before its last chunk")

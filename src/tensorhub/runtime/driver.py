@@ -25,6 +25,8 @@ from ..core.events import (
     Event,
     Finished,
     Left,
+    OpenRead,
+    ReadBarred,
     Received,
     Send,
     StartRead,
@@ -167,12 +169,18 @@ class Driver:
         if self.is_gone:
             return
         try:
+            barred: list[ReadBarred] = []
             for effect in self.worker.handle(event, now=time.monotonic()):
-                self._carry_out(effect)
+                if isinstance(effect, StopRead):
+                    barred.append(ReadBarred(effect.ticket, self.data.stop_read(effect.ticket)))
+                else:
+                    self._carry_out(effect)
             self.worker.check_invariants()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is our bug and ends this worker
             self._break(error)
             return
+        for answer in barred:
+            self.feed(answer)
         self._set_timer()
         for future, is_true in list(self._awaited.items()):
             if is_true() and not future.done():
@@ -182,13 +190,14 @@ class Driver:
         match effect:
             case Send(message=message):
                 self.line.send(message)
+            case OpenRead(grant=grant):
+                _log.debug("%s opens version %d at %s: %s", self.me, grant.version, grant.source, grant.reason)
+                self.data.open_read(grant)
             case StartRead(grant=grant):
                 _log.info("%s reads version %d from %s: %s", self.me, grant.version, grant.source, grant.reason)
                 self.data.start_read(grant)
             case Trust(until=until):
                 self.data.trust(until)
-            case StopRead(ticket=ticket):
-                self.data.stop_read(ticket)
             case StartServing(version=version, root=root):
                 self.data.start_serving(version, root)
             case StopServing(version=version):
@@ -199,6 +208,8 @@ class Driver:
                 self.data.copy_in(version)
             case DropCopy(version=version):
                 self.data.copies.drop(version)
+            case StopRead():
+                raise InvariantViolation("the answer to it comes at once: see feed()")
             case Finished():
                 if self._finished is not None and not self._finished.done():
                     self._finished.set_result(effect)

@@ -4,6 +4,7 @@
 before it is counted. It must never: prolong anything by itself.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from math import inf
@@ -28,12 +29,26 @@ class Lease:
 class TrustedSink:
     """A `Sink` for one read: the fill behind it, as long as the read is trusted."""
 
-    def __init__(self, fill: FillSink, lease: Lease, *, is_far: bool = False) -> None:
-        """`is_far`: the source is in another site, which a transport may like to know."""
+    def __init__(
+        self,
+        fill: FillSink,
+        lease: Lease,
+        *,
+        is_far: bool = False,
+        is_only_opened: bool = False,
+        on_touch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`is_far`: the source is in another site, which a transport may like to know. `is_only_opened`: the manifest
+        is wanted, and no chunk. `on_touch` is called once, in a transport's thread, before the first byte is written.
+        """
         self.is_far = is_far
+        self.is_only_opened = is_only_opened
+        self.is_stopped = False
+        self.is_touched = False
         self._fill = fill
         self._lease = lease
-        self.is_stopped = False
+        self._on_touch = on_touch
+        self._gate = threading.Lock()
 
     @property
     def stream(self) -> ByteStream:
@@ -49,7 +64,24 @@ class TrustedSink:
 
     def begin(self, manifest: bytes) -> Sequence[int]:
         self._check()
-        return self._fill.begin(manifest)
+        missing = self._fill.begin(manifest)
+        return () if self.is_only_opened else missing
+
+    def touch(self) -> None:
+        self._check()
+        if not self.is_touched:
+            with self._gate:
+                self._check()
+                is_first, self.is_touched = not self.is_touched, True
+            if is_first:
+                self._on_touch()
+        self._fill.touch()
+
+    def bar(self) -> bool:
+        """Let nothing be written any more unless something was before. Returns whether it was; final either way."""
+        with self._gate:
+            self.is_stopped = True
+            return self.is_touched
 
     def observe(self, chunk: int) -> Look | None:
         return self._fill.observe(chunk)

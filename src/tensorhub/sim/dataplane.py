@@ -22,7 +22,7 @@ EXPECT_S = 0.5  # a source is asked again for so long for what it does not serve
 class SimRead:
     """One read, chunk after chunk."""
 
-    def __init__(self, plane: "DataPlane", reader: "Process", grant: Grant) -> None:
+    def __init__(self, plane: "DataPlane", reader: "Process", grant: Grant, *, is_only_opened: bool = False) -> None:
         self.plane = plane
         self.reader = reader
         self.grant = grant
@@ -33,24 +33,42 @@ class SimRead:
         self.began = plane.world.now
         self.is_stopped = False
         self.is_ended = False
+        self.is_only_opened = is_only_opened  # the manifest is fetched, and nothing else
+        self.is_touched = grant.to_host  # a chunk is, or was, on its way into the buffer
         self.limit = 0  # chunks that the source has told of
         self.memory: list[int] = []  # of the source, wherever that is
         plane.world.after(plane.pace(), self._begin)
 
     def stop(self) -> None:
         self.is_stopped = True
+        if self.is_only_opened:
+            self.plane.world.after(self.plane.pace(), lambda: self._end(None))
+
+    @property
+    def done(self) -> int:
+        """Chunks in place of the version that is read."""
+        return self.target.done if self.target.version == self.grant.version else 0
 
     def _begin(self) -> None:
         if not self._goes_on():
             return
         source = self.source
-        if source is None or source.place(self.grant.version, on_host=self.grant.from_host) is None:
+        if source is None or not self._is_served(source):
             if source is not None and self.plane.world.now < self.began + EXPECT_S:
                 self.plane.world.after(self.plane.pace(), self._begin)  # it was granted, and is about to begin itself
                 return
             self._end(Failure("source-lost", f"{self.grant.source} does not serve version {self.grant.version}"))
             return
-        self._fetch()
+        if self.is_only_opened:
+            self.reader.has_opened(self)
+        else:
+            self._fetch()
+
+    def _is_served(self, source: "Process") -> bool:
+        """The source can be asked for the version, of which it may have nothing yet."""
+        grant = self.grant
+        is_there = source.place(grant.version, on_host=grant.from_host) is not None
+        return is_there or (not grant.from_host and source.is_opened(grant.version))
 
     def _goes_on(self) -> bool:
         """The read may go on; otherwise it has just been ended."""
@@ -72,7 +90,7 @@ class SimRead:
     def _fetch(self) -> None:
         if not self._goes_on():
             return
-        source, chunk = self.source, self.target.done
+        source, chunk = self.source, self.done
         assert source is not None
         if chunk >= len(self.reader.memory):
             self._end(None)
@@ -80,12 +98,20 @@ class SimRead:
         place = source.place(self.grant.version, on_host=self.grant.from_host)
         if place is not None:
             self.limit, self.memory = place.available(self.grant.version), place.memory
+        elif self._is_served(source):
+            self.limit = min(self.limit, chunk)
         elif not self.plane.weather.is_one_sided or self.limit <= chunk:
             self._end(Failure("source-lost", f"{self.grant.source} withdrew version {self.grant.version}"))
             return
         if self.limit <= chunk:
             self.plane.world.after(self.plane.pace(), self._fetch)  # it is filling itself
             return
+        if not self.is_touched:
+            self.is_touched = True
+            self.reader.touches(self)
+            if self.is_stopped:
+                self._end(None)
+                return
         value = self.memory[chunk]
         self.plane.cluster.oracles.sent(source, self, chunk)
         if self.plane.is_stormy and self.plane.world.happens(self.plane.weather.corruption):

@@ -15,8 +15,12 @@ from ..core.events import (
     Event,
     Finished,
     Left,
+    OpenRead,
     ReadAdvanced,
+    ReadBarred,
     ReadEnded,
+    ReadOpened,
+    ReadTouched,
     Received,
     Registered,
     Send,
@@ -59,10 +63,12 @@ class Process:
         self.memory = [0] * cluster.weather.chunks
         self.buffer = Place(self.memory)
         self.filled_version: Version | None = None
+        self.opened: Version | None = None  # peers may open it here too, and get nothing of it yet
         self.host = HostCopies(self)
         self.sent = 0  # chunks that others took from here
         self.trust_until = float("-inf")
         self.read: SimRead | None = None
+        self._follow_ups: list[Event] = []  # answers that come at once
         self.on_finished: OnFinished | None = None
         self.called_until: float | None = None
         self.has_left = False
@@ -109,6 +115,8 @@ class Process:
             return
         for effect in self.worker.handle(event, now=self.now):
             self._carry_out(effect)
+        while self._follow_ups and self.is_alive:
+            self.tell(self._follow_ups.pop(0))
         self._schedule_tick()
         self.cluster.oracles.after_event(self)
 
@@ -128,26 +136,30 @@ class Process:
             case Send(message=message):
                 if isinstance(message, Report) and not self.is_mute:
                     self.cluster.control.to_server(self, self.hello, self.layout, message)
+            case OpenRead(grant=grant):
+                world.note(self.name, f"opens version {grant.version} at {grant.source}, ticket {grant.ticket}")
+                self.read = SimRead(self.cluster.data, self, grant, is_only_opened=True)
             case StartRead(grant=grant):
                 world.note(
                     self.name,
                     f"reads version {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}",
                 )
-                if not grant.to_host and self.filled_version != grant.version:
-                    self.cluster.oracles.begins_to_change(self, grant.version)
-                    self.filled_version = grant.version
-                    self.buffer.version, self.buffer.is_filled, self.buffer.done = grant.version, True, 0
+                if not grant.to_host:
+                    self.opened = grant.version
                 self.read = SimRead(self.cluster.data, self, grant)
             case Trust(until=until):
                 self.trust_until = until
-            case StopRead():
+            case StopRead(ticket=ticket):
                 assert self.read is not None
                 self.read.stop()
+                self._follow_ups.append(ReadBarred(ticket, self.read.is_touched))
             case StartServing(version=version):
                 self.buffer.version, self.buffer.is_filled, self.filled_version = version, False, None
+                self.opened = None
             case StopServing(version=version):
                 self.cluster.oracles.serving_stops(self, version)
                 self.buffer.version, self.buffer.is_filled, self.filled_version = None, False, None
+                self.opened = self.opened if self.opened != version else None
                 delay = self.cluster.data.pace()
                 world.after(delay, lambda: self.tell(ServingStopped(version)))
             case CopyOut(version=version):
@@ -202,6 +214,24 @@ class Process:
         found = self.host.places.get(version) if on_host else self.buffer
         return found if self.is_alive and found is not None and found.version == version else None
 
+    def is_opened(self, version: Version) -> bool:
+        """Others may open the version here, though there is nothing of it yet."""
+        return self.is_alive and self.opened == version
+
+    def touches(self, read: SimRead) -> None:
+        """The read is about to have a chunk on its way into the buffer."""
+        version = read.grant.version
+        if self.filled_version != version:
+            self.cluster.oracles.begins_to_change(self, version)
+            self.filled_version = version
+            self.buffer.version, self.buffer.is_filled, self.buffer.done = version, True, 0
+        self.tell(ReadTouched(read.grant.ticket))
+
+    def has_opened(self, read: SimRead) -> None:
+        """The manifest is here."""
+        self.opened = read.grant.version
+        self.tell(ReadOpened(read.grant.ticket))
+
     def write(self, chunk: int, value: int) -> None:
         self.memory[chunk] = value
         self.cluster.oracles.memory_written(self, chunk)
@@ -212,7 +242,7 @@ class Process:
         self.tell(ReadAdvanced(read.grant.ticket, chunk + 1, len(self.memory)))
 
     def read_ended(self, read: SimRead, failure: Failure | None) -> None:
-        complete = read.target.done == len(self.memory)
+        complete = read.done == len(self.memory) and not read.is_only_opened
         self.read = None
         if complete and read.grant.to_host:
             self.cluster.oracles.copy_is_whole(self, read.grant.version)

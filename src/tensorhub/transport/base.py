@@ -77,6 +77,10 @@ class Sink(Protocol):
         """Take the source's manifest; return the chunks wanted, in order. Raises if the content is not the expected."""
         ...
 
+    def touch(self) -> None:
+        """Called before each chunk whose bytes are about to be written. Raises if nothing may be written any more."""
+        ...
+
     def observe(self, chunk: int) -> Look | None:
         """What wants to see the bytes of a chunk that begins to come, view by view, while a cache has them; or None.
 

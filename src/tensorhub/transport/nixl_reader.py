@@ -244,6 +244,7 @@ class NixlStream(Stream):
             plan = self._meeting.plan(sink)
         except Broken as error:
             raise self._left(f"NIXL cannot read its memory: {error}", TransportMissing) from error
+        sink.touch()
         if plan.is_on_host:
             with sink.stream.writing(start, stop) as views:
                 self._fetch(plan, chunk, start, stop)

@@ -305,6 +305,7 @@ class Stream:
         start = chunk * self.chunk_bytes
         stop = min(start + self.chunk_bytes, sink.stream.size_bytes)
         self.await_chunk(chunk, stop - start)
+        sink.touch()
         try:
             with sink.stream.writing(start, stop) as views:
                 self.transfer(start, stop, views, sink.observe(chunk))
