@@ -43,9 +43,30 @@ MUTANTS = (
     Mutant(
         "drained is believed from before the withdrawal",
         "core/worker.py",
-        "        if is_going and is_answer_to_withdrawal and self.shelf.copying is None:",
+        "        if is_going and is_answer and self.shelf.copying is None:",
         "        if is_going and self.shelf.copying is None:",
         "drained counts only in answer to a report that said so",
+    ),
+    Mutant(
+        "the word of a dead server counts",
+        "core/reports.py",
+        "        return acknowledged >= max(told_in, self._since)\n",
+        "        return acknowledged >= told_in\n",
+        "drained counts only from a server that heard of the withdrawal over this connection",
+    ),
+    Mutant(
+        "a release is final at once",
+        "core/shelf.py",
+        "                self.leaving[copy.version] = Leaving(next_report)\n",
+        "                self.leaving[copy.version] = Leaving(None)\n",
+        "a host copy goes only after the server that releases it has heard that it is about to go",
+    ),
+    Mutant(
+        "a copy that nobody releases any more goes all the same",
+        "core/shelf.py",
+        "            elif is_released:\n                leaving.is_agreed = True\n",
+        "            elif is_released or leaving is not None:\n                leaving.is_agreed = True\n",
+        "a server that knows nothing of a release keeps the copy",
     ),
     Mutant(
         "two reads write at once",
@@ -258,7 +279,7 @@ MUTANTS = (
     Mutant(
         "the tensors change while they are offloaded",
         "core/worker.py",
-        "        if is_going and is_answer_to_withdrawal and self.shelf.copying is None:",
+        "        if is_going and is_answer and self.shelf.copying is None:",
         "        if is_going and is_answer_to_withdrawal:",
         "a buffer is free only once its copy is made",
     ),

@@ -93,7 +93,7 @@ class Stage:
         assert self.server is not None, "the server is not running"
         self.server = None
         self._queue.clear()
-        self.held = {lane: [] for lane in self.held}
+        self.held = {lane: [each for each in letters if not each.is_up] for lane, letters in self.held.items()}
         for player in self.players.values():
             if player.name not in self.cut:
                 player.disconnected()

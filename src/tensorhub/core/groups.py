@@ -128,9 +128,9 @@ class Replica:
         mismatch = self._mismatch(shard, operation, told)
         if mismatch is not None:
             return Answer(told.number, error=mismatch)
-        version = operation.version
         error = operation.error.bounded() if operation.error is not None else None
         waiting = operation.waiting.bounded() if operation.waiting is not None else None
+        version = operation.version
         return Answer(told.number, version, operation.is_finished, error, waiting)
 
     def lose(self, shard: Shard, why: str) -> None:

@@ -268,7 +268,8 @@ class Orders(_Message, frozen=True, tag="orders"):
     ended anywhere in the replica, None while the server cannot know it. `drained` names the version that nobody reads
     from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`:
     copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
-    grants allow. `release`: the host copies of these numbers are not needed any more.
+    grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
+    and dropped when orders that answer a report of it as `leaving` still name it.
     """
 
     number: Number

@@ -37,6 +37,7 @@ class ReportBook:
         self.number = 0
         self.every_s = 1.0
         self.acknowledged = 0  # the latest report that the server has taken in
+        self._since = 1  # the first report of this connection
         self._sent_at: dict[int, float] = {}
         self._last_news: Report | None = None
         self._last_at = -inf
@@ -49,8 +50,17 @@ class ReportBook:
         return self._last_at + self.every_s
 
     def repeat(self) -> None:
-        """A new connection: whatever was told before must be told again."""
+        """A new connection: whatever was told before must be told again, perhaps to a server that has heard nothing."""
         self._last_news, self._last_at = None, -inf
+        self._since = self.number + 1
+
+    def is_answered(self, told_in: int, acknowledged: int) -> bool:
+        """Orders with that acknowledgement come from a server that knows what was first said in the report `told_in`.
+
+        It was said again on each new connection: what answers an older one may be the word of a server that is dead,
+        and the next one may have decided otherwise since.
+        """
+        return acknowledged >= max(told_in, self._since)
 
     def is_due(self, report: Report, *, now: float) -> bool:
         return self._last_news is None or now >= self.next_at or news_of(report) != self._last_news

@@ -1,7 +1,11 @@
 """A worker's host copies: versions beside the buffer, offloaded from it or fetched ahead, which others may read.
 
 The server orders what to offload, to fetch and to release; the limit on host memory is the worker's own, and no copy is
-begun that does not fit. A copy that was told to go is served until nothing here writes it or reads it any more.
+begun that does not fit. A copy that is to go is served until nothing here writes it or reads it any more.
+
+A release takes two steps, because an order may come late and from a server that is dead by now: the worker reports the
+copy as about to go, and drops it when orders that answer such a report still release it. Whoever sent those lets nobody
+begin to read it. Orders that answer such a report and do not release it know nothing of the release: the copy stays.
 """
 
 from dataclasses import dataclass, field
@@ -18,6 +22,19 @@ Copying = tuple[Literal["in", "out"], Version]
 
 
 @dataclass
+class Leaving:
+    """A host copy that is about to go."""
+
+    released_in: int | None  # the first report that said so; None: no server has to agree, it is of no use any more
+    is_agreed: bool = False  # the server that knows of it still wants it to go
+    is_dropping: bool = False
+
+    def is_answered(self, acknowledged: int) -> bool:
+        """Whoever sent orders with that acknowledgement has heard of it, and can still say what becomes of it."""
+        return self.released_in is not None and not self.is_dropping and acknowledged >= self.released_in
+
+
+@dataclass
 class Shelf:
     """Host copies by version, and the one local copy that may be under way."""
 
@@ -29,7 +46,7 @@ class Shelf:
     error: Failure | None = None  # why the last offload failed
     prefetch: Spec | None = None  # what the caller wants ahead
     pins: tuple[Version, ...] = ()
-    leaving: dict[Version, bool] = field(default_factory=dict)  # True: it is being dropped
+    leaving: dict[Version, Leaving] = field(default_factory=dict)
     _made: int = 0
 
     @property
@@ -51,16 +68,24 @@ class Shelf:
         self.most = min(most, MOST_COPIES)
         self.leave_all()
 
-    def take(self, orders: Orders) -> None:
-        """The latest orders."""
+    def take(self, orders: Orders, *, next_report: int) -> None:
+        """The latest orders. What they make of the copies will be said in the next report, with that number."""
         self.offload, self.fetch = orders.offload, orders.fetch
-        for copy in list(self.copies.values()):
-            if copy.number in orders.release:
-                self.leave(copy.version)
+        for copy in self.copies.values():
+            is_released, leaving = copy.number in orders.release, self.leaving.get(copy.version)
+            if leaving is None and is_released:
+                self.leaving[copy.version] = Leaving(next_report)
+            elif leaving is None or not leaving.is_answered(orders.acknowledged):
+                continue
+            elif is_released:
+                leaving.is_agreed = True
+            else:
+                del self.leaving[copy.version]
 
     def leave(self, version: Version) -> None:
+        """The copy goes, whatever the server says."""
         if version in self.copies:
-            self.leaving.setdefault(version, False)
+            self.leaving.setdefault(version, Leaving(None)).released_in = None
 
     def leave_all(self) -> None:
         for version in self.copies:
@@ -142,13 +167,15 @@ class Shelf:
         if reading is not None and reading.to_host:
             busy.append(reading.version)
         found: list[Effect] = []
-        for version, is_dropping in self.leaving.items():
-            if not is_dropping and version not in busy:
-                self.leaving[version] = True
+        for version, leaving in self.leaving.items():
+            may_go = leaving.is_agreed or leaving.released_in is None
+            if may_go and not leaving.is_dropping and version not in busy:
+                leaving.is_dropping = True
                 found.append(DropCopy(version))
         return found
 
     def dropped(self, version: Version) -> None:
-        if not self.leaving.get(version):
+        leaving = self.leaving.get(version)
+        if leaving is None or not leaving.is_dropping:
             raise InvariantViolation(f"the copy of version {version} was dropped, which nobody had asked for")
         del self.leaving[version], self.copies[version]

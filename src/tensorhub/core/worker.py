@@ -208,16 +208,16 @@ class Worker:
         if sent_at is not None:
             self.slot.extend_trust(sent_at + orders.trust_s)
         self.slot.take_grant(orders.grant)
-        self.shelf.take(orders)
+        self.shelf.take(orders, next_report=self.book.number + 1)
         self.note_newest(orders.newest)
         call = self.call
         if call is not None and call.take(orders.answer):
             if call.verb in FILLS:  # a version that is being published may yet fail to come into being
                 self.note_newest(call.resolved)
             self.note(now, f"{call} is version {call.resolved}")
-        is_answer_to_withdrawal = orders.acknowledged >= self.withdrawn_in > 0
+        is_answer = self.withdrawn_in > 0 and self.book.is_answered(self.withdrawn_in, orders.acknowledged)
         is_going = isinstance(self.buffer, Withdrawing | Poisoned) and orders.drained == self.buffer.version
-        if is_going and is_answer_to_withdrawal and self.shelf.copying is None:  # else it is said again afterwards
+        if is_going and is_answer and self.shelf.copying is None:  # else it is said again afterwards
             self.stop_serving(now)
         if self.leaving_in and orders.acknowledged >= self.leaving_in:
             worker_calls.leave(self, drained=True)

@@ -54,6 +54,7 @@ class Oracles:
         if touched is not None:
             self.retention.after_event(touched)
             self._ask(touched.worker.check_invariants)
+        self.retention.note_what_seems_lost()
         server = self.cluster.control.server
         if server is not None and server.counters["unsettled"]:
             self.broken("livelock", "the rules contradict each other: one worker was decided for again and again")

@@ -22,6 +22,7 @@ class RetentionOracle:
         self.cluster = cluster
         self.broken = broken
         self.deaths: dict[ModelName, float] = {}  # when a reliable worker of the model died last
+        self.seemed_lost: dict[tuple[str, Version], float] = {}  # to whom without room, and when last
         self.holding: dict[str, tuple[Version, float]] = {}  # by process: what it holds, and since when
 
     def after_event(self, process: "Process") -> None:
@@ -31,6 +32,18 @@ class RetentionOracle:
             self.holding.pop(process.name, None)
         elif known is None or known[0] != buffer.version:
             self.holding[process.name] = (buffer.version, self.cluster.world.now)
+
+    def note_what_seems_lost(self) -> None:
+        """After every event: what a worker without room wants to leave has lost a shard, as far as the server knows."""
+        server = self.cluster.control.server
+        for process in self.cluster.workers.values():
+            buffer, shelf = process.worker.buffer, process.worker.shelf
+            model = server.models.get(process.me.model) if server is not None else None
+            if server is None or model is None or shelf.left or not isinstance(buffer, Withdrawing):
+                continue
+            record = model.versions.get(buffer.version)
+            if record is not None and not is_whole(server, model, record):
+                self.seemed_lost[process.name, buffer.version] = self.cluster.world.now
 
     def died(self, process: "Process") -> None:
         if process.hello.reliable:
@@ -47,8 +60,8 @@ class RetentionOracle:
         lease_s = self.cluster.weather.settings.lease_s
         if self.cluster.world.now - self.deaths.get(process.me.model, -1e9) < 4 * lease_s:
             return  # the other reference was there when the server decided
-        if not process.worker.shelf.left and not is_whole(server, model, model.record(version)):
-            return  # as far as the server knew it was lost, and there was no room for it
+        if self.cluster.world.now - self.seemed_lost.get((process.name, version), -1e9) < lease_s:
+            return  # as far as the server knew when it let it go it was lost, and there was no room for it
         if not from_host and not isinstance(process.worker.buffer, Withdrawing):
             return  # a fill that failed
         if from_host and version not in process.host.given_up:
