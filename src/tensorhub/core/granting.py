@@ -47,10 +47,10 @@ def wanted_read(server: "Server", model: Model, replica: Replica, member: Member
 def decide_read(server: "Server", model: Model, replica: Replica, member: Member) -> None:
     """Give this worker the read that it should have now, or none.
 
-    One whose connection is gone keeps what it has until it is back or its lease ends: it would not hear of another,
-    and a source would wait in vain.
+    One that has gone keeps what it has until it is back or its lease ends: it would not hear of another, and a source
+    would wait in vain.
     """
-    if not member.is_connected:
+    if not server.is_here(member):
         return
     wanted = wanted_read(server, model, replica, member)
     current = server.reads.current(member.worker)

@@ -184,8 +184,7 @@ class Server:
     def _taken(self, member: Member) -> Refusal:
         text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
         left_s = member.lease_end - self.now
-        is_silent = self.settings.lease_s - left_s > 2 * self.settings.report_s  # a dead host leaves its line open
-        if member.is_connected and not is_silent:
+        if self.is_here(member):
             return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
         hint = f"if that one has died, its place is free in {left_s:.1f} s"
         return Refusal("shard-taken", text, hint, retry_s=max(0.1, min(left_s, 1.0)))
@@ -349,6 +348,14 @@ class Server:
         member = self.members.get(worker)
         assert member is not None, f"{worker} is no member"
         return member
+
+    def is_silent(self, member: Member) -> bool:
+        """Nothing was heard of it for more than two reports. A dead host leaves its lines open."""
+        return member.lease_end - self.now < self.settings.lease_s - 2 * self.settings.report_s
+
+    def is_here(self, member: Member) -> bool:
+        """It seems to live: it would hear what it is told, and was heard lately."""
+        return member.is_connected and not self.is_silent(member)
 
     def touch(self, worker: WorkerId) -> None:
         self._dirty.setdefault(worker, False)
