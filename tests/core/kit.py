@@ -30,6 +30,7 @@ def candidate(
     is_near: bool = False,
     is_same_site: bool = True,
     avoided_until: float = float("-inf"),
+    leaving_site: int = 0,
 ) -> Candidate:
     """A candidate source; whole unless `done` chunks are named."""
     return Candidate(
@@ -42,6 +43,7 @@ def candidate(
         is_near=is_near,
         is_same_site=is_same_site,
         avoided_until=avoided_until,
+        leaving_site=leaving_site,
     )
 
 

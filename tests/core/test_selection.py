@@ -23,6 +23,14 @@ def test_the_same_site_comes_first() -> None:
     assert chosen(candidate("a", is_same_site=False), candidate("b", load=9)) == "b"
 
 
+def test_between_sites_the_uplink_of_the_site_counts_whoever_serves() -> None:
+    idle = candidate("a", is_same_site=False, leaving_site=1)
+    assert chosen(idle, candidate("b", load=3, done=1, is_same_site=False)) == "b"
+    found = choose_source([idle], now=0.0)
+    assert found is not None
+    assert found[1] == "relay, full, idle, other site that 1 more leave; best of 1"
+
+
 def test_fewer_readers_come_before_everything_but_the_site() -> None:
     assert chosen(candidate("a", load=1, is_near=True), candidate("b", published=True)) == "b"
 
@@ -84,6 +92,7 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
             is_near=draw(st.booleans()),
             is_same_site=draw(st.booleans()),
             avoided_until=draw(st.sampled_from([float("-inf"), 1.0, float("inf")])),
+            leaving_site=draw(st.integers(0, 2)),
         )
         for name in names
     ]

@@ -332,4 +332,18 @@ MUTANTS = (
         "    if not member.is_connected:\n        return\n",
         "nobody is given a read that would not hear of it",
     ),
+    Mutant(
+        "between sites load is the worker's",
+        "core/selection.py",
+        "        candidate.leaving_site,\n",
+        "",
+        "about one copy of a version leaves each site",
+    ),
+    Mutant(
+        "who reads from afar is moved to whoever is idle",
+        "core/granting.py",
+        "(is_shared and not candidate.leaving_site)",
+        "(is_far and not candidate.leaving_site)",
+        "about one copy of a version leaves each site",
+    ),
 )

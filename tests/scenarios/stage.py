@@ -212,7 +212,7 @@ class Stage:
             at = min([self._server_time(), *self._times()])
             if at > until:
                 break
-            self.now = max(self.now, round(at, 6))
+            self.now = max(self.now, at, round(at, 6))
             self._tick_all()
         else:
             raise AssertionError("deadlines that do not move")

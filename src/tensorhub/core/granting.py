@@ -3,6 +3,7 @@
 Called by the server machine, whose tables it changes.
 """
 
+from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,7 +82,8 @@ def _move_to_better(server: "Server", model: Model, record: VersionRecord, reade
     """Move the reader if that is sure to help: to an idle source that has everything and is no further away.
 
     It leaves one that is itself still filling, whose pace it follows, or one that serves others too. It never goes
-    back: who reads from a whole source alone stays there.
+    back: who reads from a whole source alone stays there. Between sites the pace is the uplink's: it leaves only one
+    that it shares, for one that is idle.
     """
     if server.now < read.looked_at + server.settings.rebalance_s or reader.shard not in record.roots:
         return False
@@ -90,11 +92,12 @@ def _move_to_better(server: "Server", model: Model, record: VersionRecord, reade
     if _is_full(source, read.version, read.grant.from_host) and server.reads.load(read.source) < 2:
         return False
     is_far = source.hello.site != reader.hello.site
+    is_shared = is_far and _leaving(server, record, reader)[source.hello.site] > 0
     better = [
         candidate
         for candidate in _candidates(server, model, record, reader)
         if candidate.is_full and not candidate.load and not candidate.is_withdrawing and not candidate.published
-        if candidate.is_same_site or is_far
+        if candidate.is_same_site or (is_shared and not candidate.leaving_site)
     ]
     choice = choose_source(better, now=server.now)
     if choice is None:
@@ -202,13 +205,14 @@ def has_full_source(server: "Server", record: VersionRecord, reader: Member) -> 
 def _candidates(server: "Server", model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
     """Whom the reader could read from; across sites only if it is the seed of its own."""
     behind = server.reads.readers_behind(reader.worker, record.version)
+    leaving = _leaving(server, record, reader) if len(model.sites) > 1 else None
     found = []
     for worker in record.holders.get(reader.shard, {}):
         member = server.members.get(worker)
         if member is None or worker in behind:
             continue
         for from_host in (False, True):
-            candidate = _candidate(server, record, reader, member, from_host)
+            candidate = _candidate(server, record, reader, member, from_host, leaving)
             if candidate is not None:
                 found.append(candidate)
     if all(candidate.is_same_site for candidate in found):
@@ -217,8 +221,26 @@ def _candidates(server: "Server", model: Model, record: VersionRecord, reader: M
     return found if near or sites.may_cross(server, model, record, reader) else []
 
 
+def _leaving(server: "Server", record: VersionRecord, reader: Member) -> Counter[str]:
+    """How many reads by others leave each site for another, of those from who has this shard of the version."""
+    found: Counter[str] = Counter()
+    for worker in record.holders.get(reader.shard, {}):
+        source = server.members.get(worker)
+        for read in server.reads.from_source(worker) if source is not None else ():
+            other = server.members.get(read.reader)
+            if source is None or other is None or other is reader or read.is_void or not other.is_connected:
+                continue
+            found[source.hello.site] += other.hello.site != source.hello.site
+    return found
+
+
 def _candidate(
-    server: "Server", record: VersionRecord, reader: Member, member: Member, from_host: bool
+    server: "Server",
+    record: VersionRecord,
+    reader: Member,
+    member: Member,
+    from_host: bool,
+    leaving: Counter[str] | None,
 ) -> Candidate | None:
     """The member's buffer, or its host copy, as a source; None if it cannot be one."""
     version, worker = record.version, member.worker
@@ -242,6 +264,7 @@ def _candidate(
         is_same_site=here.site == there.site,
         avoided_until=avoided.until if avoided is not None else -inf,
         from_host=from_host,
+        leaving_site=leaving[there.site] if leaving is not None and here.site != there.site else 0,
     )
 
 

@@ -4,6 +4,8 @@ The rule minimises the predicted finish of the read. A source's uplink is shared
 a source that is itself still filling is as good as a full one, because its reader follows one chunk behind. So readers
 that start together form a chain, and N of them take about the time of one (the paper's pipeline replication). Among
 equals a replica that only relays is preferred to the one that published: the trainer's uplink is the scarce one.
+Between sites the uplink that is shared is the whole site's, whichever of its workers serves: what counts there is how
+many reads leave the site already, so that sites form a chain too, and about one copy leaves each.
 """
 
 from collections.abc import Iterable
@@ -26,6 +28,7 @@ class Candidate:
     is_same_site: bool
     avoided_until: float  # it failed this reader lately; -inf: never
     from_host: bool = False  # its host copy rather than its buffer
+    leaving_site: int = 0  # reads by others that leave its site already, where the reader is in another
 
 
 def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[Candidate, str] | None:
@@ -43,6 +46,7 @@ def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[Candi
 def _rank(candidate: Candidate) -> tuple[object, ...]:
     return (
         not candidate.is_same_site,
+        candidate.leaving_site,
         candidate.load,
         candidate.published,
         not candidate.is_near,
@@ -59,5 +63,6 @@ def _reason(best: Candidate, usable: int) -> str:
     role = "publisher" if best.published else "relay"
     load = "idle" if best.load == 0 else f"serves {best.load} more"
     where = "same host" if best.is_near else ("same site" if best.is_same_site else "other site")
+    where += f" that {best.leaving_site} more leave" if best.leaving_site else ""
     leaving = ", withdrawing, but nobody else has it" if best.is_withdrawing else ""
     return f"{role}, {what}, {load}, {where}{leaving}; best of {usable}"
