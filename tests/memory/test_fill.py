@@ -1,6 +1,7 @@
 """Filling registered tensors: what is accepted, what is refused and whose fault it is, and how a fill goes on."""
 
 import threading
+import weakref
 from collections.abc import Sequence
 
 import msgspec
@@ -205,6 +206,28 @@ def test_a_new_sink_takes_over_the_progress_of_a_revoked_one(
                 call()
     second = FillSink(target, manifest.root(), progress=lambda count: first.progress)
     assert list(second.begin(manifest.encode())) == list(range(1, manifest.chunk_count))
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_what_ran_into_a_revoked_sink_is_not_held_by_it(
+    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
+) -> None:
+    sink = FillSink(register(filled), manifest.root())
+    sink.revoke(SessionLost("the lease has ended", hint="ask again"))
+
+    class Read:
+        def go_on(self) -> None:
+            sink.begin(manifest.encode())
+
+    def read_once() -> "weakref.ref[Read]":
+        read = Read()
+        with pytest.raises(SessionLost, match="the lease has ended") as caught:
+            read.go_on()
+        assert caught.value.hint == "ask again"
+        del caught
+        return weakref.ref(read)
+
+    assert read_once()() is None
 
 
 def test_progress_of_other_content_is_not_taken_over(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:

@@ -435,6 +435,23 @@ def test_a_transport_that_cannot_work_between_these_two_is_left_for_the_next_wit
     ]
 
 
+@pytest.mark.usefixtures("no_collector")
+def test_a_read_for_which_no_way_is_left_is_let_go_at_once():
+    async def story(s):
+        s.data.start_read(s.grant(10, endpoints=("better://there",)))
+        (read,) = s.better.reads
+        sink = weakref.ref(read.sink)
+        read.on_end(TransportMissing("the kernel does not let us"))
+        read.on_end = None  # as transports do
+        (ended,) = await s.until(ReadEnded)
+        assert ended.failure.code == "transport-missing"
+        s.better.reads.clear()
+        del read
+        assert sink() is None
+
+    run(story)
+
+
 def test_a_source_that_is_lost_is_not_tried_on_another_way():
     async def story(s):
         s.data.start_read(s.grant(10, endpoints=BOTH))

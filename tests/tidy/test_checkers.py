@@ -2,6 +2,7 @@
 
 import pytest
 
+from .circles import circle_violations
 from .dangers import blind_violations, noqa_violations, sleep_violations, unsafe_violations
 from .error_tree import drawn_tree
 from .layers import layer_violations
@@ -262,3 +263,37 @@ def test_a_drawn_tree_is_read_back() -> None:
     expected = {"Root": "Exception", "Branch": "Root", "Leaf": "Branch", "Last": "Branch"}
     expected |= {"Twig": "Root", "Bud": "Twig", "Other": "ValueError"}
     assert drawn_tree(drawing) == expected
+
+
+# --- circles ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f():\n    last = None\n    for _ in g():\n        try:\n            h()\n"
+        "        except OSError as error:\n            last = error\n    raise last",
+        "def f(silence):\n    try:\n        h()\n    except OSError as error:\n        raise silence from error",
+        "def f():\n    try:\n        h()\n    except OSError as error:\n        found = error\n    tell(found)",
+        "def f():\n    try:\n        h()\n    except OSError as error:\n        found.append(error)\n    tell(found)",
+        "def f():\n    try:\n        h()\n    except OSError as error:\n        bug = Bug()\n"
+        "        bug.__cause__ = error\n        tell(bug)",
+        "async def f():\n    bug = Bug()\n    tell(bug)\n    raise bug",
+    ],
+)
+def test_circles_bite(code: str) -> None:
+    assert circle_violations(snippet(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f():\n    try:\n        h()\n    except OSError as error:\n        raise B() from error",
+        "def f():\n    try:\n        h()\n    except OSError as error:\n        raise error",
+        "def f(failure):\n    try:\n        raise failure\n    finally:\n        del failure",
+        "def f():\n    raise StopIteration",
+        "def f(self):\n    raise self.failure",
+    ],
+)
+def test_circles_let_pass(code: str) -> None:
+    assert circle_violations(snippet(code)) == []

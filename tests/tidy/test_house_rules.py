@@ -2,6 +2,7 @@
 
 import pytest
 
+from .circles import circle_violations
 from .dangers import (
     ALLOWED_SLEEPS,
     blind_violations,
@@ -50,6 +51,11 @@ def test_nothing_runs_what_it_reads(source: Source) -> None:
 @in_src
 def test_nothing_hides_what_went_wrong(source: Source) -> None:
     none_of(blind_violations(source) + noqa_violations(source))
+
+
+@in_src
+def test_no_frame_keeps_an_error_of_its_own(source: Source) -> None:
+    none_of(circle_violations(source))
 
 
 @in_tests

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -363,16 +364,30 @@ def test_nothing_grows_over_many_reads(make: Make) -> None:
     kit.until(lambda: kit.open_files() <= files, "file descriptors are as many as before")
 
 
+class Failing(Target):
+    """A sink that ends its read by an error of its own; nobody but the read gets to know it."""
+
+    def __init__(self, right: bytearray, chunk_bytes: int, error: type[Exception]) -> None:
+        super().__init__(right, chunk_bytes)
+        self.error = error
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        raise self.error("as the sink said it")
+
+
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("key", ["k", "nobody's"])
-def test_a_read_that_has_ended_is_let_go_at_once(make: Make, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "error"), [("k", None), ("nobody's", None), ("k", LayoutMismatch), ("k", CorruptTransfer), ("k", OSError)]
+)
+def test_a_read_that_has_ended_is_let_go_at_once(make: Make, key: str, error: type[Exception] | None) -> None:
     """Who is told of the end knows the read. If each held the other, only the garbage collector would free them."""
     right = content(5 * CHUNK)
     source, reader = make(), make()
     source.export(full("k", right, CHUNK))
 
     def read_once() -> "weakref.ref[Target]":
-        target, ended, known = Target(right, CHUNK), threading.Event(), list[Read]()
+        target = Target(right, CHUNK) if error is None else Failing(right, CHUNK, error)
+        ended, known = threading.Event(), list[Read]()
 
         def on_end(_: object) -> None:
             assert len(known) <= 1
@@ -384,3 +399,18 @@ def test_a_read_that_has_ended_is_let_go_at_once(make: Make, key: str) -> None:
 
     left = read_once()
     kit.until(lambda: left() is None, "nobody holds the read and its sink")
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_read_that_never_began_is_let_go_at_once(make: Make) -> None:
+    right = content(CHUNK)
+    source, reader = make(), make()
+    reader.close()
+
+    def read_once() -> "weakref.ref[Target]":
+        target = Target(right, CHUNK)
+        with pytest.raises(Closed):
+            reader.read(source.endpoint, "k", target, Ended())
+        return weakref.ref(target)
+
+    assert read_once()() is None

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 from tensorhub.core.errors import UsageError
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp_settings import TcpSettings, advertised_endpoint, format_endpoint, parse_endpoint
-from tensorhub.transport.tcp_stream import Ahead, Claims
+from tensorhub.transport.tcp_stream import Ahead, Claims, Job, dial
 from tensorhub.transport.tcp_wire import Silent, Vanished, Wire, as_ranges
 
-from .kit import DEADLINE_S, content
+from .kit import DEADLINE_S, Target, content
 
 
 @pytest.mark.parametrize(("host", "port"), [("10.0.0.7", 41234), ("::1", 1), ("node-3.example", 65535)])
@@ -183,3 +184,37 @@ def test_readers_that_leave_do_not_end_a_program_with_sigpipe_at_its_default() -
     command = [sys.executable, "-c", LEAVERS, str(Path(__file__).parent)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (found.returncode, found.stdout) == (0, "alive\n"), found.stderr
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_dial_that_comes_too_late_holds_nothing() -> None:
+    """The last chunk is in before a further stream has connected: with busy processors that is every other read."""
+
+    def dial_late() -> "weakref.ref[Target]":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            target = Target(content(8), 8)
+            job = Job(TcpSettings(), f"tcp://127.0.0.1:{server.getsockname()[1]}", "k", target)
+            job.finish()
+            with pytest.raises(Vanished, match="cut"):
+                dial(job)
+        return weakref.ref(target)
+
+    assert dial_late()() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_peer_that_takes_nothing_leaves_nothing_behind() -> None:
+    right = content(8 << 20)
+    memory = Target(right, 8)
+
+    def send() -> "weakref.ref[Wire]":
+        ours, theirs = socket.socketpair()
+        wire = Wire(ours, TcpSettings())
+        wire.limit_waits(receive_s=0.05, send_s=0.05)
+        with pytest.raises(Silent):
+            wire.send_located(memory.stream.addresses(), 0, len(right))
+        wire.close()
+        theirs.close()
+        return weakref.ref(wire)
+
+    assert send()() is None

@@ -195,8 +195,8 @@ class FillSink:
             self._revoked = self._revoked or error
 
     def _check_live(self) -> None:
-        if self._revoked is not None:
-            raise self._revoked
+        if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it
+            raise type(self._revoked)(str(self._revoked), hint=self._revoked.hint)
 
     def _judge(self, data: bytes) -> Manifest:
         try:

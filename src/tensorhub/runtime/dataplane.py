@@ -333,11 +333,9 @@ class DataPlane:
         self._tell_progress(reading)
         if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
             self._routes.failed(reading.way, reading.grant.source, error)
-            try:
-                reading.ways = self._routes.to(reading.grant)
-                return self._read(reading)
-            except TensorHubError as nothing_left:
-                error = nothing_left
+            error = self._read_otherwise(reading)
+            if error is None:
+                return
         self._reading = None
         reading.end()
         self._log_end(reading)
@@ -350,6 +348,15 @@ class DataPlane:
             failure = Failure(error.code, str(error), error.hint or "")
             _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
         self._tell(ReadEnded(reading.grant.ticket, is_complete, failure))
+
+    def _read_otherwise(self, reading: OpenRead) -> TensorHubError | None:
+        """Begin again by the ways that are left; returns why there is none."""
+        try:
+            reading.ways = self._routes.to(reading.grant)
+            self._read(reading)
+        except TensorHubError as nothing_left:
+            return nothing_left.with_traceback(None)  # it knows this frame, and so the one that is given it
+        return None
 
     def _log_end(self, reading: OpenRead) -> None:
         if reading.way is not None and reading.meter is not None and reading.counted_bytes:

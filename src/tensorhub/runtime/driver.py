@@ -109,9 +109,9 @@ class Driver:
             async with asyncio.timeout_at(called.deadline + AFTER_DEADLINE_S):
                 finished = await self._finished
         except TimeoutError as error:
-            bug = InvariantViolation(f"{self.me}: {called.verb} did not end by its deadline")
-            self._break(bug)
-            raise bug from error
+            self._break(InvariantViolation(f"{self.me}: {called.verb} did not end by its deadline"))
+            assert self.broken is not None, "it has just been broken"
+            raise self.broken from error
         except asyncio.CancelledError:
             self.feed(Cancelled())
             raise

@@ -100,28 +100,34 @@ async def in_thread(work: Callable[[], T], *, name: str) -> T:
 
     A caller that is cancelled goes on at once; the thread ends when its work does.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = work()
-        except BaseException as caught:  # noqa: BLE001 - the top of a thread: it is raised where it is awaited
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody awaits it any more
-            loop.call_soon_threadsafe(settle, value, error)
-
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    arguments = (future, work)
     try:
-        threading.Thread(target=run, name=f"tensorhub-{name}", daemon=True).start()
+        threading.Thread(target=_work, args=arguments, name=f"tensorhub-{name}", daemon=True).start()
     except RuntimeError:  # the interpreter ends, or may start no more threads: then the loop itself must wait
         return work()
-    return await future
+    try:
+        return await future
+    finally:
+        del future, arguments  # a failure's traceback knows this frame, and the future the failure
+
+
+def _work(future: "asyncio.Future[T]", work: Callable[[], T]) -> None:
+    """In a thread: do it, and let the loop tell whoever awaits the future."""
+    value, error = None, None
+    try:
+        value = work()
+    except BaseException as caught:  # noqa: BLE001 - the top of a thread: it is raised where it is awaited
+        error = caught
+    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody awaits it any more
+        future.get_loop().call_soon_threadsafe(_settle, future, value, error)
+    del future, error  # its traceback knows this frame, and the future knows it
+
+
+def _settle(future: "asyncio.Future[T]", value: T | None, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)  # type: ignore[arg-type]

@@ -132,8 +132,7 @@ class ServerThread:
         loop, server = self._loop, self._server
         assert loop is not None
         assert server is not None
-        asking = asyncio.run_coroutine_threadsafe(_ask(server.shell), loop)
-        return asking.result(START_S)
+        return asyncio.run_coroutine_threadsafe(_ask(server.shell), loop).result(START_S)
 
     def close(self) -> None:
         """Stop it and free its port. Idempotent."""

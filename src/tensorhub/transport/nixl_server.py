@@ -105,10 +105,7 @@ class NixlServer(AnnouncingServer):
         is_over = threading.Event()
 
         def register() -> None:
-            try:
-                found.append(agent.region(stream))
-            except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, whoever waits raises it
-                found.append(error)
+            found.append(_region_or_error(agent, stream))
             is_over.set()
 
         thread = threading.Thread(target=register, name="tensorhub-nixl-register", daemon=True)
@@ -116,7 +113,18 @@ class NixlServer(AnnouncingServer):
         while not is_over.wait(self._settings.silence_s / 4):
             wire.send_frame(tcp_wire.WAITING)
         thread.join()
-        if isinstance(found[0], Exception):
-            raise found[0]
-        assert found[0] is not None, "a stream without addresses was let in"
-        return found[0]
+        region = found.pop()
+        if isinstance(region, Exception):
+            try:
+                raise region
+            finally:
+                del region  # its traceback knows this frame
+        assert region is not None, "a stream without addresses was let in"
+        return region
+
+
+def _region_or_error(agent: Agent, stream: ByteStream) -> Region | Exception | None:
+    try:
+        return agent.region(stream)
+    except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, whoever waits raises it
+        return error

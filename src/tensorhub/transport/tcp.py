@@ -70,14 +70,17 @@ class TcpTransport(Transport):
     def read(self, endpoint: str, key: str, sink: Sink, on_end: OnEnd) -> Read:
         read = self.make_read(endpoint, key, sink, lambda read: self._ending(read, on_end))
         with self._lock:
-            if self._is_closed:
-                raise Closed(f"this {self.kind} transport was closed")
-            self._reads[read] = None
+            is_closed = self._is_closed
+            if not is_closed:
+                self._reads[read] = None
         try:
+            if is_closed:
+                raise Closed(f"this {self.kind} transport was closed")
             read.start()
-        except RuntimeError:
+        except (Closed, RuntimeError):
             with self._lock:
-                del self._reads[read]
+                self._reads.pop(read, None)
+            read.forget()
             raise
         return read
 

@@ -55,6 +55,10 @@ class TcpRead(Read):
     def start(self) -> None:
         self._start(self._lead, 0)
 
+    def forget(self) -> None:
+        """It was never started: nobody will be told."""
+        self._on_end = None
+
     def stop(self) -> None:
         with self._lock:
             self._is_stopped = True
@@ -97,9 +101,7 @@ class TcpRead(Read):
         except TensorHubError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, it ends this read and is reported
-            wrapped = TensorHubError(f"reading {self.job.key!r} from {self.job.endpoint} failed: {error!r}")
-            wrapped.__cause__ = error
-            self._fail(wrapped)
+            self._fail(self._unforeseen(error))
         with self._lock:
             self._running -= 1
             is_last = self._running == 0
@@ -123,6 +125,12 @@ class TcpRead(Read):
             if self.error is None and not self._is_stopped and self.job.missing != 0:
                 self.error = error
         self.job.finish()
+
+    def _unforeseen(self, error: Exception) -> TensorHubError:
+        """Made here, so that it is no variable of a frame that its cause's traceback knows."""
+        wrapped = TensorHubError(f"reading {self.job.key!r} from {self.job.endpoint} failed: {error!r}")
+        wrapped.__cause__ = error
+        return wrapped
 
     def _lead(self, index: int) -> None:
         """The first stream: learn what there is, decide what is wanted, start the others."""

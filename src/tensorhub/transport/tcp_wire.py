@@ -238,7 +238,7 @@ class Wire:
 
     def send_located(self, addresses: Addresses, start: int, stop: int) -> None:
         """Send bytes [start, stop) from where they lie. Goes on as long as bytes move."""
-        self._move(tcp_vectors.send, addresses, start, stop, IOV_MAX, Silent("the peer takes no byte"))
+        self._move(tcp_vectors.send, addresses, start, stop, IOV_MAX, "the peer takes no byte")
 
     def send_lent(self, pipe: Pipe, addresses: Addresses, start: int, stop: int) -> bool:
         """The same without a copy: the memory itself is lent. What cannot be is copied after all, and then False."""
@@ -253,12 +253,12 @@ class Wire:
                     is_lent = False
             return tcp_vectors.send(descriptor, vectors)
 
-        self._move(send, addresses, start, stop, IOV_MAX, Silent("the peer takes no byte"))
+        self._move(send, addresses, start, stop, IOV_MAX, "the peer takes no byte")
         return is_lent
 
     def receive_located(self, addresses: Addresses, start: int, stop: int) -> None:
         """Fill bytes [start, stop) where they belong. Goes on as long as bytes come."""
-        self._move(tcp_vectors.receive, addresses, start, stop, IOV_MAX // 4, Silent("the peer sends no byte"))
+        self._move(tcp_vectors.receive, addresses, start, stop, IOV_MAX // 4, "the peer sends no byte")
 
     def _move(
         self,
@@ -267,7 +267,7 @@ class Wire:
         start: int,
         stop: int,
         most: int,
-        silence: Silent,
+        silence: str,
     ) -> None:
         descriptor = self.sock.fileno()  # its owner, who closes it, is who calls
         try:
@@ -277,7 +277,7 @@ class Wire:
                     raise Vanished("the peer closed the connection")
                 start += moved
         except BlockingIOError as error:
-            raise silence from error
+            raise Silent(silence) from error
         except OSError as error:
             raise Vanished(f"connection lost: {error}") from error
 
