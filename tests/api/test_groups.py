@@ -1,6 +1,7 @@
 """Replicas of several shards, each a thread here: one version for all of them, or an error for all of them."""
 
 import numpy as np
+import pytest
 
 import tensorhub
 from runtime.kit import in_threads
@@ -79,3 +80,15 @@ def test_two_models_in_one_process_do_not_meet(join):
     reader, array = join("r", model="critic")
     assert reader.replicate("latest") == 9
     assert np.all(array == 2.0)
+
+
+def test_a_job_of_another_number_of_shards_comes_after_one_that_has_left(join):
+    former = [join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2)]
+    all_of([(weights, None) for weights in former], lambda weights: weights.publish(1))
+    with pytest.raises(tensorhub.LayoutMismatch, match="4 shards"):
+        join("u", shard=0, shards=4)
+    in_threads(*(lambda weights=weights: weights.close(timeout=0.5) for weights in former))
+    job = [join("t", 2.0, shard=shard, shards=4) for shard in range(4)]
+    assert all_of(job, lambda weights: weights.publish(2)) == [2] * 4
+    rollout = [join("r", shard=shard, shards=4) for shard in range(4)]
+    assert all_of(rollout, lambda weights: weights.replicate("latest")) == [2] * 4

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.core import events
+from tensorhub.core.admission import MOST_NAME, MOST_SHARDS
 from tensorhub.core.groups import GroupOperation, Replica
 from tensorhub.core.messages import (
     MOST_COPIES,
@@ -26,7 +27,6 @@ from tensorhub.core.messages import (
     Report,
 )
 from tensorhub.core.names import Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
-from tensorhub.core.operations import MOST_NAME, MOST_SHARDS
 from tensorhub.core.reports import add_up
 from tensorhub.core.specs import HIGHEST_VERSION
 from tensorhub.core.worker import Worker

@@ -69,6 +69,27 @@ MUTANTS = (
         "a server that knows nothing of a release keeps the copy",
     ),
     Mutant(
+        "who is let in is asked on the hello only",
+        "core/server.py",
+        "            refusal = admission.why_refuse(self, hello, report)\n",
+        "            refusal = None\n",
+        "all who live of a model have one number of shards, whoever said hello when",
+    ),
+    Mutant(
+        "the number of shards is never free",
+        "core/server.py",
+        "        model.shards = hello.shards  # as of all who live; free when nobody does\n",
+        "",
+        "when nobody lives, the next job sets the number of shards",
+    ),
+    Mutant(
+        "after a restart somebody new comes before those who lived",
+        "core/server.py",
+        "            for newcomer in admission.giving_way(self, hello, report):\n",
+        "            for newcomer in list[Member]():\n",
+        "a newcomer gives way to who lived before the restart",
+    ),
+    Mutant(
         "two reads write at once",
         "core/read_slot.py",
         "        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until\n",

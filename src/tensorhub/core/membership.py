@@ -30,6 +30,7 @@ class Member:
     lease_end: float
     report: Report = field(default_factory=lambda: Report(number=0))
     is_connected: bool = True
+    has_lived_before: bool = False  # it had a session before this one: of a server before this one, perhaps
     avoided: dict[WorkerId, Avoided] = field(default_factory=dict)
     failures: int = 0  # of reads, in the present operation
     operation_number: int = 0  # the operation that `avoided` and `failures` are about

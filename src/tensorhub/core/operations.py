@@ -10,39 +10,16 @@ from .errors import UsageError
 from .groups import GroupOperation, Replica, some_shards
 from .manifest import layout_difference
 from .membership import Member
-from .messages import PROTOCOL, Empty, Failure, Filling, Hello, Holding, Poisoned, Refusal, Vacated
+from .messages import Empty, Failure, Filling, Holding, Poisoned, Vacated
 from .names import Shard, Version
 from .references import Model, VersionRecord
-from .settings import Settings
 from .specs import PREFETCHED
 
 if TYPE_CHECKING:
     from .server import Server
 
 FILLS = ("replicate", "update")
-MOST_SHARDS = 4096
-MOST_NAME = 200  # characters of a model's or replica's name
 HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
-
-
-def why_refuse(hello: Hello, model: Model | None, settings: Settings, models: int) -> Refusal | None:
-    """Why the server will not talk to this worker, or None."""
-    if hello.protocol != PROTOCOL:
-        text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
-        return Refusal("refused", text, "install the same TensorHub on both sides")
-    for what, name in (("model", hello.model), ("replica", hello.replica)):
-        if not name or len(name) > MOST_NAME or not name.isprintable() or "/" in name:
-            text = f"{what} name {name[:60]!r} is empty, too long, or has a slash or unprintable characters"
-            return Refusal("usage", text)
-    if not 1 <= hello.shards <= MOST_SHARDS or not 0 <= hello.shard < hello.shards:
-        text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MOST_SHARDS} of them"
-        return Refusal("usage", text)
-    if model is not None and model.shards != hello.shards and model.replicas:
-        text = f"{hello.worker} has {hello.shards} shards, the other replicas of {hello.model} have {model.shards}"
-        return Refusal("layout-mismatch", text, "use the same number of shards, or another model name")
-    if model is None and models >= settings.most_models:
-        return Refusal("refused", f"{models} models is the most here", "raise most_models")
-    return None
 
 
 def advance(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:

@@ -135,7 +135,7 @@ class Model:
     def conflict(self, replica: Replica, version: Version, roots: dict[Shard, Digest]) -> Failure | None:
         """Why the replica may not publish this content under this number, or None."""
         name, record = f"version {version} of {self.name}", self.versions.get(version)
-        is_same = record is not None and all(record.roots.get(shard) == root for shard, root in roots.items())
+        is_same = record is not None and is_same_content(record.roots, roots)
         if self.newest is not None and version < self.newest:
             text = f"{name} is lower than the newest, {self.newest}"
             return Failure("version-conflict", text, "versions only rise: publish a higher number")
@@ -149,6 +149,11 @@ class Model:
                 hint = "one replica publishes a number, or all of them the same content"
                 return Failure("version-conflict", text, hint)
         return None
+
+
+def is_same_content(known: dict[Shard, Digest], roots: dict[Shard, Digest]) -> bool:
+    """These are the version's shards, all of them and no others: it may have been cut into another number of them."""
+    return len(known) == len(roots) and all(known.get(shard) == root for shard, root in roots.items())
 
 
 def version_in(buffer: Buffer | None) -> Version | None:

@@ -21,7 +21,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from . import granting, hearing, operations, retention
+from . import admission, granting, hearing, operations, retention
 from .errors import InvariantViolation
 from .groups import Replica
 from .invariants import server_contradiction
@@ -170,24 +170,14 @@ class Server:
     # --- what comes in ------------------------------------------------------------------------------------------------
 
     def _take_hello(self, hello: Hello, sender: str) -> Refusal | None:
-        refusal = operations.why_refuse(hello, self.models.get(hello.model), self.settings, len(self.models))
-        member = self.members.get(hello.worker)
-        if refusal is None and member is not None and member.hello.life != hello.life:
-            refusal = self._taken(member)
+        refusal = admission.why_refuse(self, hello)
         if refusal is not None:
             return refusal
         self._hellos[sender] = hello
+        member = self.members.get(hello.worker)
         if member is not None:
             member.sender, member.is_connected, member.hello = sender, True, hello
         return None
-
-    def _taken(self, member: Member) -> Refusal:
-        text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
-        left_s = member.lease_end - self.now
-        if self.is_here(member):
-            return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
-        hint = f"if that one has died, its place is free in {left_s:.1f} s"
-        return Refusal("shard-taken", text, hint, retry_s=max(0.1, min(left_s, 1.0)))
 
     def _take_layout(self, layout: LayoutInfo) -> None:
         digest = layout.digest()
@@ -204,11 +194,15 @@ class Server:
         self._number = max(self._number, report.seen, report.session, report.closed, reading.ticket if reading else 0)
         member = self.members.get(hello.worker)
         if member is not None and member.hello.life != hello.life:
-            return self._taken(member)
+            return admission.taken(self, member)
         if member is None:
-            if len(self.members) >= self.settings.most_workers:
-                return Refusal("refused", f"{len(self.members)} workers is the most here", "raise most_workers")
+            for newcomer in admission.giving_way(self, hello, report):
+                self._end_session(newcomer, "gave way to who had lived before")
+            refusal = admission.why_refuse(self, hello, report)
+            if refusal is not None:
+                return refusal
             member = self._begin_session(hello, sender)
+            member.has_lived_before = report.session > 0
         if report.number <= member.report.number:
             return None  # late or repeated
         member.lease_end = self.now + self.settings.lease_s
@@ -227,6 +221,7 @@ class Server:
         model = self.models.get(hello.model)
         if model is None:
             model = self.models[hello.model] = Model(hello.model, hello.shards, self.settings.most_versions)
+        model.shards = hello.shards  # as of all who live; free when nobody does
         replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
         member = Member(hello, sender, self.next_number(), self.now + self.settings.lease_s)
         replica.members[hello.shard] = member.worker

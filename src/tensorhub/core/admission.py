@@ -1,0 +1,95 @@
+"""Whom the server talks to: one worker for each shard, and one number of shards for all who live of a model.
+
+Asked on a worker's hello, so that it hears at once, and again when its session begins: two hellos may have met before
+either said anything, and a line may outlive the session that it carried.
+"""
+
+from typing import TYPE_CHECKING
+
+from .membership import Member
+from .messages import PROTOCOL, Hello, Refusal, Report
+from .references import Model
+
+if TYPE_CHECKING:
+    from .server import Server
+
+MOST_SHARDS = 4096
+MOST_NAME = 200  # characters of a model's or replica's name
+
+
+def why_refuse(server: "Server", hello: Hello, report: Report | None = None) -> Refusal | None:
+    """Why the server will not talk to this worker, or None. `report`: the first one of the session that it begins."""
+    if hello.protocol != PROTOCOL:
+        text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
+        return Refusal("refused", text, "install the same TensorHub on both sides")
+    for what, name in (("model", hello.model), ("replica", hello.replica)):
+        if not name or len(name) > MOST_NAME or not name.isprintable() or "/" in name:
+            text = f"{what} name {name[:60]!r} is empty, too long, or has a slash or unprintable characters"
+            return Refusal("usage", text)
+    if not 1 <= hello.shards <= MOST_SHARDS or not 0 <= hello.shard < hello.shards:
+        text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MOST_SHARDS} of them"
+        return Refusal("usage", text)
+    model, member = server.models.get(hello.model), server.members.get(hello.worker)
+    if model is None and len(server.models) >= server.settings.most_models:
+        return Refusal("refused", f"{len(server.models)} models is the most here", "raise most_models")
+    if model is not None and model.shards != hello.shards and not _may_give_way(server, model, report):
+        refusal = _of_another_count(server, model, hello)
+        if refusal is not None:
+            return refusal
+    if member is not None and member.hello.life != hello.life:
+        return taken(server, member)
+    if report is not None and member is None and len(server.members) >= server.settings.most_workers:
+        return Refusal("refused", f"{len(server.members)} workers is the most here", "raise most_workers")
+    return None
+
+
+def taken(server: "Server", member: Member) -> Refusal:
+    """Somebody lives who is that shard already, or has perhaps died."""
+    text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
+    if _is_heard(server, member):
+        return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
+    left_s = member.lease_end - server.now
+    hint = f"if that one has died, its place is free in {left_s:.1f} s"
+    return Refusal("shard-taken", text, hint, retry_s=_retry_s(left_s))
+
+
+def giving_way(server: "Server", hello: Hello, report: Report) -> list[Member]:
+    """Newcomers of another number of shards, who must go: this worker lived before the restart, and they did not."""
+    model = server.models.get(hello.model)
+    if model is None or model.shards == hello.shards or not _may_give_way(server, model, report):
+        return []
+    return _members(server, model)
+
+
+def _may_give_way(server: "Server", model: Model, report: Report | None) -> bool:
+    """Who lived before a restart may just come later than somebody new. On a hello nobody can tell yet who that is."""
+    if not server.is_recovering or (report is not None and not report.session):
+        return False
+    return not any(member.has_lived_before for member in _members(server, model))
+
+
+def _of_another_count(server: "Server", model: Model, hello: Hello) -> Refusal | None:
+    members = _members(server, model)
+    if not members:
+        return None  # the number of shards is free: whoever comes first sets it
+    text = f"{hello.worker} has {hello.shards} shards, the other replicas of {hello.model} have {model.shards}"
+    if any(_is_heard(server, member) for member in members):
+        return Refusal("layout-mismatch", text, "use the same number of shards, or another model name")
+    left_s = max(member.lease_end for member in members) - server.now
+    hint = f"if those have died, the number of shards is free in {left_s:.1f} s"
+    return Refusal("layout-mismatch", text, hint, retry_s=_retry_s(left_s))
+
+
+def _members(server: "Server", model: Model) -> list[Member]:
+    found = (server.members.get(worker) for replica in model.replicas.values() for worker in replica.members.values())
+    return [member for member in found if member is not None]
+
+
+def _is_heard(server: "Server", member: Member) -> bool:
+    """It was heard lately: a dead host leaves its line open."""
+    silent_s = server.settings.lease_s - (member.lease_end - server.now)
+    return member.is_connected and silent_s <= 2 * server.settings.report_s
+
+
+def _retry_s(left_s: float) -> float:
+    return max(0.1, min(left_s, 1.0))

@@ -1,0 +1,194 @@
+"""How many shards a model has: those who live agree on it, and when nobody lives whoever comes first sets it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.core.messages import Holding, Orders, Refusal
+from tensorhub.core.names import Digest, Number, Version
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
+
+from .kit import hello, report, worker
+
+SETTINGS = Settings(lease_s=10.0, report_s=1.0, most_models=2)
+
+
+class Town:
+    """A server, and workers of some model that come and go. A worker's life has its own line, named as it is."""
+
+    def __init__(self, *, fresh: bool = True) -> None:
+        self.server = Server(SETTINGS, 0.0, 1, fresh=fresh)
+        self.now = 0.0
+        self.reports: dict[str, int] = {}
+
+    def until(self, now: float) -> None:
+        while (at := self.server.next_deadline()) < now:
+            self.server.tick(now=at)
+        self.now = now
+        self.server.tick(now=now)
+
+    def hello(self, name: str, shard: int, shards: int, model: str = "policy") -> Refusal | None:
+        who = worker(name.partition("#")[0], shard, model)
+        line = f"{name}[{shard}]{model}"
+        said = self.server.handle(hello(who, shards=shards, life=name), sender=line, now=self.now)
+        return refusal_in(said, line)
+
+    def report(self, name: str, shard: int, model: str = "policy", **more: object) -> Refusal | None:
+        line = f"{name}[{shard}]{model}"
+        self.reports[line] = self.reports.get(line, 0) + 1
+        said = self.server.handle(report(self.reports[line], **more), sender=line, now=self.now)
+        self.server.check_invariants()
+        return refusal_in(said, line)
+
+    def joins(self, name: str, shard: int, shards: int, **more: object) -> Refusal | None:
+        return self.hello(name, shard, shards) or self.report(name, shard, **more)
+
+    def leaves(self, name: str, shard: int) -> None:
+        self.report(name, shard, leaving=True)
+        self.server.disconnected(f"{name}[{shard}]policy", now=self.now)
+
+    @property
+    def lives(self) -> list[tuple[str, int]]:
+        return [(member.worker.replica, member.hello.shards) for member in self.server.members.all()]
+
+
+def refusal_in(said: list, line: str) -> Refusal | None:
+    found = [message for sender, message in said if sender == line and isinstance(message, Refusal)]
+    return found[0] if found else None
+
+
+def code(refusal: Refusal | None) -> str:
+    return refusal.code if refusal is not None else ""
+
+
+def test_those_who_live_keep_the_number_of_shards() -> None:
+    town = Town()
+    assert town.joins("trainer", 0, 2) is None
+    refusal = town.joins("other", 0, 4)
+    assert refusal is not None
+    assert (refusal.code, refusal.retry_s) == ("layout-mismatch", 0.0)
+
+
+def test_when_all_have_left_the_next_job_sets_it() -> None:
+    town = Town()
+    for shard in (0, 1):
+        assert town.joins("trainer", shard, 2) is None
+    for shard in (0, 1):
+        town.leaves("trainer", shard)
+    for shard in range(4):
+        assert town.joins("trainer#2", shard, 4) is None
+    assert code(town.joins("rollout", 0, 2)) == "layout-mismatch"
+    assert town.server.models[worker("trainer").model].shards == 4
+
+
+def test_when_all_have_died_the_next_job_waits_for_their_lease_and_then_sets_it() -> None:
+    town = Town()
+    assert town.joins("trainer", 0, 2) is None
+    town.server.disconnected("trainer[0]policy", now=1.0)
+    town.until(1.0)
+    refusal = town.joins("trainer#2", 0, 4)
+    assert refusal is not None
+    assert refusal.code == "layout-mismatch"
+    assert 0 < refusal.retry_s <= 1.0
+    town.until(11.0)
+    assert town.joins("trainer#2", 0, 4) is None
+
+
+def test_of_two_hellos_the_first_that_reports_sets_it() -> None:
+    town = Town()
+    assert town.hello("a", 0, 2) is None
+    assert town.hello("b", 0, 4) is None
+    assert town.report("b", 0) is None
+    assert code(town.report("a", 0)) == "layout-mismatch"
+    assert town.lives == [("b", 4)]
+
+
+def test_a_line_that_outlived_its_session_brings_no_other_count_back() -> None:
+    town = Town()
+    assert town.joins("a", 0, 2) is None
+    town.until(12.0)  # silent, on an open line
+    assert town.joins("b", 0, 4) is None
+    assert code(town.report("a", 0)) == "layout-mismatch"
+    assert town.lives == [("b", 4)]
+
+
+def test_after_a_restart_who_lived_before_comes_before_somebody_new() -> None:
+    town = Town(fresh=False)
+    assert town.joins("new", 0, 4) is None
+    held = Holding(Version(7), Digest("r"))
+    assert town.joins("old", 0, 2, session=Number(5), buffer=held) is None
+    assert code(town.report("new", 0)) == "layout-mismatch"
+    assert code(town.joins("newer", 0, 4)) == "layout-mismatch"
+    assert town.lives == [("old", 2)]
+    town.until(9.0)
+    assert town.report("old", 0, session=Number(5), buffer=held) is None
+    town.until(12.0)
+    assert town.report("old", 0, session=Number(5), buffer=held) is None
+    assert code(town.joins("late", 0, 4, session=Number(6))) == "layout-mismatch"
+
+
+def test_the_limit_on_models_holds_for_hellos_that_met() -> None:
+    town = Town()
+    for model in ("a", "b", "c"):
+        assert town.hello("trainer", 0, 1, model) is None
+    assert [code(town.report("trainer", 0, model)) for model in ("a", "b", "c")] == ["", "", "refused"]
+
+
+def test_versions_of_the_former_count_keep_their_numbers_and_their_content() -> None:
+    town = Town()
+    for shard in range(4):
+        held = Holding(Version(7), Digest(f"r{shard}"), published=True)
+        assert town.joins("trainer", shard, 4, buffer=held) is None
+    model = town.server.models[worker("trainer").model]
+    assert model.newest == 7
+    for shard in range(4):
+        town.leaves("trainer", shard)
+    for shard in range(2):  # the same bytes in two of the shards are not the same version
+        assert town.joins("trainer#2", shard, 2) is None
+    replica = model.replicas[worker("trainer").replica]
+    roots = {worker("trainer", shard).shard: Digest(f"r{shard}") for shard in range(2)}
+    conflict = model.conflict(replica, Version(7), roots)
+    assert conflict is not None
+    assert conflict.code == "version-conflict"
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["hello", "report", "leave", "drop", "time"]),
+            st.sampled_from([("a#2", 0, 2), ("a#2", 1, 2), ("a#4", 0, 4), ("b#4", 1, 4)]),
+            st.booleans(),
+        ),
+        min_size=6,
+        max_size=40,
+    )
+)
+def test_in_whatever_order_they_come_all_who_live_agree(fresh: bool, history: list) -> None:
+    town = Town(fresh=fresh)
+    for what, (name, shard, shards), has_lived in history:
+        match what:
+            case "hello":
+                town.hello(name, shard, shards)
+            case "report":
+                town.report(name, shard, session=Number(5 * has_lived))
+            case "leave":
+                town.leaves(name, shard)
+            case "drop":
+                town.server.disconnected(f"{name}[{shard}]policy", now=town.now)
+            case "time":
+                town.until(town.now + 3.0)
+        counts = {shards for _, shards in town.lives}
+        assert len(counts) <= 1
+        model = town.server.models.get(worker("a").model)
+        assert not counts or (model is not None and counts == {model.shards})
+        assert all(replica.shards in counts for replica in (model.replicas.values() if model is not None else ()))
+
+
+def test_an_answer_is_an_answer() -> None:
+    """Without this the others might hold because nobody is ever let in."""
+    town = Town()
+    town.hello("a", 0, 2)
+    said = town.server.handle(report(1), sender="a[0]policy", now=0.0)
+    assert isinstance(said[0][1], Orders)
