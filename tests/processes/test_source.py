@@ -141,3 +141,22 @@ def test_four_readers_that_start_together_cost_the_source_little_more_than_one_c
         source_sent_copies=sent,
         took_s=took_s,
     )
+
+
+def test_a_dead_rack_of_relays_fails_no_update_beside_a_healthy_trainer(start, figures):
+    """Ten relays are killed at once; more failures than a call may have, were each of them to be tried."""
+    cluster = start(lease_s=20, shards=1)
+    trainer, *relays = cluster.replicas("trainer", *(f"relay-{number:02}" for number in range(10)))
+    (late,) = cluster.replicas("rollout")
+    cluster.publish(trainer, 1)
+    calls = [call for relay in relays for call in relay.start("replicate", spec="latest")]
+    assert {call.result() for call in calls} == {1}
+    for relay in relays:
+        relay.kill()
+    began = time.monotonic()
+    assert late.call("replicate", spec="latest") == 1
+    took_s = time.monotonic() - began
+    cluster.judge(late, 1)
+    assert set(late.received()) == {"trainer"}
+    assert len(cluster.states("relay-00")) == 1  # all this within their lease
+    figures(f"ten relays killed: the next reader had the version from the trainer {took_s:.1f} s later", took_s=took_s)

@@ -4,6 +4,7 @@ Called by the server machine, whose tables it changes.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,6 +69,8 @@ def decide_read(server: "Server", model: Model, replica: Replica, member: Member
         if not (_is_leaving(source, current.version, current.grant.from_host) or _is_paused(server, current)):
             return
         others = [c for c in _candidates(server, model, record, member) if not c.is_withdrawing]
+        if server.is_here(source):
+            others = [c for c in others if not c.is_doubtful]
         is_cut = _is_impatient(source, current.version) and not current.grant.from_host
         if choose_source(others, now=server.now) is None and not is_cut:
             return
@@ -96,7 +99,8 @@ def _move_to_better(server: "Server", model: Model, record: VersionRecord, reade
     better = [
         candidate
         for candidate in _candidates(server, model, record, reader)
-        if candidate.is_full and not candidate.load and not candidate.is_withdrawing and not candidate.published
+        if candidate.is_full and not candidate.load and not candidate.published
+        if not candidate.is_withdrawing and not candidate.is_doubtful
         if candidate.is_same_site or (is_shared and not candidate.leaving_site)
     ]
     choice = choose_source(better, now=server.now)
@@ -189,17 +193,16 @@ def _has_readers(server: "Server", source: Member, version: Version) -> bool:
     return any(reader is not None and reader.is_connected for reader in readers)
 
 
-def has_full_source(server: "Server", record: VersionRecord, reader: Member) -> bool:
-    """Somebody else has all of the version and may serve it."""
+def full_sources(server: "Server", record: VersionRecord, reader: Member) -> Iterator[Member]:
+    """Those others that have all of the version and may serve it."""
     for worker in record.holders.get(reader.shard, {}):
         member = server.members.get(worker)
         if member is None or worker == reader.worker:
             continue
-        if member.has_whole_copy(record.version):
-            return True
-        if member.holds(record.version) and serves(server, worker, record.version, from_host=False):
-            return True
-    return False
+        if member.has_whole_copy(record.version) or (
+            member.holds(record.version) and serves(server, worker, record.version, from_host=False)
+        ):
+            yield member
 
 
 def _candidates(server: "Server", model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
@@ -217,7 +220,8 @@ def _candidates(server: "Server", model: Model, record: VersionRecord, reader: M
                 found.append(candidate)
     if all(candidate.is_same_site for candidate in found):
         return found
-    near = [c for c in found if c.is_same_site and c.avoided_until <= server.now and not c.is_withdrawing]
+    near = [c for c in found if c.is_same_site and c.avoided_until <= server.now]
+    near = [c for c in near if not c.is_withdrawing and not c.is_doubtful]
     return found if near or sites.may_cross(server, model, record, reader) else []
 
 
@@ -260,6 +264,7 @@ def _candidate(
         done=member.done(from_host=from_host, version=version),
         published=not from_host and is_full and isinstance(buffer, Holding | Withdrawing) and buffer.published,
         is_withdrawing=_is_leaving(member, version, from_host),
+        is_doubtful=server.is_doubtful(member),
         is_near=here.host == there.host,
         is_same_site=here.site == there.site,
         avoided_until=avoided.until if avoided is not None else -inf,

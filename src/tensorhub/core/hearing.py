@@ -8,7 +8,19 @@ from msgspec.structs import replace
 from . import operations
 from .groups import Replica
 from .membership import Avoided, Member
-from .messages import MOST_COPIES, MOST_FAR, MOST_PINS, Grant, Holding, HostCopy, Poisoned, Report, Vacated, Withdrawing
+from .messages import (
+    MOST_COPIES,
+    MOST_FAR,
+    MOST_PINS,
+    Grant,
+    Holding,
+    HostCopy,
+    Poisoned,
+    Report,
+    TicketFailure,
+    Vacated,
+    Withdrawing,
+)
 from .names import Digest, Ticket, Version
 from .open_reads import OpenRead
 from .references import Model, version_in, versions_in
@@ -110,16 +122,26 @@ def take_reads(server: "Server", member: Member) -> None:
         server.reads.add(OpenRead(grant, worker, is_void))
     number = report.operation.number if report.operation is not None else 0
     if number != member.operation_number:
-        member.operation_number, member.failures, member.avoided = number, 0, {}
+        member.operation_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
     for failure in report.failures:
         if failure.ticket > member.last_failed:
             member.last_failed = failure.ticket
-            member.failures += 1
-            avoided = member.avoided.setdefault(failure.source, Avoided(0.0, 0))
-            avoided.times += 1
-            is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1
-            avoided.until = inf if is_hopeless else server.now + server.settings.avoid_s
-            server.counters["failed_reads"] += 1
+            _count_failure(server, member, failure)
+
+
+def _count_failure(server: "Server", reader: Member, failure: TicketFailure) -> None:
+    """What follows from a failed read: for its reader, and for all who might choose that source too."""
+    if reader.chunks_in_place > reader.chunks:
+        reader.chunks, reader.failures = reader.chunks_in_place, 0
+    reader.failures += 1
+    avoided = reader.avoided.setdefault(failure.source, Avoided(0.0, 0))
+    avoided.times += 1
+    is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1
+    avoided.until = inf if is_hopeless else server.now + server.settings.avoid_s
+    source = server.members.get(failure.source)
+    if source is not None:
+        source.is_doubted = True
+    server.counters["failed_reads"] += 1
 
 
 def close_reads(server: "Server", member: Member, upto: Ticket | None) -> None:

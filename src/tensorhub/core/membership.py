@@ -32,8 +32,10 @@ class Member:
     is_connected: bool = True
     has_lived_before: bool = False  # it had a session before this one: of a server before this one, perhaps
     avoided: dict[WorkerId, Avoided] = field(default_factory=dict)
-    failures: int = 0  # of reads, in the present operation
-    operation_number: int = 0  # the operation that `avoided` and `failures` are about
+    failures: int = 0  # of reads, in the present operation, since one of them brought a chunk
+    chunks: int = 0  # that it had in place at the last of them
+    operation_number: int = 0  # the operation that `avoided`, `failures` and `chunks` are about
+    is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
     last_failed: Ticket = Ticket(0)
     sent: Orders | None = None
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
@@ -77,6 +79,12 @@ class Member:
     def has_whole_copy(self, version: Version) -> bool:
         copy = self.copy(version)
         return copy is not None and copy.whole
+
+    @property
+    def chunks_in_place(self) -> int:
+        """Of all that it is filling now."""
+        copies = sum(copy.done for copy in self.report.copies if not copy.leaving)
+        return copies + (self.report.buffer.done if isinstance(self.report.buffer, Filling) else 0)
 
     def done(self, *, from_host: bool, version: Version) -> int:
         """Chunks in place of a version that its buffer or host copy is being filled with."""

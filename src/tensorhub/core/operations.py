@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .server import Server
 
 FILLS = ("replicate", "update")
+TRIES = 3  # so often a source that lives may fail a reader before it is no hope any more: a link reset, a restart
 HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
 
 
@@ -219,7 +220,8 @@ def _why_hopeless(server: "Server", model: Model, record: VersionRecord, member:
     if theirs is not None and theirs != member.report.layout:
         return _layout_mismatch(server, model, record, member)
     failures = member.report.failures
-    if failures and (member.failures > server.settings.most_failures or failures[-1].code in HOPELESS):
+    is_enough = member.failures > server.settings.most_failures and not _has_hope(server, record, member)
+    if failures and (is_enough or failures[-1].code in HOPELESS):
         last = failures[-1]
         text = f"{member.worker} failed {member.failures} reads of version {record.version}; last from {last.source}"
         return Failure(last.code, f"{text}: {last.message}", "see `tensorhub status` for who holds it")
@@ -227,9 +229,18 @@ def _why_hopeless(server: "Server", model: Model, record: VersionRecord, member:
         return None
     if member.has_whole_copy(record.version):
         return None
-    if granting.has_full_source(server, record, member):
+    if next(granting.full_sources(server, record, member), None) is not None:
         return _all_corrupt(server, record, member)
     return _unavailable(server, model, record, member.shard)
+
+
+def _has_hope(server: "Server", record: VersionRecord, member: Member) -> bool:
+    """Somebody has all of the version who has not failed this reader yet; or not often, and lives."""
+    for source in granting.full_sources(server, record, member):
+        avoided = member.avoided.get(source.worker)
+        if avoided is None or (avoided.times < TRIES and server.is_here(source)):
+            return True
+    return False
 
 
 def _all_corrupt(server: "Server", record: VersionRecord, member: Member) -> Failure | None:

@@ -24,6 +24,7 @@ class Candidate:
     done: int  # chunks in place, of one that is filling
     published: bool  # by this worker itself
     is_withdrawing: bool
+    is_doubtful: bool  # it seems to be dead, or nobody can reach it
     is_near: bool  # on the reader's own host
     is_same_site: bool
     avoided_until: float  # it failed this reader lately; -inf: never
@@ -34,17 +35,18 @@ class Candidate:
 def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[Candidate, str] | None:
     """The best source and why, or None if there is none that may be tried now.
 
-    A source that is withdrawing is taken only where nobody else has the version; one that failed this reader lately
-    is not tried before its time.
+    One that seems to be dead comes after all others; one that is withdrawing is taken only where nobody else who seems
+    to live has the version; one that failed this reader lately is not tried before its time.
     """
     usable = [candidate for candidate in candidates if candidate.avoided_until <= now]
-    staying = [candidate for candidate in usable if not candidate.is_withdrawing]
-    best = min(staying or usable, key=_rank, default=None)
+    best = min(usable, key=_rank, default=None)
     return None if best is None else (best, _reason(best, len(usable)))
 
 
 def _rank(candidate: Candidate) -> tuple[object, ...]:
     return (
+        candidate.is_doubtful,
+        candidate.is_withdrawing,
         not candidate.is_same_site,
         candidate.leaving_site,
         candidate.load,
@@ -65,4 +67,5 @@ def _reason(best: Candidate, usable: int) -> str:
     where = "same host" if best.is_near else ("same site" if best.is_same_site else "other site")
     where += f" that {best.leaving_site} more leave" if best.leaving_site else ""
     leaving = ", withdrawing, but nobody else has it" if best.is_withdrawing else ""
-    return f"{role}, {what}, {load}, {where}{leaving}; best of {usable}"
+    doubtful = ", in doubt" if best.is_doubtful else ""
+    return f"{role}, {what}, {load}, {where}{leaving}{doubtful}; best of {usable}"

@@ -205,7 +205,7 @@ class Server:
             member.has_lived_before = report.session > 0
         if report.number <= member.report.number:
             return None  # late or repeated
-        member.lease_end = self.now + self.settings.lease_s
+        member.lease_end, member.is_doubted = self.now + self.settings.lease_s, False
         before, member.report = member.report, report
         model, replica = self._place(member)
         hearing.take_content(self, model, replica, member, before)
@@ -351,6 +351,10 @@ class Server:
     def is_here(self, member: Member) -> bool:
         """It seems to live: it would hear what it is told, and was heard lately."""
         return member.is_connected and not self.is_silent(member)
+
+    def is_doubtful(self, source: Member) -> bool:
+        """There is reason to think that nobody can read from it. What one reader has learned of it helps the others."""
+        return source.is_doubted or not self.is_here(source)
 
     def touch(self, worker: WorkerId) -> None:
         self._dirty.setdefault(worker, False)
