@@ -179,7 +179,7 @@ class Weights:
         """Keep that version, however new others are, until `unpin` or the end of this worker.
 
         When this returns, no worker leaves the last reliable copy of it by its own will. Raises `VersionUnavailable` if
-        nobody holds it (any more), `ServerUnreachable`.
+        nobody holds it (any more), `ServerUnreachable` if the server cannot be asked, `DeadlineExceeded`.
         """
         self._wait(self._aio.pin(version, timeout=timeout), timeout, f"pin({version!r})")
 
@@ -190,8 +190,7 @@ class Weights:
     def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
         """Wait until the version, or a newer one, was published. Returns what there is then; changes nothing.
 
-        "latest" waits for any version at all, "latest-N" for more than N of them. Raises `DeadlineExceeded`,
-        `ServerUnreachable`.
+        "latest" waits for any version at all, "latest-N" for more than N of them. Raises `DeadlineExceeded`.
         """
         return self._wait(self._aio.wait_for(spec, timeout=timeout), timeout, f"wait_for({spec!r})")
 

@@ -110,7 +110,7 @@ def test_a_silent_server_is_left_and_named_as_the_reason(server, monkeypatch):
     monkeypatch.setattr("tensorhub.runtime.connection.CONNECT_S", 0.5)
     trainer, _ = worker(server, "t", 1.0)
     server.send(signal.SIGSTOP)
-    with within(4), pytest.raises(tensorhub.ServerUnreachable, match="does not answer"):
+    with within(4), pytest.raises(tensorhub.DeadlineExceeded, match="does not answer"):
         trainer.publish(1, timeout=3)
     server.send(signal.SIGCONT)
     eventually(lambda: trainer.statistics()["is_connected"], "the line is back")

@@ -1,5 +1,6 @@
 """The caller's operation at one worker: may it begin, and what its error says when time has run out."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -116,26 +117,40 @@ def _why_not_publish(worker: "Worker", event: Called) -> Failure | None:
 
 
 def deadline_failure(worker: "Worker", call: Call) -> Failure:
-    """Why a call has not ended in time: what it waited for, how far it got, what to do next."""
-    took_s = call.deadline - call.started
-    text = f"{call} of {worker.me} did not end within {took_s:.3g} s"
-    if not worker.connected:
-        return Failure("server-unreachable", f"{text}: the reference server does not answer", "is it running?")
+    """A call has not ended in time: what was missing at the end, how far it got, what to do next.
+
+    Whatever it waited for, what happened is that time ran out: a longer timeout, or a retry, may be all that is needed.
+    """
+    text = f"{call} of {worker.me} did not end within {call.deadline - call.started:.3g} s"
+    missing = [*_how_far(worker, call)]
     waiting = call.answer.waiting if call.answer is not None else None
+    hint = "retry, or give it a longer timeout"
+    if not worker.connected and worker.refusal is not None:
+        missing.append(f"the reference server refuses this worker for now: {worker.refusal.message}")
+        hint = worker.refusal.hint or hint
+    elif not worker.connected:
+        missing.append("the reference server does not answer")
+        hint = "is it running?"
+    elif waiting is not None:
+        missing.append(waiting.message)
+        hint = waiting.hint or hint
+    elif call.answer is None:
+        missing.append("the reference server has not answered")
+    return Failure("deadline-exceeded", f"{text}: {'; '.join(missing)}" if missing else text, hint)
+
+
+def _how_far(worker: "Worker", call: Call) -> Iterator[str]:
+    buffer = worker.buffer
     if worker.shelf.copying is not None:
         way, version = worker.shelf.copying
-        text += f": version {version} was being copied {'to' if way == 'out' else 'from'} host memory"
-    elif isinstance(worker.buffer, Withdrawing):
-        text += f": version {worker.buffer.version} still has readers"
-    elif isinstance(worker.buffer, Holding) and call.verb in FILLS and call.resolved is not None:
-        text += f": no source of version {call.resolved} has answered; version {worker.buffer.version} is still held"
-    elif isinstance(worker.buffer, Vacated) and call.verb in FILLS:
-        text += f": not a byte of version {call.resolved} had come; version {worker.buffer.version} is held again"
-    if isinstance(worker.buffer, Filling):
+        yield f"version {version} was being copied {'to' if way == 'out' else 'from'} host memory"
+    elif isinstance(buffer, Withdrawing):
+        yield f"version {buffer.version} still has readers"
+    elif isinstance(buffer, Holding) and call.verb in FILLS and call.resolved not in (None, buffer.version):
+        yield f"no source of version {call.resolved} has answered; version {buffer.version} is still held"
+    elif isinstance(buffer, Vacated) and call.verb in FILLS:
+        yield f"not a byte of version {call.resolved} had come; version {buffer.version} is held again"
+    if isinstance(buffer, Filling):
         done, chunks = worker.progress
         source = f" from {worker.reading.source}" if worker.reading is not None else ""
-        text += f": {done} of {chunks or '?'} chunks of version {worker.buffer.version} were in place{source}"
-    if waiting is not None:
-        text += f": {waiting.message}"
-        return Failure(waiting.code, text, waiting.hint)
-    return Failure("deadline-exceeded", text, "retry, or give it a longer timeout")
+        yield f"{done} of {chunks or '?'} chunks of version {buffer.version} were in place{source}"

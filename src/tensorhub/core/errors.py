@@ -12,8 +12,8 @@
     │   ├── VersionUnavailable           nobody holds it (says who held it last)
     │   ├── GroupIncomplete              a member of the group is missing or died
     │   ├── HostMemoryFull               a version that must be kept does not fit under the limit on host copies
-    │   ├── ServerUnreachable            work in hand goes on; nothing new is granted
-    │   └── DeadlineExceeded             names what was waited for, and how far it got
+    │   ├── ServerUnreachable            it cannot be opened or asked without one; work in hand goes on
+    │   └── DeadlineExceeded             names what was missing at the end, and how far it got
     ├── Refused                      token, certificate, or protocol version not accepted
     ├── SessionLost                  declared dead; rejoin; nothing granted before counts
     ├── TransferError                data plane
@@ -107,13 +107,13 @@ class HostMemoryFull(Unavailable):
 
 
 class ServerUnreachable(Unavailable):
-    """The reference server does not answer. Work in hand goes on; nothing new is granted."""
+    """The reference server does not answer what is asked of it now: to open, to pin, to show how things are."""
 
     code = "server-unreachable"
 
 
 class DeadlineExceeded(Unavailable):
-    """The call's timeout ended; the message names what was waited for and how far it got."""
+    """The call's timeout ended; the message names what was missing at the end (the server too) and how far it got."""
 
     code = "deadline-exceeded"
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 from ..core.calls import update_at_once, why_not_begin
-from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, ServerUnreachable, UsageError
+from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, UsageError
 from ..core.events import Called, Registered, Wished
 from ..core.manifest import Manifest
 from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
@@ -193,7 +193,7 @@ class Client:
         number = book.number
         if not await self.driver.until(lambda: book.acknowledged >= number, deadline):
             text = f"{self.me}: the reference server has not heard of the pins {list(pins)} in time"
-            raise ServerUnreachable(text, hint="is it running? The pins count once it hears of them")
+            raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
 
     async def _close(self, deadline: float) -> None:
         if not await self.driver.leave(deadline) and self.driver.broken is None:

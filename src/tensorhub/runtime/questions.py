@@ -80,7 +80,8 @@ async def wait_for_version(options: Options, model: str, spec: Spec, deadline: f
     except TimeoutError as error:
         text = f"wait_for({spec!r}) of {model} did not end within {time.monotonic() - began:.3g} s"
         if why:
-            raise ServerUnreachable(f"{text}: no reference server at {options.server}: {why}") from error
+            hint = "is it running?"
+            raise DeadlineExceeded(f"{text}: no reference server at {options.server}: {why}", hint=hint) from error
         raise DeadlineExceeded(f"{text}: no such version was published", hint="is the trainer running?") from error
 
 

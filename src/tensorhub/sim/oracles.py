@@ -24,7 +24,6 @@ HONEST_SPLITS = (
     "died",
     "closed",
     "version-unavailable",
-    "server-unreachable",
     "group-incomplete",
     "host-memory-full",
     "unavailable",
