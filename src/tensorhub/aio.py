@@ -88,6 +88,7 @@ class Weights:
         self._client = client
         self._thread = thread
         self._pid = os.getpid()
+        client.callers.note()
 
     def __repr__(self) -> str:
         return f"<Weights {self._client.me}>"
@@ -186,6 +187,7 @@ class Weights:
         except BaseException:
             work.close()
             raise
+        self._client.callers.note()
         return self._thread.here(work)
 
     def _block_on(self, work: Coroutine[object, object, T], timeout: float | None, what: str) -> T:
@@ -196,7 +198,8 @@ class Weights:
         except BaseException:
             work.close()
             raise
-        return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._client.me}")
+        with self._client.callers.blocked():
+            return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._client.me}")
 
     def _check_process(self) -> None:
         check_process(self._pid, str(self._client.me))

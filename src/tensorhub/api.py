@@ -96,6 +96,7 @@ class Weights:
 
     def __init__(self, weights: aio.Weights) -> None:
         self._aio = weights
+        weights._client.callers.note()
 
     def __repr__(self) -> str:
         return repr(self._aio)

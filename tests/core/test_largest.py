@@ -141,7 +141,7 @@ def test_the_longest_report_fits() -> None:
 
 def test_the_longest_orders_fit() -> None:
     group = Replica(ReplicaName(NAME), MOST_SHARDS)
-    operation = group.operation = GroupOperation(HIGHEST, "update", "latest-999999999")
+    operation = group.operation = GroupOperation(HIGHEST, "update", "latest-999999999", 0.0)
     operation.error, operation.waiting = FAILURE, FAILURE
     told = Operation(HIGHEST, "update", "latest-999999999")
     grant = Grant(
@@ -177,9 +177,9 @@ def test_the_longest_orders_fit() -> None:
 def test_a_mismatch_among_four_thousand_shards_fits() -> None:
     group = Replica(ReplicaName(NAME), MOST_SHARDS)
     for shard in range(MOST_SHARDS - 1):
-        group.arrive(Shard(shard), Operation(1, "update", "latest"))
+        group.arrive(Shard(shard), Operation(1, "update", "latest"), now=0.0)
     odd = Operation(1, "replicate", "latest")
-    group.arrive(Shard(MOST_SHARDS - 1), odd)
+    group.arrive(Shard(MOST_SHARDS - 1), odd, now=0.0)
     for told in (odd, Operation(1, "update", "latest")):
         answer = group.answer(Shard(0), told)
         assert answer.error is not None

@@ -90,6 +90,28 @@ MUTANTS = (
         "a newcomer gives way to who lived before the restart",
     ),
     Mutant(
+        "only who had come is missed when it dies",
+        "core/groups.py",
+        '        if self.operation is not None:\n            text = f"shard {shard} of {self.name} {why}',
+        "        if self.operation is not None and shard in self.operation.arrived:\n"
+        '            text = f"shard {shard} of {self.name} {why}',
+        "a shard that dies before it comes to a call costs its siblings a lease, not their deadline",
+    ),
+    Mutant(
+        "a shard that was never there is waited for",
+        "core/operations.py",
+        '    if server.now >= until:\n        text = f"shard {some_shards(absent)}',
+        '    if server.now >= until + 1e9:\n        text = f"shard {some_shards(absent)}',
+        "a shard that nobody has seen costs its siblings a lease, not their deadline",
+    ),
+    Mutant(
+        "who waits for a shard that lives says nothing",
+        "core/worker_calls.py",
+        "        worker.effects.append(events.Delayed(call.number or 0, why))\n",
+        "",
+        "who waits for long for a shard that lives says so",
+    ),
+    Mutant(
         "two reads write at once",
         "core/read_slot.py",
         "        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until\n",
@@ -99,9 +121,9 @@ MUTANTS = (
     ),
     Mutant(
         "a failed fill is refilled while it is read",
-        "core/worker_calls.py",
-        "        worker.buffer = Poisoned(worker.serving)\n",
-        "        worker.buffer, worker.serving = Poisoned(), None\n",
+        "core/filling.py",
+        "    worker.buffer = Poisoned(worker.serving)\n",
+        "    worker.buffer, worker.serving = Poisoned(), None\n",
         "nobody reads a buffer when it changes from one version to another",
     ),
     Mutant(
@@ -200,8 +222,8 @@ MUTANTS = (
     Mutant(
         "a member's death is not told",
         "core/groups.py",
-        "        if self.operation is not None and shard in self.operation.arrived:\n",
-        "        if False:\n",
+        '        if self.operation is not None:\n            text = f"shard {shard} of {self.name} {why}',
+        '        if False:\n            text = f"shard {shard} of {self.name} {why}',
         "an operation fails on all shards when one of them dies",
     ),
     Mutant(
@@ -243,8 +265,8 @@ MUTANTS = (
     Mutant(
         "a drained source is granted again",
         "core/granting.py",
-        "            return held == version and not impatient and not member.is_drained and has_heard_us\n",
-        "            return held == version and not impatient\n",
+        "            return not impatient and not member.is_drained and has_heard_us\n",
+        "            return not impatient\n",
         "who was told drained is nobody's source any more",
     ),
     Mutant(

@@ -39,6 +39,24 @@ def test_one_shard_is_killed_in_mid_update_and_the_other_is_told_and_tries_again
     figures(f"{line}, the lease is {cluster.lease_s} s; both had it on the retry", took_s=took_s)
 
 
+def test_one_shard_is_killed_before_it_comes_to_the_call_and_the_other_waits_no_longer_than_its_lease(start, figures):
+    cluster = start()
+    trainer, rollout = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    assert rollout.call("replicate", spec="latest") == 1
+    cluster.publish(trainer, 2)
+    survivor, killed = rollout[0], rollout[1].kill()
+    (call,) = Replica("rollout-1", [survivor]).start("update", spec="latest", timeout=60)
+    with pytest.raises(tensorhub.GroupIncomplete, match="shard 1 of rollout-1"):
+        call.result()
+    took_s = call.ended - killed
+    assert took_s < cluster.lease_s + 1.5
+    whole = Replica("rollout-1", [survivor, cluster.worker("rollout-1", 1)])
+    assert whole.call("update", spec="latest") == 2
+    cluster.judge(whole, 2)
+    figures(f"shard killed before an update: the other got GroupIncomplete {took_s:.2f} s later", took_s=took_s)
+
+
 def test_one_shard_of_the_trainer_is_killed_while_it_publishes(start, figures):
     """Nobody may get a version of which one shard was never published; the trainer comes back with a higher one."""
     cluster = start()

@@ -7,6 +7,7 @@ says no more than the one before it in the same direction is not shown, so what 
 from tensorhub.core.events import (
     CopyIn,
     CopyOut,
+    Delayed,
     DropCopy,
     Effect,
     Finished,
@@ -178,6 +179,8 @@ class Words:
                 return f"{who} fills its tensors from its host copy of version {version}"
             case DropCopy(version=version):
                 return f"{who} drops its host copy of version {version}"
+            case Delayed(why=why):
+                return f"{who} WARNS {failure_text(why)}"
             case Finished(version=version, error=None):
                 return f"{who} RETURNS" + ("" if version is None else f" {version}")
             case Finished(error=Failure() as error):

@@ -28,6 +28,13 @@ class Call:
     number: int | None = None  # its position; unknown until the server has told where the group is
     resolved: Version | None = None
     answer: Answer | None = None
+    is_delayed: bool = False  # the caller was told why it waits so long
+
+    @property
+    def awaits_shard(self) -> Failure | None:
+        """What the server last said of shards that have not come to this call."""
+        waiting = self.answer.waiting if self.answer is not None else None
+        return waiting if waiting is not None and waiting.code == "group-incomplete" else None
 
     @property
     def impatient_at(self) -> float:

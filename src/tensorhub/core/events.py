@@ -267,6 +267,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Delayed:
+    """The caller's operation has waited for longer than a lease because of this, and goes on. Said once of each."""
+
+    number: int
+    why: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """After `Closing`: the connection may be closed. `drained` is False if readers had to be cut off."""
 
@@ -285,5 +293,6 @@ Effect = (
     | CopyIn
     | DropCopy
     | Finished
+    | Delayed
     | Left
 )

@@ -23,6 +23,7 @@ class GroupOperation:
     number: int
     verb: str
     spec: Spec
+    began: float  # when its first shard arrived, by the server's clock
     version: Version | None = None
     arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
     is_finished: bool = False
@@ -75,7 +76,7 @@ class Replica:
         text = f"shard {shard} of {self.name} gave up {operation} before all shards were done"
         operation.fail(Failure("group-incomplete", text, "retry on all shards"))
 
-    def arrive(self, shard: Shard, told: Operation) -> None:
+    def arrive(self, shard: Shard, told: Operation, *, now: float) -> None:
         """One shard's caller is in this operation."""
         self.publishes |= told.verb == "publish"
         current = self.operation
@@ -84,7 +85,7 @@ class Replica:
                 text = f"shard {shard} of {self.name} went on before {current} had ended"
                 current.fail(Failure("group-incomplete", text, "retry on all shards"))
                 self.former = current
-            current = self.operation = self._begin(told)
+            current = self.operation = self._begin(told, now)
         operation = self.find(told.number)
         if operation is None or operation.is_over:
             return
@@ -96,8 +97,8 @@ class Replica:
         if operation.version is None:
             operation.version = told.resolved  # a server before this one had answered so
 
-    def _begin(self, told: Operation) -> GroupOperation:
-        operation = GroupOperation(told.number, told.verb, told.spec)
+    def _begin(self, told: Operation, now: float) -> GroupOperation:
+        operation = GroupOperation(told.number, told.verb, told.spec, now)
         if told.number == self.finished:
             operation.is_finished, operation.version = True, told.resolved
         elif told.number <= self.ended:
@@ -109,7 +110,7 @@ class Replica:
         if (operation.verb, operation.spec) == (told.verb, told.spec):
             return None
         others = some_shards(list(operation.arrived)) or "the others"
-        mine = GroupOperation(told.number, told.verb, told.spec)
+        mine = GroupOperation(told.number, told.verb, told.spec, operation.began)
         text = f"shard {shard} of {self.name} called {mine} where shard {others} called {operation}"
         return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
 
@@ -134,8 +135,8 @@ class Replica:
         return Answer(told.number, version, operation.is_finished, error, waiting)
 
     def lose(self, shard: Shard, why: str) -> None:
-        """The shard's worker is gone."""
+        """The shard's worker is gone: whatever is under way ends, whether it had come to it or would have."""
         self.members.pop(shard, None)
-        if self.operation is not None and shard in self.operation.arrived:
+        if self.operation is not None:
             text = f"shard {shard} of {self.name} {why} during {self.operation}"
             self.operation.fail(Failure("group-incomplete", text, "restart that shard, then retry on all shards"))

@@ -163,7 +163,7 @@ def take_operation(server: "Server", replica: Replica, member: Member) -> None:
     replica.note_ended(member.shard, report.ended, report.finished)
     former = replica.operation
     if report.operation is not None:
-        replica.arrive(member.shard, report.operation)
+        replica.arrive(member.shard, report.operation, now=server.now)
     if former is not replica.operation:
         operations.release(server.models[member.hello.model], former, replica)
     if not was_over or report.operation is not None:

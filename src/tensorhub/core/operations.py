@@ -28,6 +28,10 @@ def advance(server: "Server", model: Model, replica: Replica, operation: GroupOp
     if operation.is_over:
         return
     operation.waiting = _missing(replica)
+    incomplete = _why_incomplete(server, replica, operation)
+    if incomplete is not None:
+        operation.fail(incomplete)
+        return
     if operation.verb in FILLS:
         _advance_fill(server, model, replica, operation)
     elif operation.verb == "publish":
@@ -48,6 +52,31 @@ def _missing(replica: Replica) -> Failure | None:
         return None
     text = f"{replica.name} waits for shard {some_shards(missing)} of {replica.shards} to call {replica.operation}"
     return Failure("group-incomplete", text, "is every shard running, and making the same calls?")
+
+
+def _why_incomplete(server: "Server", replica: Replica, operation: GroupOperation) -> Failure | None:
+    """A shard that has not come, and that nobody can expect any more. One that lives may take its time."""
+    hint, absent = "see that every shard runs, then call again on all of them", []
+    for shard in replica.missing():
+        worker = replica.members.get(Shard(shard))
+        member = server.members.get(worker) if worker is not None else None
+        if member is None:
+            absent.append(shard)
+        elif member.report.closing:
+            text = f"shard {shard} of {replica.name} is being closed, and does not come to {operation}"
+            return Failure("group-incomplete", text, hint)
+    if not absent:
+        return None
+    patience_s = server.settings.lease_s
+    until = max(operation.began, server.recovered_at) + patience_s
+    if server.now >= until:
+        text = f"shard {some_shards(absent)} of {replica.name} was not there within {patience_s:.3g} s of {operation}"
+        return Failure("group-incomplete", text, hint)
+    for shard in operation.arrived:
+        waiting = server.members.get(replica.members[shard]) if shard in replica.members else None
+        if waiting is not None:
+            server.members.wake(waiting, until)
+    return None
 
 
 def _recovering(server: "Server") -> Failure:

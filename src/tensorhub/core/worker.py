@@ -67,6 +67,7 @@ class Worker:
         self.withdrawn_in = 0  # the report that first said so
         self.opened: Version | None = None  # in this call: some source had it, and its manifest is known
         self.ended, self.finished = 0, 0
+        self.patience_s = inf  # how long a death may remain unknown: the server says
         self.position: int | None = None
         self.failures: list[TicketFailure] = []
         self.closing: Call | None = None
@@ -142,6 +143,8 @@ class Worker:
         times = [inf]
         if self.call is not None:
             times.append(self.call.deadline)
+            if self.call.awaits_shard is not None and not self.call.is_delayed:
+                times.append(self.call.started + self.patience_s)
             if isinstance(self.buffer, Withdrawing) and not self.buffer.impatient:
                 times.append(self.call.impatient_at)
         if self.closing is not None and not self.has_left:
@@ -202,7 +205,7 @@ class Worker:
             return  # late or repeated: a newer truth is known
         self.seen = orders.number
         self.session = orders.session
-        self.book.every_s = orders.report_s
+        self.book.every_s, self.patience_s = orders.report_s, orders.lease_s + orders.report_s
         self.position = orders.position
         sent_at = self.book.acknowledge(orders.acknowledged)
         if sent_at is not None:
@@ -264,6 +267,7 @@ class Worker:
             worker_calls.fail(self, deadline_failure(self, call), now)
         elif call is not None:
             worker_calls.advance(self, call, now)
+            worker_calls.say_delay(self, call, now)
         filling.advance_read(self, now)
         self._advance_copies(now)
 

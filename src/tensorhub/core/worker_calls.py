@@ -45,6 +45,15 @@ def advance(worker: "Worker", call: Call, now: float) -> None:
             worker.buffer = Filling(call.resolved)
 
 
+def say_delay(worker: "Worker", call: Call, now: float) -> None:
+    """Say once why the call waits, when every death would have been told by now: a shard lives and does not come."""
+    why = call.awaits_shard
+    if why is not None and not call.is_delayed and now >= call.started + worker.patience_s:
+        call.is_delayed = True
+        worker.note(now, f"{call} waits: {why.message}")
+        worker.effects.append(events.Delayed(call.number or 0, why))
+
+
 def withdraw(worker: "Worker", *, impatient: bool, now: float) -> None:
     """Ask to take the promise back."""
     assert isinstance(worker.buffer, Holding | Withdrawing)

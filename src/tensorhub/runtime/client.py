@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
 from ..core.calls import update_at_once, why_not_begin
 from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, UsageError
@@ -23,6 +24,7 @@ from ..core.specs import PREFETCHED, parse_spec
 from ..memory.digests import algorithm_of, build_manifest, changed_chunks, tensors_of
 from ..memory.registration import Registration
 from ..transport.base import Transport
+from .callers import Callers
 from .config import Options
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
@@ -34,6 +36,8 @@ T = TypeVar("T")
 
 NAMES_SHOWN = 5  # tensors in an error
 
+living: "WeakSet[Client]" = WeakSet()  # of this process; kept alive by the loop
+
 
 class Client:
     """One worker, for its caller. Made, and used, in the worker loop."""
@@ -41,7 +45,8 @@ class Client:
     def __init__(self, hello: Hello, options: Options, transports: Mapping[str, Transport]) -> None:
         self.me = hello.worker
         self.options = options
-        self.driver = Driver(hello, options, transports)
+        self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
+        self.callers = Callers()
         self._hello = hello
         self._calling = ""
         self._closing: asyncio.Task[None] | None = None
@@ -194,6 +199,21 @@ class Client:
         if not await self.driver.until(lambda: book.acknowledged >= number, deadline):
             text = f"{self.me}: the reference server has not heard of the pins {list(pins)} in time"
             raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
+
+    def _why_in_vain(self) -> UsageError | None:
+        """A call has waited long for shards that do not come: the mistake, where it waits for its own thread."""
+        thread = self.callers.waiting
+        if thread is None:
+            return None
+        for other in list(living):
+            is_sibling = (other.me.model, other.me.replica) == (self.me.model, self.me.replica) and other is not self
+            is_sibling = is_sibling and other.options.server == self.options.server
+            is_idle = not other._calling and other._closing is None and not other.driver.is_gone
+            if is_sibling and is_idle and other.callers.are_only(thread):
+                text = f"{self._calling} of {self.me} waits for {other.me}, which only this waiting thread has used"
+                hint = "all shards call at the same time: a thread for each of them, or tensorhub.aio"
+                return UsageError(text, hint=hint)
+        return None
 
     async def _close(self, deadline: float) -> None:
         if not await self.driver.leave(deadline) and self.driver.broken is None:

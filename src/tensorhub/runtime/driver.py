@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import assert_never
 
-from ..core.errors import InvariantViolation, ServerUnreachable, TensorHubError, error_from_code
+from ..core.errors import InvariantViolation, ServerUnreachable, TensorHubError, UsageError, error_from_code
 from ..core.events import (
     Called,
     Cancelled,
@@ -20,6 +20,7 @@ from ..core.events import (
     Connected,
     CopyIn,
     CopyOut,
+    Delayed,
     DropCopy,
     Effect,
     Event,
@@ -59,7 +60,15 @@ def failed(failure: Failure | Refusal) -> TensorHubError:
 class Driver:
     """One life of one worker."""
 
-    def __init__(self, hello: Hello, options: Options, transports: Mapping[str, Transport]) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        options: Options,
+        transports: Mapping[str, Transport],
+        *,
+        why_in_vain: Callable[[], UsageError | None] = lambda: None,
+    ) -> None:
+        """`why_in_vain` is asked once of a call that waits long for shards that live; what it says ends the call."""
         self.me = hello.worker
         self.data = DataPlane(self.me, transports, verify=options.verify, tell=self.feed, host_bytes=options.host_bytes)
         self.worker = Worker(self.me, received_bytes=self.data.received_bytes, far_bytes=self.data.far_bytes)
@@ -70,6 +79,7 @@ class Driver:
         self._life: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         self._answered: asyncio.Future[Refusal | None] = self._loop.create_future()
+        self._why_in_vain = why_in_vain
         self._finished: asyncio.Future[Finished] | None = None
         self._left: asyncio.Future[bool] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
@@ -112,7 +122,7 @@ class Driver:
             self._break(InvariantViolation(f"{self.me}: {called.verb} did not end by its deadline"))
             assert self.broken is not None, "it has just been broken"
             raise self.broken from error
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, UsageError):
             self.feed(Cancelled())
             raise
         finally:
@@ -213,6 +223,11 @@ class Driver:
             case Finished():
                 if self._finished is not None and not self._finished.done():
                     self._finished.set_result(effect)
+            case Delayed(why=why):
+                _log.warning("%s: its call goes on waiting: %s", self.me, why.message)
+                wrong = self._why_in_vain()
+                if wrong is not None and self._finished is not None and not self._finished.done():
+                    self._finished.set_exception(wrong)
             case Left(drained=is_drained):
                 if not self._left.done():
                     self._left.set_result(is_drained)

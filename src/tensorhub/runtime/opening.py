@@ -10,7 +10,6 @@ import socket
 import time
 from functools import partial
 from uuid import uuid4
-from weakref import WeakSet
 
 from ..core.errors import ServerUnreachable, TensorHubError, TransportMissing, UsageError
 from ..core.messages import PROTOCOL, Hello
@@ -21,7 +20,7 @@ from ..transport.choose import PREFERENCE
 from ..transport.local import LocalSettings, LocalTransport
 from ..transport.tcp import TcpTransport
 from ..transport.tcp_settings import TcpSettings
-from .client import Client
+from .client import Client, living
 from .config import Options
 from .loops import in_thread, loop_thread
 
@@ -31,8 +30,6 @@ TRY_TCP = "add tcp to transports= or TENSORHUB_TRANSPORTS, and see `tensorhub do
 MOST_PROBE_S = 30.0  # of NIXL, in a child process: it takes 1 s, and 6 s were seen under ten times too much load
 PROBE_SHARE = 0.5  # and at most so much of what `open` may take: a NIXL that hangs must not make it fail
 EXIT_S = 0.5  # for everybody together: the interpreter must not hang
-
-_clients: "WeakSet[Client]" = WeakSet()  # those that live are kept alive by the loop
 
 
 async def open_client(
@@ -65,7 +62,7 @@ async def open_client(
     )
     client = Client(hello, options, transports)
     await client.start(deadline)
-    _clients.add(client)
+    living.add(client)
     return client
 
 
@@ -159,7 +156,7 @@ def leave_on_sigterm(grace_s: float) -> None:
 
 
 def _close_all(patience_s: float) -> None:
-    clients = [client for client in list(_clients) if not client.driver.is_gone]
+    clients = [client for client in list(living) if not client.driver.is_gone]
     if not clients:
         return
     thread = loop_thread()
@@ -173,7 +170,7 @@ def _close_all(patience_s: float) -> None:
 
 
 def _forget_after_fork() -> None:
-    _clients.clear()
+    living.clear()
 
 
 atexit.register(_close_forgotten)

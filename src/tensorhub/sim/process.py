@@ -9,6 +9,7 @@ from ..core.events import (
     Connected,
     CopyIn,
     CopyOut,
+    Delayed,
     Disconnected,
     DropCopy,
     Effect,
@@ -170,6 +171,8 @@ class Process:
                 self.host.drop(version)
             case Finished():
                 self._finished(effect)
+            case Delayed(why=why):
+                world.note(self.name, f"waits: {why.message}")
             case Left():
                 self.has_left = True
                 world.note(self.name, f"left, drained: {effect.drained}")

@@ -1,0 +1,47 @@
+"""Which threads of this process use a worker: whether anybody but the thread that waits could still call it.
+
+A thread that holds two shards of one replica and waits for the first one's call waits for itself. It is told so, but
+only where it is sure: no other thread has ever used the second one, and none was begun since that may be about to.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+OURS = "tensorhub-"  # how the names of this library's threads begin
+
+
+class Callers:
+    """The threads of one worker's callers. Used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before: WeakSet[threading.Thread] = WeakSet(threading.enumerate())  # they were there when it was opened
+        self._users: WeakSet[threading.Thread] = WeakSet()
+        self.waiting: threading.Thread | None = None  # blocked in a call of this worker
+
+    def note(self) -> None:
+        """The present thread uses the worker."""
+        thread = threading.current_thread()
+        if not thread.name.startswith(OURS):
+            with self._lock:
+                self._users.add(thread)
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The present thread waits for a call of this worker, and can do nothing else meanwhile."""
+        self.note()
+        self.waiting = threading.current_thread()
+        try:
+            yield
+        finally:
+            self.waiting = None
+
+    def are_only(self, thread: threading.Thread) -> bool:
+        """Nobody else has used the worker, or may be about to."""
+        with self._lock:
+            if thread not in self._users:
+                return False
+            others = [each for each in threading.enumerate() if each is not thread and not each.name.startswith(OURS)]
+            return not any(each in self._users or each not in self._before for each in others)

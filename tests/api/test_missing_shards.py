@@ -1,0 +1,117 @@
+"""A replica whose shards do not all come to a call: what the others are told, and when."""
+
+import asyncio
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import tensorhub
+from runtime.kit import eventually, in_threads, within
+
+LEASE_S = 2.0  # of the server of these tests
+NOTICED_S = LEASE_S + 1.5  # a lease, a report, and a slow machine
+
+
+@pytest.fixture
+def pair(join):
+    """Both shards of one replica, opened by the thread of the test."""
+    return [join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2)]
+
+
+def test_a_thread_that_waits_for_itself_is_told_so(pair):
+    with within(NOTICED_S), pytest.raises(tensorhub.UsageError, match=r"m/t\[0\] waits for m/t\[1\]") as caught:
+        pair[0].publish(1, timeout=60)
+    assert "thread" in caught.value.hint
+    assert "aio" in caught.value.hint
+    assert in_threads(*(lambda w=w: w.publish(1, timeout=5) for w in pair)) == [1, 1]
+
+
+def test_one_that_was_used_by_another_thread_before_is_waited_for(pair):
+    go_on, ended = threading.Event(), []
+
+    def other():
+        ended.append(pair[1].publish(1, timeout=20))
+        go_on.wait(20)
+        ended.append(pair[1].unpublish(timeout=20))
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    assert pair[0].publish(1, timeout=20) == 1
+    threading.Timer(LEASE_S * 1.7, go_on.set).start()
+    assert pair[0].unpublish(timeout=20) is None
+    thread.join(20)
+    assert ended == [1, None]
+
+
+def test_one_that_a_thread_begun_since_may_be_about_to_call_is_waited_for(pair):
+    go_on = threading.Event()
+    thread = threading.Thread(target=lambda: (go_on.wait(20), pair[1].publish(1, timeout=20)), daemon=True)
+    thread.start()
+    threading.Timer(LEASE_S * 1.7, go_on.set).start()
+    assert pair[0].publish(1, timeout=20) == 1
+    thread.join(20)
+
+
+def test_tasks_of_one_loop_wait_for_each_other(server):
+    async def run():
+        opened = [
+            await tensorhub.aio.open("m", replica="t", shard=shard, shards=2, server=server.address)
+            for shard in range(2)
+        ]
+        for weights in opened:
+            await weights.register({"w": np.ones(1000)})
+        go_on = asyncio.Event()
+        asyncio.get_running_loop().call_later(LEASE_S * 1.7, go_on.set)
+
+        async def late(weights):
+            await go_on.wait()
+            return await weights.publish(1, timeout=20)
+
+        found = await asyncio.gather(opened[0].publish(1, timeout=20), late(opened[1]))
+        await asyncio.gather(*(weights.close(timeout=3) for weights in opened))
+        return found
+
+    assert asyncio.run(run()) == [1, 1]
+
+
+def test_a_shard_that_lives_and_does_not_call_is_named_in_the_log_once(pair, caplog):
+    caplog.set_level(logging.WARNING, "tensorhub")
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait, args=(30,), daemon=True)  # it might be about to call
+    thread.start()
+    with within(LEASE_S * 2.5 + 1), pytest.raises(tensorhub.DeadlineExceeded, match="shard 1 of 2"):
+        pair[0].publish(1, timeout=LEASE_S * 2.5)
+    is_over.set()
+    said = [record.getMessage() for record in caplog.records if "goes on waiting" in record.getMessage()]
+    assert len(said) == 1
+    assert "m/t[0]" in said[0]
+    assert "shard 1 of 2" in said[0]
+
+
+def test_a_shard_that_was_never_there_costs_a_lease(join):
+    alone, _ = join("t", 1.0, shard=0, shards=2)
+    began = time.monotonic()
+    with within(NOTICED_S), pytest.raises(tensorhub.GroupIncomplete, match="shard 1 of t was not there"):
+        alone.publish(1, timeout=60)
+    assert time.monotonic() - began > LEASE_S * 0.9
+
+
+def test_a_shard_that_is_closed_while_its_sibling_calls_costs_nothing(pair):
+    found = []
+
+    def call():
+        with pytest.raises(tensorhub.GroupIncomplete, match="shard 1 of t"):
+            pair[0].publish(1, timeout=60)
+        found.append(time.monotonic())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    eventually(lambda: pair[0]._aio._client.driver.worker.call is not None, "the first one waits")
+    began = time.monotonic()
+    pair[1].close(timeout=5)
+    thread.join(10)
+    assert found
+    assert found[0] - began < LEASE_S / 2
