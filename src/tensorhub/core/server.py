@@ -126,10 +126,14 @@ class Server:
 
     def next_deadline(self) -> float:
         """When to call `tick` if nothing is heard before."""
+        return self.paused_s + self._due()
+
+    def _due(self) -> float:
+        """The same in the time awake."""
         if not len(self.members) and self._has_recovered:
             return inf  # nobody's time is running
         soon = self.now + self.settings.report_s
-        return self.paused_s + min(soon, self.members.next_time(), inf if self._has_recovered else self.recovered_at)
+        return min(soon, self.members.next_time(), inf if self._has_recovered else self.recovered_at)
 
     def _wake(self, now: float) -> None:
         """It is `now` by the caller's clock.
@@ -137,11 +141,13 @@ class Server:
         A pause counts from when it wanted to be called, so a lease loses a report's time between two of them: however
         often it stands still, the dead are gone after as many calls as there are reports in a lease.
         """
-        late_s = now - self.next_deadline()
+        due = self._due()
+        late_s = now - (self.paused_s + due)
         if late_s > LATE * self.settings.report_s:
             self.paused_s += late_s
             self.counters["pauses"] += 1
-        self.now = max(self.now, now - self.paused_s)
+        awake = now - self.paused_s
+        self.now = max(self.now, awake if late_s < 0 else max(awake, due))  # what was due is due, however it rounds
 
     @property
     def is_recovering(self) -> bool:
