@@ -184,13 +184,13 @@ def _has_readers(server: "Server", source: Member, version: Version) -> bool:
 
     Who has opened there what the buffer is to be filled with next reads nothing of what it has now.
     A source that can cut its readers off itself waits neither for those whose read was taken back (they have another
-    source, or none can help them) nor for those whose connection is gone; the others wait for everybody's word.
+    source, or none can help them) nor for those who seem to be gone; the others wait for everybody's word.
     """
     reads = server.reads.from_buffer(source.worker, version)
     if not source.hello.revocable:
         return bool(reads)
     readers = [server.members.get(read.reader) for read in reads if not read.is_void]
-    return any(reader is not None and reader.is_connected for reader in readers)
+    return any(reader is not None and server.is_here(reader) for reader in readers)
 
 
 def full_sources(server: "Server", record: VersionRecord, reader: Member) -> Iterator[Member]:
