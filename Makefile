@@ -10,6 +10,8 @@ ARGS ?=
 SEEDS ?= 0..2000
 MINUTES ?= 10
 BIN := .venv/bin
+# Tests in a few processes, handed out one by one in their order, so that the quick checks come first. ARGS="-n0": in one.
+SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 
 # Whatever environment the caller is in, only .venv counts.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -29,8 +31,8 @@ demo: setup ## the main job: a real RL run on this machine, with faults, in the 
 	@$(BIN)/tensorhub demo $(ARGS)
 
 test: setup ## all tests that this machine can run, the quick checks first
-	@echo "test: house rules, units, scenarios, simulation, then real processes (a few minutes)"
-	@$(BIN)/python -m pytest $(ARGS)
+	@echo "test: house rules, units, scenarios, simulation, then real processes (five minutes on two quiet cores)"
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 check: setup ## format, lint, types and house rules; half a minute
 	@echo "check: format"
@@ -49,7 +51,7 @@ format: setup ## rewrite the sources in the house format, and mend what the lint
 
 e2e: setup ## only the tests with real processes and sockets
 	@echo "e2e: real server, workers and sockets, and what happens when they are killed"
-	@$(BIN)/python -m pytest -m processes $(ARGS)
+	@$(BIN)/python -m pytest -m processes $(SIDE_BY_SIDE) $(ARGS)
 
 sim: setup ## simulate the seeds of SEEDS (0..2000) on virtual time; every promise is checked after every event
 	@echo "sim: seeds $(SEEDS)"

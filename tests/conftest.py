@@ -1,4 +1,8 @@
-"""What every test shares: the same order, the same choices of hypothesis in CI, and none of the caller's settings."""
+"""What every test shares: the same order, the same choices of hypothesis in CI, and none of the caller's settings.
+
+`make test` runs several tests at a time (pytest-xdist), each in one of a few processes. What a test counts (threads,
+descriptors, memory, garbage) is its own process's or its own children's, so others do not disturb it.
+"""
 
 import gc
 import os
@@ -30,10 +34,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
+def pytest_xdist_auto_num_workers() -> int:
+    """How many `-n auto` means: two for each core, since most tests with real processes wait for them."""
+    return 2 * min(4, len(os.sched_getaffinity(0)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests with real processes have measured (`figures`), wherever they ran."""
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    lines = [value for report in reports for name, value in report.user_properties if name == "line"]
+    if lines:
+        terminalreporter.section("what was measured with real processes")
+        for line in lines:
+            terminalreporter.write_line(str(line))
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """What is there in such a test is held by somebody, and what is held in a circle stays."""
-    gc.collect()
-    gc.disable()
+    gc.disable()  # and no collection before: half a second where torch is loaded
     yield
     gc.enable()

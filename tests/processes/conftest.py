@@ -5,8 +5,6 @@ import pytest
 from .cluster import Cluster
 from .process import WorkerPool
 
-SAID = pytest.StashKey[list]()
-
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory):
@@ -36,14 +34,13 @@ def start(request, tmp_path, pool):
 
 
 @pytest.fixture
-def figures(request, record_property):
+def figures(record_property):
     """`figures("line", name=value)` keeps the figures of a scenario and prints its line at the end of the run."""
 
     def keep(line, **values):
         for name, value in values.items():
             record_property(name, value)
-        record_property("line", line)
-        request.config.stash.setdefault(SAID, []).append(line)
+        record_property("line", line)  # printed by the root's conftest
 
     return keep
 
@@ -53,11 +50,3 @@ def pytest_runtest_makereport(item, call):
     report = yield
     item.has_failed = getattr(item, "has_failed", False) or report.failed
     return report
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    lines = config.stash.get(SAID, [])
-    if lines:
-        terminalreporter.section("what was measured with real processes")
-        for line in lines:
-            terminalreporter.write_line(line)

@@ -16,7 +16,7 @@ from tensorhub.core.messages import PROTOCOL, Hello
 from tensorhub.core.names import ModelName, ReplicaName, Shard
 from tensorhub.runtime.codec import encode
 
-PATIENCE_S = 8.0
+PATIENCE_S = 30.0  # what must happen happens by then, beside busy processes too
 
 
 def eventually(condition: Callable[[], object], what: str = "the condition", *, within_s: float = PATIENCE_S) -> None:

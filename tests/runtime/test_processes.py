@@ -42,7 +42,7 @@ def test_sigterm_and_sigint_end_a_server_in_order():
 def test_a_taken_port_ends_a_server_with_its_reason(server):
     host, port = server.address.split(":")
     code = f"from tensorhub.runtime.serving import *; run_server({host!r}, {port}, settings=Settings())"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0
     assert f"cannot listen on {server.address}" in ended.stderr
 
@@ -131,7 +131,7 @@ weights.publish(1)
 
 def run_child(server, rest, *, what=""):
     return subprocess.run(
-        [sys.executable, "-c", CHILD + rest, server.address, what], capture_output=True, text=True, timeout=20
+        [sys.executable, "-c", CHILD + rest, server.address, what], capture_output=True, text=True, timeout=60
     )
 
 
@@ -141,7 +141,7 @@ def replicas(server):
 
 def test_an_exit_without_close_neither_hangs_nor_leaves_a_ghost(server):
     with ServerProcess(lease_s=60, report_s=1) as patient:
-        with within(8):
+        with within(20):  # most of it is the start of Python, beside busy processes; a hang has no end
             ended = run_child(patient, "")
         assert (ended.returncode, ended.stderr) == (0, "")
         assert replicas(patient) == []
@@ -149,7 +149,7 @@ def test_an_exit_without_close_neither_hangs_nor_leaves_a_ghost(server):
 
 def test_an_exit_without_close_while_the_server_is_stopped(server):
     rest = f"import os, signal; os.kill({server.process.pid}, signal.SIGSTOP)"
-    with within(8):
+    with within(20):  # most of it is the start of Python, beside busy processes; a hang has no end
         ended = run_child(server, rest)
     assert (ended.returncode, ended.stderr) == (0, "")
 
@@ -247,7 +247,7 @@ def test_a_forked_child_is_told_what_to_do_and_harms_nobody(server):
 
 def test_a_worker_process_ends_no_slower_for_a_server_that_is_gone(server):
     rest = f"import os, signal; os.kill({server.process.pid}, signal.SIGKILL); time.sleep(0.2); weights.close()"
-    with within(8):
+    with within(20):  # most of it is the start of Python, beside busy processes; a hang has no end
         ended = run_child(server, rest)
     assert ended.returncode == 0, ended.stderr
 

@@ -34,7 +34,7 @@ def test_everything_arrives(make: Make, size: int) -> None:
 
 def test_many_small_pieces_on_both_sides(make: Make) -> None:
     right = content(3 * MIB + 5)
-    source, reader = make(), make()
+    source, reader = make(DEADLINE_S), make(DEADLINE_S)  # beside busy processes a chunk of them takes seconds
     source.export(full("k", right, MIB, piece_bytes=37))  # 28,000 views in a chunk: far more than one call may take
     target = Target(right, MIB, piece_bytes=101)
     assert read_all(reader, source.endpoint, "k", target) is None
