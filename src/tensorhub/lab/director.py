@@ -10,6 +10,7 @@ from pathlib import Path
 from ..demo.logs import now
 from ..demo.processes import Processes, ProcessFailed
 from .events import AnyEvent, Ended, Fault, Updated, read_events
+from .goals import Finding
 from .idle import Idle, own_cpu_s
 from .job import Job, Role
 from .network import Network, Place
@@ -172,6 +173,10 @@ class Run:
             idle_share=self.idle_share,
             own_cpu_s=self.own_cpu_s,
         )
+
+    def judge(self) -> list[Finding]:
+        """What this run is to show by itself, besides what is compared."""
+        return []
 
     def note(self, process: str, what: str) -> None:
         """Write down what was done to whom."""

@@ -26,6 +26,7 @@ PATIENCE_S = 20.0
 DEFAULT_QUEUE_MS = 100
 MOST_SITES, MOST_PLACES = 100, 240  # one byte each of an address; the rest is the router's
 ROUTER = 254
+UPLINK = "up0"  # of a router, towards the other sites
 
 
 class NoLinks(Exception):
@@ -88,6 +89,11 @@ class Place:
         return f"/run/netns/{self.namespace}"
 
 
+def sent_bytes(place: Place, device: str) -> int:
+    """What that device of a place has sent so far, headers and all."""
+    return int(run(*place.wrapper, "cat", f"/sys/class/net/{device}/statistics/tx_bytes"))
+
+
 class Network:
     """Sites and places. Removed at the end of the block."""
 
@@ -99,6 +105,8 @@ class Network:
         self._sites: dict[str, list[Place]] = {}
         self._routers: dict[str, Place] = {}
         self._switch = ""
+        self._ports: dict[str, str] = {}  # of the switch, by place
+        self._has_core = False
 
     def __enter__(self) -> "Network":
         problem = why_not()
@@ -152,6 +160,43 @@ class Network:
                 run("ip", "-n", place.namespace, "route", "add", "10.77.0.0/16", *way)
         return self._routers[site_a], self._routers[site_b]
 
+    def uplink(self, site: str, rate_mbit: int) -> Place:
+        """The one way out of a site, shaped in both directions; all uplinks meet in the unlimited switch "core".
+
+        Returns the site's router: what left the site is what its `UPLINK` has sent (`sent_bytes`).
+        """
+        number = list(self._sites).index(site)
+        if not self._has_core:
+            self._has_core = True
+            run("ip", "-n", self._switch, "link", "add", "core", "mtu", str(MTU), "type", "bridge")
+            run("ip", "-n", self._switch, "link", "set", "core", "up")
+        router = Place(f"r{number}", f"{self._base}-r{number}", f"10.77.{number}.{ROUTER}")
+        self._attach(router, number, f"p{number}r", None)
+        peer = ["peer", "name", f"up{number}", "mtu", str(MTU), "netns", self._switch]
+        run("ip", "-n", router.namespace, "link", "add", UPLINK, "mtu", str(MTU), "type", "veth", *peer)
+        run("ip", "-n", router.namespace, "addr", "add", f"10.79.0.{number + 1}/24", "dev", UPLINK)
+        run("ip", "-n", router.namespace, "link", "set", UPLINK, "up")
+        run("ip", "-n", self._switch, "link", "set", f"up{number}", "master", "core", "up")
+        for space, device in ((router.namespace, UPLINK), (self._switch, f"up{number}")):
+            run("tc", "-n", space, "qdisc", "add", "dev", device, *self._shape(rate_mbit))
+        run(*router.wrapper, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        for other, (_, places) in enumerate(self._sites.items()):
+            if other != number:
+                beyond = [f"10.77.{other}.0/24", "via", f"10.79.0.{other + 1}"]
+                run("ip", "-n", router.namespace, "route", "add", *beyond)
+            else:
+                for place in places:
+                    run("ip", "-n", place.namespace, "route", "add", "10.77.0.0/16", "via", router.address)
+        return router
+
+    def reshape(self, place: Place, rate_mbit: int) -> None:
+        """Another rate for a link that is in use, at both ends."""
+        for space, device in ((place.namespace, "eth0"), (self._switch, self._ports[place.name])):
+            run("tc", "-n", space, "qdisc", "change", "dev", device, *self._shape(rate_mbit))
+
+    def _shape(self, rate_mbit: int) -> list[str]:
+        return ["root", "tbf", "rate", f"{rate_mbit}mbit", "burst", "1mb", "latency", f"{self._queue_ms}ms"]
+
     def _namespace(self, name: str) -> str:
         full = f"{self._base}-{name}"
         self._names.append(full)  # before it exists: an interrupt in between must not leave it
@@ -166,7 +211,7 @@ class Network:
         run("ip", "-n", inner, "link", "set", "lo", "up")
         run("ip", "-n", inner, "link", "set", "eth0", "up")
         run("ip", "-n", switch, "link", "set", port, "master", f"br{site_number}", "up")
+        self._ports[place.name] = port
         if rate_mbit is not None:
-            shape = ["root", "tbf", "rate", f"{rate_mbit}mbit", "burst", "1mb", "latency", f"{self._queue_ms}ms"]
             for space, device in ((inner, "eth0"), (switch, port)):
-                run("tc", "-n", space, "qdisc", "add", "dev", device, *shape)
+                run("tc", "-n", space, "qdisc", "add", "dev", device, *self._shape(rate_mbit))

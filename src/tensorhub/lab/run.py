@@ -4,8 +4,9 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from .storm import StormRun
 from .strategies.choose import STRATEGIES
 from .summary import Outcome
 
+WIDTH = 200
 KILLED = "hub-ready"  # the strategy with which a seed is killed: others read behind it
 
 
@@ -45,6 +47,8 @@ class Options:
 def run_scenario(name: str, options: Options) -> int:
     """Run it, write the report, print the table. Returns the exit status: 0 if every goal is reached."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)  # a file has room for the whole table
     scenario = scenario_of(name, options)
     problem = why_not()
     if problem is not None:
@@ -55,15 +59,21 @@ def run_scenario(name: str, options: Options) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     console.print(introduction(scenario), highlight=False, soft_wrap=True)
+    began, series = time.monotonic(), Series(scenario, folder, console)
     try:
         with ended_in_order(), ground_of(scenario, folder) as ground:
-            return _run_all(scenario, ground, folder, console)
+            series.run(steps_of(scenario, ground, folder, console))
     except (ProcessFailed, NoLinks) as error:
         console.print(f"[red]the laboratory failed:[/] {error}", highlight=False)
-        return 1
+        series.failures.append(Finding("the laboratory runs to its end", "it does", str(error), holds=False))
     except KeyboardInterrupt:
         console.print("interrupted; every process and namespace of the laboratory was removed")
+        series.failures.append(Finding("the laboratory runs to its end", "it does", "interrupted", holds=False))
+        series.report()
         return 130
+    status = series.report()
+    console.print(f"{time.monotonic() - began:.0f} s in all", highlight=False)
+    return status
 
 
 def scenario_of(name: str, options: Options) -> Scenario:
@@ -86,6 +96,8 @@ def scenario_of(name: str, options: Options) -> Scenario:
         "duration_s": options.seconds if scenario.duration_s else None,
         "seed": options.seed,
     }
+    if options.size_bytes is not None:  # as many chunks as the scenario has: few large ones are another workload
+        given["chunk_bytes"] = max(1, scenario.chunk_bytes * options.size_bytes // scenario.size_bytes)
     return replace(scenario, **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
@@ -96,33 +108,64 @@ def _without_what_is_missing(scenario: Scenario, console: Console) -> Scenario:
     return replace(scenario, strategies=tuple(each for each in scenario.strategies if each not in missing))
 
 
-def _run_all(scenario: Scenario, ground: Ground, folder: Path, console: Console) -> int:
-    began, outcomes = time.monotonic(), list[Outcome]()
-    findings: list[Finding] = []
-    for strategy in scenario.strategies:
-        with console.status(STRATEGIES[strategy].title):
-            run = _make(scenario, strategy, ground, folder / strategy).run()
-        outcomes.append(run.outcome())
-        console.print(f"  {outcomes[-1].title}: {run.seconds:.0f} s", highlight=False)
-        if isinstance(run, StormRun):
-            findings += run.judge()
+@dataclass(frozen=True)
+class Step:
+    """One run of a scenario."""
+
+    title: str
+    make: Callable[[], Run]
+    is_faulty: bool = False  # something is done to it that its strategy is not to blame for
+
+
+class Series:
+    """The steps of a scenario. What one has measured is kept and reported, whatever becomes of those after it."""
+
+    def __init__(self, scenario: Scenario, folder: Path, console: Console) -> None:
+        self.scenario, self.folder, self.console = scenario, folder, console
+        self.outcomes: list[Outcome] = []
+        self.findings: list[Finding] = []
+        self.failures: list[Finding] = []
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """One after the other; one that fails is noted, and the next one gets its chance."""
+        for step in steps:
+            try:
+                with self.console.status(step.title):
+                    run = step.make().run()
+            except (ProcessFailed, NoLinks) as error:
+                self.console.print(f"  [red]{step.title} failed:[/] {error}", highlight=False)
+                self.failures.append(Finding(f"{step.title} runs to its end", "it does", str(error), holds=False))
+                continue
+            self.console.print(f"  {step.title}: {run.seconds:.0f} s", highlight=False)
+            self.outcomes.append(with_changes(run.outcome(), title=step.title, is_faulty=step.is_faulty))
+            self.findings += run.judge()
+
+    def report(self) -> int:
+        """Print and write what was measured. Returns the exit status."""
+        judged = judge(self.scenario, self.outcomes, round_trip_s=0.0) if self.outcomes else []
+        findings = [*judged, *self.findings, *self.failures]
+        files = [write_report(self.folder, self.scenario, self.outcomes, findings, machine())]
+        whole = [each for each in self.outcomes if not each.is_faulty]
+        if whole:
+            files += _draw(self.folder, self.scenario, whole, self.console)
+        show(self.console, self.outcomes, findings, files)
+        return 0 if all(each.holds for each in findings) else 1
+
+
+def steps_of(scenario: Scenario, ground: Ground, folder: Path, console: Console) -> list[Step]:
+    """What is run, in order."""
+    kind = StormRun if scenario.name == "storm" else ElasticRun if scenario.spots else Run
+    steps = [
+        Step(STRATEGIES[each].title, partial(kind, scenario, each, ground, folder / each))
+        for each in scenario.strategies
+    ]
     if scenario.name == "cross-site" and KILLED in scenario.strategies:
-        with console.status("the seed is killed at 50 %"):
-            killed = SeedKilledRun(replace(scenario, versions=2), KILLED, ground, folder / "seed-killed").run()
-        title = f"{STRATEGIES[KILLED].title}, seed killed at 50 %"
-        outcomes.append(with_changes(killed.outcome(), title=title, is_faulty=True))
-    findings = [*judge(scenario, outcomes, round_trip_s=0.0), *findings]
-    files = [write_report(folder, scenario, outcomes, findings, machine())]
-    files += _draw(folder, scenario, [each for each in outcomes if not each.is_faulty], console)
-    show(console, outcomes, findings, files)
-    console.print(f"{time.monotonic() - began:.0f} s in all", highlight=False)
-    return 0 if all(each.holds for each in findings) else 1
-
-
-def _make(scenario: Scenario, strategy: str, ground: Ground, folder: Path) -> Run:
-    if scenario.name == "storm":
-        return StormRun(scenario, strategy, ground, folder)
-    return (ElasticRun if scenario.spots else Run)(scenario, strategy, ground, folder)
+        title, short = f"{STRATEGIES[KILLED].title}, seed killed at 50 %", replace(scenario, versions=2)
+        if why_not := SeedKilledRun.why_not(short):
+            console.print(f"left out: {title} ({why_not})", highlight=False)
+        else:
+            steps.append(Step(title, partial(SeedKilledRun, short, KILLED, ground, folder / "seed-killed"), True))
+    return steps
 
 
 def _draw(folder: Path, scenario: Scenario, outcomes: Sequence[Outcome], console: Console) -> list[Path]:
