@@ -17,7 +17,7 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test e2e sim storm mutants bench lab demo gpu bless docs clean
+.PHONY: help setup check format test e2e sim storm explore mutants bench lab demo gpu bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -60,6 +60,10 @@ sim: setup ## simulate the seeds of SEEDS (0..2000) on virtual time; every promi
 storm: setup ## simulate new seeds for MINUTES (10); a seed that fails is printed, to be kept as a regression
 	@echo "storm: new seeds for $(MINUTES) min"
 	@$(BIN)/tensorhub simulate --storm --minutes $(MINUTES) $(ARGS)
+
+explore: setup ## every history of a small cluster, for MINUTES (10): states, depth, and the shortest history to a failure
+	@echo "explore: every history of a small cluster, for $(MINUTES) min"
+	@$(BIN)/python -m tests.explore --minutes $(MINUTES) $(ARGS)
 
 mutants: setup ## break the core on purpose: some seed or test must notice (ARGS=--mechanical: 500 drawn ones)
 	@echo "mutants: the core is broken on purpose"
