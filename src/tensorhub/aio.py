@@ -5,10 +5,10 @@ that is cancelled cancels its operation, and nothing here ever blocks the caller
 tensor in the caller's thread: milliseconds for ten thousand.)
 """
 
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -120,13 +120,29 @@ class Weights:
         """Take the promise back: returns when nobody reads these tensors any more."""
         await self._here(self._client.operate("unpublish", "", self._deadline(timeout)))
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def mutating(self, *, version: int, timeout: float | None = None) -> AsyncIterator[None]:  # noqa: ASYNC109 - our own deadline
-        """Unpublish, let the block change the tensors, publish them as `version` unless it raised."""
-        self._check_version(version)
-        await self.unpublish(timeout=timeout)
-        yield
+        """Claim the number and unpublish, let the block change the tensors, publish them unless it raised."""
+        await self._claim(version, timeout=timeout)
+        try:
+            yield
+        except BaseException:
+            self._drop_claim()
+            raise
         await self.publish(version, timeout=timeout)
+
+    async def _claim(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
+        """The beginning of `mutating`: unpublish, and let nobody else take the number until it is published."""
+        claimed = parse_spec(version)
+        if claimed is None:
+            raise UsageError(f"mutating() of {self._client.me} needs a version number, not {version!r}")
+        await self._here(self._client.operate("unpublish", "", self._deadline(timeout), claim=claimed))
+
+    def _drop_claim(self) -> None:
+        """The block of a `mutating` raised: the number is anybody's again. Does not wait, and never fails."""
+        if os.getpid() == self._pid:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and every claim with it
+                self._thread.loop.call_soon_threadsafe(self._client.drop_claim)
 
     async def replicate(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Fill the tensors with a version from whoever holds it. Returns the version."""
@@ -203,10 +219,6 @@ class Weights:
 
     def _check_process(self) -> None:
         check_process(self._pid, str(self._client.me))
-
-    def _check_version(self, version: int) -> None:
-        if parse_spec(version) is None:
-            raise UsageError(f"mutating() of {self._client.me} needs a version number, not {version!r}")
 
     def _deadline(self, timeout: float | None) -> float:
         seconds = _seconds(timeout, "timeout")

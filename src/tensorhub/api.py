@@ -141,11 +141,17 @@ class Weights:
     def mutating(self, *, version: int, timeout: float | None = None) -> Iterator[None]:
         """Unpublish, let the block change the tensors, publish them as `version`.
 
-        If the block raises, nothing is published and its exception goes on. `timeout` is for each of the two calls.
+        The number is claimed before anything is withdrawn: if it is not higher than the newest, or somebody else has
+        claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run. Nobody else can
+        take it meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is
+        anybody's again, and the exception goes on. `timeout` is for each of the two calls.
         """
-        self._aio._check_version(version)
-        self.unpublish(timeout=timeout)
-        yield
+        self._wait(self._aio._claim(version, timeout=timeout), timeout, f"mutating(version={version!r})")
+        try:
+            yield
+        except BaseException:
+            self._aio._drop_claim()
+            raise
         self.publish(version, timeout=timeout)
 
     def replicate(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
@@ -160,10 +166,11 @@ class Weights:
     def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held.
 
-        Cheap when nothing is newer. "prefetched" is the newest version that every shard of this replica has fetched
-        ahead, whole; while there is none the version held is kept, and nobody waits. So an update is never more than a
-        local copy. It wants `prefetch="always"` on `open`, or `prefetch()` before (else `UsageError`). Errors as of
-        `replicate` and `unpublish`; after one the shards may hold different versions until the next call succeeds.
+        Cheap when nothing is newer. A number that is not newer than what is held keeps what is held; a newer one that
+        does not exist is `VersionUnavailable`. "prefetched" is the newest version that every shard of this replica has
+        fetched ahead, whole; while there is none the version held is kept, and nobody waits. So an update is never more
+        than a local copy. It wants `prefetch="always"` on `open`, or `prefetch()` before (else `UsageError`). Errors as
+        of `replicate` and `unpublish`; after one the shards may hold different versions until the next call succeeds.
         """
         return self._wait(self._aio.update(spec, timeout=timeout), timeout, f"update({spec!r})")
 

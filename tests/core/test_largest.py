@@ -124,6 +124,7 @@ def test_the_longest_report_fits() -> None:
     it.worker.shelf.copying = ("out", Version(HIGHEST - 3))
     it.tell(events.CopiedOut(Version(HIGHEST - 3), FAILURE))
     it.tell(events.ReadMeasured(ticket, ENDLESS, ENDLESS, ENDLESS, HIGHEST))
+    it.worker.claim = Version(HIGHEST_VERSION)
     it.tell(events.Tick())
     report = it.reports[-1]
     assert len(report.copies) == MOST_COPIES

@@ -49,7 +49,15 @@ buffers = st.one_of(
 specs = st.sampled_from(["latest", "latest-1", 1, 2, 3])
 operations = st.one_of(
     st.builds(Operation, st.integers(0, 4), st.just("publish"), st.integers(1, 5), roots, st.none() | versions),
-    st.builds(Operation, st.integers(0, 4), st.just("unpublish"), st.just("")),
+    st.builds(
+        Operation,
+        st.integers(0, 4),
+        st.just("unpublish"),
+        st.just(""),
+        st.just(Digest("")),
+        st.none() | versions,
+        claim=st.none() | versions,
+    ),
     st.builds(
         Operation,
         st.integers(0, 4),
@@ -78,6 +86,7 @@ reports = st.builds(
     ended=st.integers(0, 4),
     finished=st.integers(0, 4),
     reading=st.none() | st.builds(Reading, numbers.map(Ticket), workers, versions),
+    claim=st.none() | versions,
     closed=numbers.map(Ticket),
     newest=st.none() | versions,
     failures=st.lists(failures, max_size=3).map(tuple),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tensorhub.core.events import (
     Called,
     Cancelled,
+    ClaimDropped,
     Closing,
     Connected,
     CopiedIn,
@@ -187,7 +188,14 @@ class Player:
             if self.worker.held is None:
                 self.memory = values
             self.stage.contents[root] = list(self.memory)
-        self.tell(Called(verb, spec, self.stage.now + timeout_s, root))
+        claim = None
+        if verb == "mutate":
+            verb, spec, claim = "unpublish", "", Version(int(spec))
+        self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim))
+
+    def give_back(self) -> None:
+        """The block of a `mutating` raised."""
+        self.tell(ClaimDropped())
 
     def cancel(self) -> None:
         self.tell(Cancelled())

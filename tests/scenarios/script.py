@@ -174,6 +174,12 @@ def _call(stage: Stage, words: list[str]) -> None:
         stage.pump()
 
 
+def _give_back(stage: Stage, words: list[str]) -> None:
+    for player in _players(stage, words[0]):
+        player.give_back()
+        stage.pump()
+
+
 def _cancel(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).cancel()
 
@@ -323,6 +329,7 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "crash": _crash,
     "call": _call,
     "cancel": _cancel,
+    "give-back": _give_back,
     "close": _close,
     "read": _read,
     "corrupt": _corrupt,

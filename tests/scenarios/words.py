@@ -92,12 +92,15 @@ class Words:
         parts = [buffer_text(report.buffer)]
         if report.operation is not None:
             told = report.operation
+            claim = f" claims {told.claim}" if told.claim is not None else ""
             resolved = f" = {told.resolved}" if told.resolved is not None and told.verb != "unpublish" else ""
-            parts.append(f"call {told.number}: {call_text(told.verb, told.spec)}{resolved}")
+            parts.append(f"call {told.number}: {call_text(told.verb, told.spec)}{claim}{resolved}")
         if report.reading is not None:
             parts.append(f"reads {self.ticket(report.reading.ticket)} from {name_of(report.reading.source)}")
         parts += [f"{self.ticket(failure.ticket)} failed: {failure.code}" for failure in report.failures]
         parts += [copy_text(copy) for copy in report.copies]
+        if report.claim is not None:
+            parts.append(f"has claimed {report.claim}")
         if report.pins:
             parts.append(f"pins {', '.join(map(str, report.pins))}")
         if report.prefetch is not None:

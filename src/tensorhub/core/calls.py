@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .events import Called
+from .groups import call_text
 from .messages import VERBS, Answer, Failure, Filling, Hello, Holding, Operation, Poisoned, Spec, Vacated, Withdrawing
 from .names import Digest, Version
 from .specs import PREFETCHED, parse_spec
@@ -25,6 +26,7 @@ class Call:
     root: Digest
     started: float
     deadline: float
+    claim: Version | None = None  # of an unpublish
     number: int | None = None  # its position; unknown until the server has told where the group is
     resolved: Version | None = None
     answer: Answer | None = None
@@ -54,10 +56,15 @@ class Call:
         """As a report tells it."""
         if self.number is None:
             return None
-        return Operation(self.number, self.verb, self.spec, self.root, self.resolved)
+        return Operation(self.number, self.verb, self.spec, self.root, self.resolved, self.claim)
+
+    @property
+    def may_withdraw(self) -> bool:
+        """The server knows of the call, and has granted what it claims: what is refused must have changed nothing."""
+        return self.number is not None and (self.claim is None or self.resolved is not None)
 
     def __str__(self) -> str:
-        return f"{self.verb}({self.spec!r})" if self.spec != "" else f"{self.verb}()"
+        return call_text(self.verb, self.spec, self.claim)
 
 
 def why_not_begin(worker: "Worker", event: Called) -> Failure | None:

@@ -58,7 +58,7 @@ class LayoutMismatch(UsageError):
 
 
 class VersionConflict(UsageError):
-    """A version number was used again for other content, or is lower than the newest one."""
+    """A version number was used again for other content, is lower than the newest one, or is claimed by others."""
 
     code = "version-conflict"
 

@@ -46,6 +46,12 @@ class Called:
     spec: Spec
     deadline: float
     root: Digest = Digest("")  # of a publish
+    claim: Version | None = None  # of an unpublish
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimDropped:
+    """The caller will not publish what its last unpublish has claimed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,7 @@ Event = (
     | Received
     | Registered
     | Called
+    | ClaimDropped
     | Cancelled
     | Closing
     | ReadOpened

@@ -16,6 +16,12 @@ def some_shards(shards: Sequence[int]) -> str:
     return ", ".join(str(shard) for shard in shards[:8]) + (", …" if len(shards) > 8 else "")
 
 
+def call_text(verb: str, spec: Spec, claim: Version | None) -> str:
+    """A call as its caller would write it."""
+    said = f"{verb}({spec!r})" if spec != "" else f"{verb}()"
+    return said if claim is None else f"{said} for mutating(version={claim})"
+
+
 @dataclass
 class GroupOperation:
     """One position in a replica's sequence of calls."""
@@ -24,6 +30,7 @@ class GroupOperation:
     verb: str
     spec: Spec
     began: float  # when its first shard arrived, by the server's clock
+    claim: Version | None = None  # of an unpublish: what it is to be followed by; `version` once it is granted
     version: Version | None = None
     arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
     is_finished: bool = False
@@ -35,7 +42,7 @@ class GroupOperation:
         return self.is_finished or self.error is not None
 
     def __str__(self) -> str:
-        return f"{self.verb}({self.spec!r})" if self.spec != "" else f"{self.verb}()"
+        return call_text(self.verb, self.spec, self.claim)
 
     def fail(self, failure: Failure) -> None:
         if not self.is_over:
@@ -78,7 +85,7 @@ class Replica:
 
     def arrive(self, shard: Shard, told: Operation, *, now: float) -> None:
         """One shard's caller is in this operation."""
-        self.publishes |= told.verb == "publish"
+        self.publishes |= told.verb == "publish" or told.claim is not None
         current = self.operation
         if current is None or told.number > current.number:
             if current is not None:
@@ -98,7 +105,7 @@ class Replica:
             operation.version = told.resolved  # a server before this one had answered so
 
     def _begin(self, told: Operation, now: float) -> GroupOperation:
-        operation = GroupOperation(told.number, told.verb, told.spec, now)
+        operation = GroupOperation(told.number, told.verb, told.spec, now, told.claim)
         if told.number == self.finished:
             operation.is_finished, operation.version = True, told.resolved
         elif told.number <= self.ended:
@@ -107,10 +114,10 @@ class Replica:
         return operation
 
     def _mismatch(self, shard: Shard, operation: GroupOperation, told: Operation) -> Failure | None:
-        if (operation.verb, operation.spec) == (told.verb, told.spec):
+        if (operation.verb, operation.spec, operation.claim) == (told.verb, told.spec, told.claim):
             return None
         others = some_shards(list(operation.arrived)) or "the others"
-        mine = GroupOperation(told.number, told.verb, told.spec, operation.began)
+        mine = call_text(told.verb, told.spec, told.claim)
         text = f"shard {shard} of {self.name} called {mine} where shard {others} called {operation}"
         return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
 

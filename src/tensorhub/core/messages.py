@@ -160,6 +160,7 @@ class Operation(_Message, frozen=True):
     spec: Spec  # of an unpublish: ""
     root: Digest = Digest("")  # of a publish: the content's identity
     resolved: Version | None = None
+    claim: Version | None = None  # of an unpublish: the number that is to be published next, for nobody else to take
 
 
 class Reading(_Message, frozen=True):
@@ -231,6 +232,7 @@ class Report(_Message, frozen=True, tag="report"):
     prefetch: Spec | None = None
     closing: bool = False
     leaving: bool = False  # close() was called, nobody reads any more: this worker may be forgotten
+    claim: Version | None = None  # the number that its last unpublish has claimed
 
 
 # --- from the server --------------------------------------------------------------------------------------------------

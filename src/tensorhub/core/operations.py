@@ -5,12 +5,12 @@ Called by the server machine with itself as the facts; everything that is change
 
 from typing import TYPE_CHECKING
 
-from . import granting, retention
+from . import claims, granting, retention
 from .errors import UsageError
 from .groups import GroupOperation, Replica, some_shards
 from .manifest import layout_difference
 from .membership import Member
-from .messages import Empty, Failure, Filling, Holding, Poisoned, Vacated
+from .messages import Empty, Failure, Filling, Holding, Poisoned, Spec, Vacated
 from .names import Shard, Version
 from .references import Model, VersionRecord
 from .specs import PREFETCHED
@@ -34,6 +34,11 @@ def advance(server: "Server", model: Model, replica: Replica, operation: GroupOp
         return
     if operation.verb in FILLS:
         _advance_fill(server, model, replica, operation)
+    elif operation.claim is not None and operation.version is None and operation.waiting is None:
+        if server.is_recovering:
+            operation.waiting = _recovering(server)
+        else:
+            claims.judge(server, model, replica, operation)
     elif operation.verb == "publish":
         _advance_publish(server, model, replica, operation)
     stuck = _why_stuck(server, model, replica) if not operation.is_over and not server.is_recovering else None
@@ -95,6 +100,8 @@ def _why_stuck(server: "Server", model: Model, replica: Replica) -> Failure | No
 
 
 def _is_done(server: "Server", replica: Replica, operation: GroupOperation) -> bool:
+    if operation.claim is not None and operation.version is None:
+        return False
     for shard in range(replica.shards):
         worker = replica.members.get(Shard(shard))
         member = server.members.get(worker) if worker is not None else None
@@ -121,6 +128,7 @@ def _advance_publish(server: "Server", model: Model, replica: Replica, operation
         return
     version = Version(int(operation.spec))
     conflict = model.conflict(replica, version, operation.arrived)
+    conflict = conflict or claims.conflict_with(server, model, replica, version)
     if conflict is not None:
         operation.fail(conflict)
         return
@@ -171,8 +179,8 @@ def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupO
         version, failure = _prefetched(server, model, replica, held)
     else:
         version, failure = model.resolve(operation.spec)
-    if operation.verb == "update" and held is not None and (version is None or held >= version):
-        version, failure = held, None  # nothing newer
+    if operation.verb == "update" and held is not None and _is_enough(operation.spec, held, version):
+        version, failure = held, None
     if version is None:
         assert failure is not None
         if isinstance(operation.spec, int):
@@ -188,6 +196,13 @@ def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupO
         _give_up(replica, operation, _unavailable(server, model, record, absent))
     else:
         operation.waiting = _unavailable(server, model, record, absent)
+
+
+def _is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
+    """What is held needs no update: nothing newer was asked for, or there is nothing newer."""
+    if version is None and isinstance(spec, int):
+        return held >= spec  # a number that was never published is not to be had, whatever is held
+    return version is None or held >= version
 
 
 def _prefetched(

@@ -69,6 +69,7 @@ class Worker:
         self.ended, self.finished = 0, 0
         self.patience_s = inf  # how long a death may remain unknown: the server says
         self.position: int | None = None
+        self.claim: Version | None = None  # what the last unpublish has claimed, until it is published
         self.failures: list[TicketFailure] = []
         self.closing: Call | None = None
         self.is_hurried = False  # half of the time to leave is over
@@ -101,6 +102,8 @@ class Worker:
                 self._register(event)
             case events.Called():
                 worker_calls.take(self, event, now)
+            case events.ClaimDropped():
+                self.claim = None
             case events.Cancelled():
                 if self.call is not None:
                     worker_calls.end(self, well=False, now=now)
@@ -326,6 +329,7 @@ class Worker:
             prefetch=self.shelf.prefetch,
             closing=self.closing is not None,
             leaving=self.leaving_in > 0,
+            claim=self.claim if self.closing is None else None,
         )
         if self.connected and (self.is_urgent or self.book.is_due(report, now=now)):
             self.is_urgent = False

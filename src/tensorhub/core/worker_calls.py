@@ -16,7 +16,7 @@ def take(worker: "Worker", event: events.Called, now: float) -> None:
     if wrong is not None:
         worker.effects.append(events.Finished(0, error=wrong))
         return
-    worker.call = Call(event.verb, event.spec, event.root, now, event.deadline)
+    worker.call = Call(event.verb, event.spec, event.root, now, event.deadline, event.claim)
     worker.failures, worker.shelf.error, worker.opened = [], None, None
     worker.note(now, f"called {event.verb} {event.spec}")
 
@@ -26,7 +26,7 @@ def advance(worker: "Worker", call: Call, now: float) -> None:
     if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient and now >= call.impatient_at:
         withdraw(worker, impatient=True, now=now)
     match worker.buffer:
-        case Holding(version=version) if call.verb == "unpublish" and call.number is not None:
+        case Holding(version=version) if call.verb == "unpublish" and call.may_withdraw:
             withdraw(worker, impatient=False, now=now)
         case Holding(version=version) if call.verb in FILLS and call.resolved not in (None, version):
             if filling.is_opened(worker, call.resolved):
@@ -81,6 +81,7 @@ def end(worker: "Worker", *, well: bool, now: float) -> None:
         worker.ended = call.number
         worker.finished = call.number if well else worker.finished
     if well:
+        worker.claim = call.claim  # whatever was claimed before has been published, or is not to be any more
         if isinstance(worker.buffer, Vacated):
             worker.buffer = Empty()
         worker.effects.append(events.Finished(call.number or 0, version=worker.held))

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from ..core.calls import update_at_once, why_not_begin
 from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, UsageError
-from ..core.events import Called, Registered, Wished
+from ..core.events import Called, ClaimDropped, Registered, Wished
 from ..core.manifest import Manifest
 from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
@@ -67,12 +67,12 @@ class Client:
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.driver.feed(Registered(LayoutInfo.of(layout), digest, size_bytes, most_copies))
 
-    async def operate(self, verb: str, spec: Spec, deadline: float) -> Version | None:
-        """One group operation that is no publish. Returns the version then held."""
+    async def operate(self, verb: str, spec: Spec, deadline: float, *, claim: Version | None = None) -> Version | None:
+        """One group operation that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call(verb):
             if verb != "unpublish":
                 self._check_in_place()
-            worker, called = self.driver.worker, Called(verb, spec, deadline)
+            worker, called = self.driver.worker, Called(verb, spec, deadline, claim=claim)
             known = update_at_once(worker, self._hello, called)
             if isinstance(known, Failure):
                 raise failed(known)
@@ -83,6 +83,10 @@ class Client:
             if verb != "unpublish" and worker.shelf.prefetch is not None and (spec != PREFETCHED or version != before):
                 self._wish(prefetch=None)  # what was fetched ahead has served its purpose
             return version
+
+    def drop_claim(self) -> None:
+        """What the last unpublish has claimed will not be published. Any moment will do, and it never fails."""
+        self.driver.feed(ClaimDropped())
 
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""

@@ -96,6 +96,8 @@ def _nonsense_of_operation(operation: Operation | None) -> str:
         return ""
     if operation.verb not in VERBS:
         return "an operation that does not exist"
+    if operation.claim is not None and operation.verb != "unpublish":
+        return "a claim that no unpublish makes"
     if operation.verb == "unpublish":
         return "" if operation.spec == "" else "a version to unpublish"
     try:
@@ -107,7 +109,7 @@ def _nonsense_of_operation(operation: Operation | None) -> str:
 
 def _numbers_of(report: Report) -> Iterator[int]:
     yield from (report.number, report.session, report.seen, report.closed, report.ended, report.finished)
-    yield from (report.size_bytes, report.newest or 0, *report.received_bytes.values())
+    yield from (report.size_bytes, report.newest or 0, report.claim or 0, *report.received_bytes.values())
     match report.buffer:
         case Empty() | Poisoned():
             pass
@@ -116,7 +118,7 @@ def _numbers_of(report: Report) -> Iterator[int]:
         case _:
             yield report.buffer.version
     if report.operation is not None:
-        yield from (report.operation.number, report.operation.resolved or 0)
+        yield from (report.operation.number, report.operation.resolved or 0, report.operation.claim or 0)
     if report.reading is not None:
         yield from (report.reading.ticket, report.reading.version, report.reading.source.shard)
         yield report.reading.rate_bytes_per_s

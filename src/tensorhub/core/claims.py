@@ -1,0 +1,69 @@
+"""Numbers that somebody means to publish: claimed with an unpublish, before the tensors are changed.
+
+A claim is judged before anything is withdrawn, so who would get a VersionConflict for a step gets it before the step.
+Its workers remember it and tell it in each report, so it outlives the server. It ends with the next call of the replica
+that ends well, whatever that is; when it is given back; and with the last session of its replica's workers.
+"""
+
+from typing import TYPE_CHECKING
+
+from .groups import GroupOperation, Replica
+from .messages import Failure
+from .names import ReplicaName, Version
+from .references import Model
+
+if TYPE_CHECKING:
+    from .server import Server
+
+HINT = "one replica publishes a number: see which other job uses this model name, or publish a higher number"
+
+
+def judge(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
+    """Grant what an unpublish claims, or fail it. All of its shards have come, and the server knows who lives."""
+    version = operation.claim
+    assert version is not None
+    conflict = _why_not_claim(model, replica, version) or conflict_with(server, model, replica, version)
+    if conflict is not None:
+        operation.fail(conflict)
+    else:
+        operation.version = version
+
+
+def conflict_with(server: "Server", model: Model, replica: Replica, version: Version) -> Failure | None:
+    """Somebody else has claimed that number."""
+    for name, other in model.replicas.items():
+        if name != replica.name and version in _claimed_by(server, other):
+            text = f"version {version} of {model.name} is claimed by {name}, which is between its unpublish and publish"
+            return Failure("version-conflict", text, HINT)
+    return None
+
+
+def _why_not_claim(model: Model, replica: Replica, version: Version) -> Failure | None:
+    name, record = f"version {version} of {model.name}", model.versions.get(version)
+    if model.newest is not None and version <= model.newest:
+        text = f"{name} is not higher than the newest, {model.newest}: nothing was changed"
+        return Failure("version-conflict", text, "versions only rise: publish a higher number")
+    others: list[ReplicaName] = []
+    if record is not None:
+        others = [*record.claims, *(worker.replica for held in record.holders.values() for worker in held)]
+    for other in others:
+        if other != replica.name:
+            return Failure("version-conflict", f"{name} is being published by {other}: nothing was changed", HINT)
+    return None
+
+
+def _claimed_by(server: "Server", replica: Replica) -> dict[Version, None]:
+    """What the replica has claimed: by a call that is under way or has just ended well, or as its workers remember."""
+    found: dict[Version, None] = {}
+    for worker in replica.members.values():
+        member = server.members.get(worker)
+        if member is None:
+            continue
+        if member.report.claim is not None:
+            found[member.report.claim] = None
+        told = member.report.operation
+        operation = replica.find(told.number) if told is not None else None
+        is_granted = operation is not None and operation.error is None and operation.version is not None
+        if operation is not None and operation.claim is not None and is_granted:
+            found[operation.claim] = None
+    return found

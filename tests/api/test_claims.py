@@ -1,0 +1,134 @@
+"""`mutating` claims its number: who would get a conflict for a step gets it before the step."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+import tensorhub
+from runtime.kit import eventually, in_threads
+from tensorhub.runtime.config import server_settings
+from tensorhub.runtime.serving import ServerThread
+
+
+def test_a_number_that_is_not_higher_is_refused_before_the_block(join):
+    trainer, array = join("t", 1.0)
+    rollout, _ = join("r")
+    assert trainer.publish(6) == 6
+    for version in (3, 6):
+        refused = pytest.raises(tensorhub.VersionConflict, match="not higher than the newest, 6")
+        with refused, trainer.mutating(version=version):
+            array[:] = 9.0
+    assert trainer.version == 6
+    assert (array == 1.0).all()
+    trainer.check()
+    assert rollout.replicate("latest") == 6  # it is held and served as before
+
+
+def test_what_is_claimed_is_nobody_elses(join):
+    first, array = join("first", 1.0)
+    second, _ = join("second", 2.0)
+    with first.mutating(version=0):  # it holds nothing yet, and claims all the same
+        array += 1
+        with pytest.raises(tensorhub.VersionConflict, match="claimed by first"):
+            second.publish(0)
+        with pytest.raises(tensorhub.VersionConflict, match="claimed by first"), second.mutating(version=0):
+            pytest.fail("the block ran")
+    assert first.version == 0
+    with second.mutating(version=1):
+        pass
+    assert second.version == 1
+
+
+def test_a_block_that_raises_gives_its_number_back_and_leaves_the_tensors_unpublished(join):
+    first, array = join("first", 1.0)
+    second, _ = join("second", 2.0)
+    assert first.publish(1) == 1
+    with pytest.raises(ZeroDivisionError), first.mutating(version=2):
+        array /= 1 // 0
+    assert first.version is None
+    eventually(lambda: _is_free(second, 2), "the number is given back")
+    assert first.publish(3) == 3
+
+
+def _is_free(weights, version):
+    try:
+        weights.publish(version)
+    except tensorhub.VersionConflict:
+        return False
+    return True
+
+
+def test_a_claim_ends_with_its_worker(join):
+    first, _ = join("first", 1.0)
+    second, _ = join("second", 2.0)
+    with pytest.raises(tensorhub.Closed), first.mutating(version=2):
+        first.close(timeout=3)
+    assert second.publish(2) == 2
+
+
+def test_all_shards_claim_the_same(join):
+    pair = [join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2)]
+
+    def mutate(weights, version):
+        with weights.mutating(version=version, timeout=10):
+            pass
+
+    found = in_threads(lambda: mutate(pair[0], 1), lambda: mutate(pair[1], 2))
+    assert [type(each) for each in found] == [tensorhub.GroupMismatch] * 2
+    assert in_threads(*(lambda w=w: mutate(w, 3) for w in pair)) == [None, None]
+    assert [weights.version for weights in pair] == [3, 3]
+
+
+def test_a_claim_outlives_the_server():
+    settings = server_settings(lease_s=2, report_s=0.2)
+    server = tensorhub.serve(lease_s=2, report_s=0.2)
+    host, _, port = server.address.rpartition(":")
+    first, second = (tensorhub.open("m", replica=name, server=server.address) for name in ("first", "second"))
+    for weights in (first, second):
+        weights.register({"w": np.ones(1000)})
+    with contextlib.ExitStack() as stack:
+        with first.mutating(version=5, timeout=20):
+            server.close()
+            stack.enter_context(ServerThread(host, int(port), settings=settings, fresh=False))
+            with pytest.raises(tensorhub.VersionConflict, match="claimed by first"):
+                second.publish(5, timeout=20)
+        assert first.version == 5
+        for weights in (first, second):
+            weights.close(timeout=3)
+
+
+def test_with_coroutines(server):
+    async def run():
+        async def opened(replica):
+            weights = await tensorhub.aio.open("m", replica=replica, server=server.address)
+            await weights.register({"w": np.ones(1000)})
+            return weights
+
+        first, second = await opened("first"), await opened("second")
+        async with first.mutating(version=1):
+            with pytest.raises(tensorhub.VersionConflict, match="claimed by first"):
+                await second.publish(1)
+        with pytest.raises(ZeroDivisionError):
+            async with first.mutating(version=2):
+                raise ZeroDivisionError
+        with pytest.raises(tensorhub.UsageError, match="version number"):
+            async with first.mutating(version="latest"):
+                pytest.fail("the block ran")
+        versions = first.version, second.version
+        await asyncio.gather(first.close(timeout=3), second.close(timeout=3))
+        return versions
+
+    assert asyncio.run(run()) == (None, None)
+
+
+def test_update_to_a_number(join):
+    trainer, _ = join("t", 1.0)
+    rollout, _ = join("r")
+    trainer.publish(6)
+    rollout.replicate("latest")
+    with pytest.raises(tensorhub.VersionUnavailable, match="no version 99"):
+        rollout.update(99, timeout=5)
+    assert rollout.version == 6
+    assert [rollout.update(version) for version in (6, 3)] == [6, 6]
