@@ -73,7 +73,7 @@ bench: setup ## measure it beside plain programs and peers; table, JSON and pict
 	@echo "bench: each figure beside what a user would otherwise take; on a quiet machine, please (docs/benchmarks.md)"
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-lab: setup ## the paper's workloads on shaped links, as root (ARGS=standalone, elastic, cross-site or storm)
+lab: setup ## the paper's workloads on shaped links, as root (ARGS=standalone, sites, …: docs/lab.md)
 	@echo "lab: network namespaces, shaped links, every strategy on them (docs/lab.md)"
 	@$(BIN)/tensorhub lab $(or $(ARGS),standalone)
 

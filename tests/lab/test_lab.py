@@ -9,8 +9,9 @@ import pytest
 from tensorhub.lab.director import Run, ground_of
 from tensorhub.lab.events import Published, Updated
 from tensorhub.lab.network import PREFIX, Network, NoLinks, run, why_not
-from tensorhub.lab.scenarios import MIB, STANDALONE
+from tensorhub.lab.scenarios import MIB, SITES, STANDALONE
 from tensorhub.lab.summary import Outcome
+from tensorhub.lab.uplinks import UplinkRun
 
 pytestmark = [
     pytest.mark.processes,
@@ -55,6 +56,25 @@ def test_every_rollout_ends_with_the_last_version(strategy: str, tmp_path: Path)
     last = {e.process: e.version for e in done.events if isinstance(e, Updated)}
     assert last == {"rollout-0": TINY.versions, "rollout-1": TINY.versions}
     assert len([event for event in done.events if isinstance(event, Published)]) == TINY.versions + 1
+
+
+def test_what_leaves_a_site_goes_through_its_uplink(tmp_path: Path) -> None:
+    scenario = replace(SITES, rollouts=4, far_sites=2, size_bytes=MIB, chunk_bytes=MIB // 8, uplink_mbit=50, versions=1)
+    scenario = replace(scenario, train_s=0.3, generate_s=0.2)
+    with ground_of(scenario, tmp_path) as ground:
+        done = UplinkRun(scenario, "hub", ground, tmp_path / "hub")
+        done.run()
+    (finding,) = done.judge()
+    assert 1.0 <= done.copies < scenario.rollouts, finding
+    assert done.outcome().hashes_wrong == []
+
+
+def test_a_link_in_use_gets_another_rate() -> None:
+    with Network() as network:
+        network.add_site("home")
+        place = network.add("probe", "home", rate_mbit=100)
+        network.reshape(place, 25)
+        assert "rate 25Mbit" in run("tc", "-n", place.namespace, "qdisc", "show", "dev", "eth0")
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -172,13 +172,18 @@ def demo(
 
 @app.command()
 def lab(
-    scenario: Annotated[str, typer.Argument(help="standalone, elastic, cross-site or storm.")],
+    scenario: Annotated[
+        str, typer.Argument(help="standalone, elastic, cross-site, storm, sites, slow-relay or established.")
+    ],
     strategies: Annotated[
         str, typer.Option(help="Only these, by name: hub-always,hub,ring,star,…", show_default="all of the scenario")
     ] = "",
-    rollouts: Annotated[int | None, typer.Option(min=1, help="Rollout replicas.", show_default="8; 12; 4; 6")] = None,
-    mib: Annotated[float | None, typer.Option(min=1.0, help="MiB of weights.", show_default="32; 16; 8")] = None,
-    mbit: Annotated[int | None, typer.Option(min=10, help="Rate of each worker's link.", show_default="400")] = None,
+    rollouts: Annotated[int | None, typer.Option(min=1, help="Rollout replicas.", show_default="4 to 12")] = None,
+    sites: Annotated[int | None, typer.Option(min=1, help="Of rollouts, behind uplinks.", show_default="3")] = None,
+    mib: Annotated[float | None, typer.Option(min=1.0, help="MiB of weights.", show_default="8 to 64")] = None,
+    mbit: Annotated[
+        int | None, typer.Option(min=10, help="Rate of each worker's link.", show_default="400; 200; 50")
+    ] = None,
     versions: Annotated[int | None, typer.Option(min=1, help="Versions published after the first.")] = None,
     seconds: Annotated[float | None, typer.Option(min=5.0, help="Of an elastic run, and of the storm.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of generation times and of faults.", show_default="1")] = None,
@@ -190,6 +195,7 @@ def lab(
     given = {
         "strategies": tuple(strategies.split(",")) if strategies else None,
         "rollouts": rollouts,
+        "sites": sites,
         "size_bytes": None if mib is None else int(mib * 2**20),
         "rate_mbit": mbit,
         "versions": versions,

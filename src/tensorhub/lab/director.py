@@ -36,6 +36,8 @@ class Ground:
     rollouts: list[Place]
     sites: dict[str, str] = field(default_factory=dict)  # of each place
     wan_counts: Path | None = None
+    uplink: Place | None = None  # the router through which everything leaves the trainer's site
+    network: Network | None = None
 
 
 @contextmanager
@@ -43,17 +45,21 @@ def ground_of(scenario: Scenario, folder: Path) -> Iterator[Ground]:
     """Namespaces and links, for as long as the block lasts."""
     with ExitStack() as stack:
         network = stack.enter_context(Network(queue_ms=20))
-        rollout_site = AWAY if scenario.wan_mbit else HOME
-        for site in dict.fromkeys((HOME, rollout_site)):
+        far = [f"{AWAY}-{number}" for number in range(1, scenario.far_sites + 1)]
+        rollout_sites = far or [AWAY if scenario.wan_mbit else HOME]
+        for site in dict.fromkeys((HOME, *rollout_sites)):
             network.add_site(site)
         server = network.add("srv", HOME, rate_mbit=None)
         store = network.add("store", HOME, rate_mbit=scenario.rate_mbit)
         trainer = network.add("t", HOME, rate_mbit=scenario.rate_mbit)
         count = scenario.rollouts + scenario.spots
-        rollouts = [network.add(f"w{i}", rollout_site, rate_mbit=scenario.rate_mbit) for i in range(count)]
+        where = [rollout_sites[index % len(rollout_sites)] for index in range(count)]
+        rollouts = [network.add(f"w{i}", site, rate_mbit=scenario.rate_mbit) for i, site in enumerate(where)]
         sites = {place.name: HOME for place in (server, store, trainer)}
-        sites |= {place.name: rollout_site for place in rollouts}
-        ground = Ground(server, store, trainer, rollouts, sites)
+        sites |= {place.name: site for place, site in zip(rollouts, where, strict=True)}
+        ground = Ground(server, store, trainer, rollouts, sites, network=network)
+        if scenario.uplink_mbit:
+            ground.uplink, *_ = (network.uplink(site, scenario.uplink_mbit) for site in (HOME, *far))
         if scenario.wan_mbit:
             home, away = network.join(HOME, AWAY)
             processes = stack.enter_context(Processes(folder))
@@ -104,7 +110,7 @@ class Run:
         place = self.ground.server
         where = ["--host", place.address, "--port", str(SERVER_PORT), "--lease", str(LEASE_S), "--fresh"]
         module = [sys.executable, "-m", "tensorhub.demo.server", "serve", "--log", "warning", *where]
-        self.processes.start("server", [*place.wrapper, *module])
+        self.processes.start("server", [*place.wrapper, "env", *STRATEGIES[self.strategy].server, *module])
 
     def start_workers(self) -> None:
         """Trainer, store and the first rollouts, until each rollout has its first version."""
@@ -115,7 +121,8 @@ class Run:
         for index in range(self.scenario.rollouts):
             place = self.ground.rollouts[index]
             more = {"rank": index + 1, "world": world, "is_reliable": self.scenario.are_reliable}
-            self.nursery.start(self.job(f"rollout-{index}", "rollout", place, **more), place)
+            host_bytes = STRATEGIES[self.strategy].host_bytes
+            self.nursery.start(self.job(f"rollout-{index}", "rollout", place, host_bytes=host_bytes, **more), place)
         wait(lambda: self.joined() == self.scenario.rollouts, "the first version everywhere", self.check, JOIN_S)
 
     def start_trainer(self) -> None:

@@ -29,6 +29,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     jitter: float  # a generation takes from (1 - jitter) to (1 + jitter) times `generate_s`
     prefetch: str = "never"
     only_near: str = ""  # update only to what is whole in its own host memory ("self"), or in its site ("site")
+    host_bytes: int | None = None  # the most that host copies may take; None: as the product has it
     is_reliable: bool = True
     is_late: bool = False  # it joins while the others are at work, and begins at once
     rank: int = 0  # of a collective

@@ -56,12 +56,16 @@ def write_report(
 
 def introduction(scenario: Scenario) -> str:
     """What is about to be run."""
-    wan = f", {scenario.wan_mbit} Mbit/s and {scenario.wan_delay_ms} ms one way between the sites"
+    between = ""
+    if scenario.wan_mbit:
+        between = f", {scenario.wan_mbit} Mbit/s and {scenario.wan_delay_ms} ms one way between the sites"
+    elif scenario.uplink_mbit:
+        between = f", each site behind an uplink of {scenario.uplink_mbit} Mbit/s"
     spots = f", {scenario.spots} places for spot replicas" if scenario.spots else ""
     return (
         f"[bold]{scenario.name}[/]: {scenario.title}\n"
         f"a trainer and {scenario.rollouts} rollouts{spots}, each a process behind a link of its own of "
-        f"{scenario.rate_mbit} Mbit/s{wan if scenario.wan_mbit else ''}; {scenario.size_bytes / MIB:g} MiB of weights "
+        f"{scenario.rate_mbit} Mbit/s{between}; {scenario.size_bytes / MIB:g} MiB of weights "
         f"(one copy over one link: {scenario.transfer_s:.2f} s)\n"
         f"a training step takes {scenario.train_s:g} s, a generation {scenario.generate_s:g} s "
         f"± {scenario.jitter:.0%}"

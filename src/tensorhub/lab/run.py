@@ -20,11 +20,13 @@ from .director import Ground, Run, ground_of
 from .faults import ElasticRun, SeedKilledRun
 from .goals import Finding, judge
 from .network import NoLinks, why_not
+from .relays import EstablishedRun, SlowRelayRun
 from .report import introduction, show, write_report
 from .scenarios import SCENARIOS, Scenario
 from .storm import StormRun
 from .strategies.choose import STRATEGIES
 from .summary import Outcome
+from .uplinks import UplinkRun
 
 WIDTH = 200
 KILLED = "hub-ready"  # the strategy with which a seed is killed: others read behind it
@@ -36,6 +38,7 @@ class Options:
 
     strategies: tuple[str, ...] = ()
     rollouts: int | None = None
+    sites: int | None = None  # besides the trainer's
     size_bytes: int | None = None
     rate_mbit: int | None = None
     versions: int | None = None
@@ -90,6 +93,7 @@ def scenario_of(name: str, options: Options) -> Scenario:
     given = {
         "strategies": options.strategies or None,
         "rollouts": options.rollouts,
+        "far_sites": options.sites if scenario.far_sites else None,
         "size_bytes": options.size_bytes,
         "rate_mbit": options.rate_mbit,
         "versions": options.versions,
@@ -154,7 +158,14 @@ class Series:
 
 def steps_of(scenario: Scenario, ground: Ground, folder: Path, console: Console) -> list[Step]:
     """What is run, in order."""
-    kind = StormRun if scenario.name == "storm" else ElasticRun if scenario.spots else Run
+    kinds: dict[str, type[Run]] = {
+        "storm": StormRun,
+        "elastic": ElasticRun,
+        "sites": UplinkRun,
+        "slow-relay": SlowRelayRun,
+        "established": EstablishedRun,
+    }
+    kind = kinds.get(scenario.name, Run)
     steps = [
         Step(STRATEGIES[each].title, partial(kind, scenario, each, ground, folder / each))
         for each in scenario.strategies

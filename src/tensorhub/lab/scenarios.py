@@ -22,6 +22,8 @@ class Scenario:
     jitter: float = 0.5
     wan_mbit: int = 0  # 0: everybody in one site
     wan_delay_ms: int = 0  # one way
+    far_sites: int = 0  # besides the trainer's: sites that have the rollouts, each behind one uplink
+    uplink_mbit: int = 0  # of each site, the trainer's too
     spots: int = 0  # places for replicas that join and are killed
     life_s: tuple[float, float] = (4.0, 8.0)  # from its first version to its death
     gap_s: tuple[float, float] = (0.5, 1.5)  # until its place is taken by another
@@ -37,6 +39,11 @@ class Scenario:
     def transfer_s(self) -> float:
         """One copy over one link, at its rate."""
         return self.size_bytes * 8 / (self.rate_mbit * 1e6)
+
+    @property
+    def uplink_transfer_s(self) -> float:
+        """One copy over a site's uplink, at its rate."""
+        return self.size_bytes * 8 / (self.uplink_mbit * 1e6)
 
     @property
     def wan_transfer_s(self) -> float:
@@ -96,4 +103,45 @@ STORM = Scenario(
     is_watched=True,
 )
 
-SCENARIOS = {each.name: each for each in (STANDALONE, ELASTIC, CROSS_SITE, STORM)}
+SITES = Scenario(
+    name="sites",
+    title="three sites have the rollouts, and each site, the trainer's too, one slow uplink",
+    strategies=("hub", "hub-always"),
+    rollouts=6,
+    size_bytes=8 * MIB,
+    chunk_bytes=MIB // 8,
+    far_sites=3,
+    uplink_mbit=40,
+    train_s=8.0,
+    generate_s=1.0,
+    versions=4,
+)
+
+# A copy takes eleven seconds, so that it shows whether the three seconds of slack are enough to notice and to move.
+SLOW_RELAY = Scenario(
+    name="slow-relay",
+    title="a relay's link falls to a quarter of its rate in mid-transfer, and stays there",
+    strategies=("hub",),
+    rollouts=4,
+    size_bytes=64 * MIB,
+    chunk_bytes=MIB // 2,
+    rate_mbit=50,
+    train_s=24.0,
+    generate_s=0.25,
+    jitter=0.0,
+    versions=2,
+    is_watched=True,
+)
+
+ESTABLISHED = Scenario(
+    name="established",
+    title="what it costs that one replica keeps what is established until its successor is",
+    strategies=("hub", "hub-roomless", "hub-free"),
+    rollouts=4,
+    train_s=4.0,
+    generate_s=2.0,
+    versions=6,
+    is_watched=True,
+)
+
+SCENARIOS = {each.name: each for each in (STANDALONE, ELASTIC, CROSS_SITE, STORM, SITES, SLOW_RELAY, ESTABLISHED)}

@@ -226,7 +226,9 @@ def server_settings(environ: Mapping[str, str] | None = None, **arguments: objec
     found: dict[str, object] = {}
     for each in fields(Settings):
         given = _given(each, environ, arguments)
-        if given is not None:
+        if given is not None and isinstance(each.default, bool):
+            found[each.name] = parse_switch(*given)
+        elif given is not None:
             least = 0 if each.name == "default_retain" else 1
             is_count = isinstance(each.default, int)
             found[each.name] = _parse_count(*given, least=least) if is_count else _parse_number(*given)

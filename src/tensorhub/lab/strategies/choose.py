@@ -17,6 +17,8 @@ class Strategy(NamedTuple):
     is_fixed: bool = False  # who is in at the start is in until the end
     has_store: bool = False
     is_ours: bool = False
+    server: tuple[str, ...] = ()  # settings of its reference server, as variables
+    host_bytes: int | None = None  # of each rollout, for host copies
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -25,6 +27,10 @@ STRATEGIES: dict[str, Strategy] = {
     "hub-always": Strategy('TensorHub, prefetch="always"', "always", is_ours=True),
     "hub-seed": Strategy('TensorHub, prefetch="seed"', "seed", is_ours=True),
     "hub": Strategy('TensorHub, prefetch="never"', "never", is_ours=True),
+    "hub-free": Strategy(
+        "TensorHub, that keeps nothing established", "never", is_ours=True, server=("TENSORHUB_KEEP_ESTABLISHED=0",)
+    ),
+    "hub-roomless": Strategy("TensorHub, rollouts without room for host copies", "never", is_ours=True, host_bytes=1),
     "ring": Strategy("global stage, pipelined ring", needs_torch=True, is_fixed=True),
     "broadcast": Strategy("global stage, gloo broadcast", needs_torch=True, is_fixed=True),
     "star": Strategy("star, point to point"),

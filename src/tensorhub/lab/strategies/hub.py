@@ -29,6 +29,7 @@ def _open(job: Job, tensors: Tensors) -> tensorhub.Weights:
         transports="tcp",
         chunk_bytes=job.chunk_bytes,
         prefetch=job.prefetch,
+        host_bytes=job.host_bytes,
         call_timeout=CALL_S,
     )
     weights.register(tensors)

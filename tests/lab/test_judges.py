@@ -1,0 +1,91 @@
+"""What a run says of itself: copies over an uplink, a relay that became slow, what it costs to keep a version."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tensorhub.lab.director import Ground, Run
+from tensorhub.lab.events import AnyEvent, Fault, Seen, SeenRead
+from tensorhub.lab.goals import Finding
+from tensorhub.lab.network import Place
+from tensorhub.lab.relays import SLOWED, EstablishedRun, SlowRelayRun
+from tensorhub.lab.scenarios import ESTABLISHED, SITES, SLOW_RELAY, Scenario
+from tensorhub.lab.uplinks import UplinkRun
+
+from .story import published, updated
+
+NOWHERE = Place("nowhere", "nowhere", "10.0.0.1")
+
+
+def over(kind: type[Run], scenario: Scenario, folder: Path, events: list[AnyEvent]) -> Run:
+    """A run that has had these events."""
+    run = kind(scenario, "hub", Ground(NOWHERE, NOWHERE, NOWHERE, []), folder / "run")
+    run.events = events
+    return run
+
+
+def judged(run: Run) -> Finding:
+    (finding,) = run.judge()
+    return finding
+
+
+@pytest.mark.parametrize(("copies", "holds"), [(1.04, True), (1.2, False), (0.0, False)])
+def test_copies_that_leave_are_counted_by_version(tmp_path: Path, copies: float, holds: bool) -> None:
+    events: list[AnyEvent] = [updated(9.0, 0, is_first=True)]
+    for version in (1, 2):
+        events += [published(10.0 * version, version), updated(10.0 * version + 3, version)]
+    run = over(UplinkRun, SITES, tmp_path, events)
+    assert isinstance(run, UplinkRun)
+    run.sent_bytes = round(copies * 2 * SITES.size_bytes)
+    finding = judged(run)
+    assert finding.holds == holds
+    assert finding.found.startswith(f"{copies:.2f}; everybody had it within 3.0 s")
+
+
+@pytest.mark.parametrize(("last_s", "holds"), [(12.9, True), (13.1, False)])
+def test_the_others_are_compared_with_the_version_before_the_link_became_slow(
+    tmp_path: Path, last_s: float, holds: bool
+) -> None:
+    events: list[AnyEvent] = [published(0.0, 1), published(100.0, 2)]
+    for name, took_s in (("rollout-0", 9.0), ("rollout-1", 10.0), ("rollout-2", 8.0)):
+        events.append(updated(took_s, 1, process=name))
+    for name, took_s in (("rollout-0", 40.0), ("rollout-1", 10.0), ("rollout-2", last_s)):
+        events.append(updated(100.0 + took_s, 2, process=name))
+    read = SeenRead("rollout-1", "rollout-0", 2, 1, 4, False)
+    for time, reads in ((103.0, [read]), (105.0, [])):
+        events.append(Seen(time=time, process="watcher", latest=2, has_latest=[], copies={}, far_bytes={}, reads=reads))
+    events.append(Fault(time=102.0, process="rollout-0", what=SLOWED))
+    run = over(SlowRelayRun, replace(SLOW_RELAY, rollouts=3), tmp_path, events)
+    assert isinstance(run, SlowRelayRun)
+    run.slowed = "rollout-0"
+    finding = judged(run)
+    assert finding.holds == holds
+    ratio = last_s / 10
+    assert finding.found == f"{last_s:.1f} s / 10.0 s = {ratio:.2f}, left after 3.0 s; rollout-0 itself 40.0 s"
+
+
+def test_a_relay_that_was_never_caught_in_mid_transfer_shows_nothing(tmp_path: Path) -> None:
+    assert not judged(over(SlowRelayRun, SLOW_RELAY, tmp_path, [])).holds
+
+
+def test_who_kept_a_copy_is_told_from_the_others(tmp_path: Path) -> None:
+    seen = Seen(
+        time=11.0,
+        process="watcher",
+        latest=1,
+        has_latest=[],
+        copies={"rollout-1": [1], "trainer": [1]},
+        far_bytes={},
+        reads=[],
+    )
+    events: list[AnyEvent] = [
+        seen,
+        updated(12.0, 1, process="rollout-0", stall_s=0.5),
+        updated(12.5, 1, process="rollout-1", stall_s=0.75),
+    ]
+    finding = judged(over(EstablishedRun, ESTABLISHED, tmp_path, events))
+    assert "1 of 4 kept a copy" in finding.sentence
+    assert finding.found == (
+        "who kept a copy: mean 0.75 s, longest 0.75 s over 1; the others: mean 0.50 s, longest 0.50 s over 1"
+    )
