@@ -110,7 +110,7 @@ def test_purity_lets_pass(code: str) -> None:
     assert purity_violations(snippet(code)) == []
 
 
-SIM = "src/tensorhub/sim/weather.py"
+SIM = "src/tensorhub/sim/draw.py"
 
 
 @pytest.mark.parametrize(

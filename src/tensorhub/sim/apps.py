@@ -1,15 +1,16 @@
 """What the simulated users do: trainers that publish, rollouts that update, all shards of a replica in step.
 
-Each step is one call on every shard of the replica, with a little skew; when all have ended, the app looks at how and
-decides what next, as a real SPMD program would. A shard that died is started again, empty, after a while.
+Each step is one call on every shard of the replica, with a little skew. When all have ended, the program looks at how
+and makes the next step of its plan, as a real SPMD program would. A shard that died is started again after a while.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..core.events import Finished
+from ..core.events import Called, Finished
 from ..core.messages import Failure
-from ..core.names import Digest, Shard, Version
-from ..core.specs import PREFETCHED
+from ..core.names import Digest, Version
+from .plan import Replica, Step
 from .process import Process
 
 if TYPE_CHECKING:
@@ -17,68 +18,133 @@ if TYPE_CHECKING:
 
 Outcomes = dict[int, Finished]
 DIED = Finished(0, error=Failure("died", "the process was killed"))
+BOLD = 0.3  # a program whose shards are not all there calls all the same, so often
 
 
 class App:
     """One replica's program, over the lives of its processes."""
 
-    def __init__(self, cluster: "Cluster", model: str, replica: str) -> None:
+    def __init__(self, cluster: "Cluster", replica: Replica) -> None:
         self.cluster = cluster
         self.world = cluster.world
-        self.model = model
         self.replica = replica
+        self.name = f"{replica.model}/{replica.name}"
+        self.chance = cluster.world.stream(f"app {self.name}")
         self.shards: dict[int, Process] = {}
         self.is_calm = False
         self.is_settling = False
+        self.step = Step()
+        self._taken = 0  # steps of the plan
         self._waiting_for: dict[int, None] = {}
         self._outcomes: Outcomes = {}
 
+    @property
+    def shard_count(self) -> int:
+        return self.cluster.plan.conditions.shards
+
     def start(self) -> None:
-        for shard in range(self.cluster.weather.shards):
-            self.world.after(self.world.chance.uniform(0, 0.5), lambda s=shard: self._start_shard(s))  # type: ignore[misc]
+        for shard in range(self.shard_count):
+            self._start_later(shard, self.chance.uniform(0, 0.5))
         self.world.after(0.6, self.next_step)
 
-    def _start_shard(self, shard: int) -> None:
-        if shard not in self.shards:
-            self.shards[shard] = self.cluster.start(self.model, self.replica, shard)
+    def _start_later(self, shard: int, delay_s: float) -> None:
+        def start() -> None:
+            if shard not in self.shards:
+                process = self.cluster.start(self.replica, shard)
+                if process is not None:
+                    self.shards[shard] = process
+
+        self.world.after(delay_s, start)
 
     def died(self, process: Process) -> None:
         for shard, mine in list(self.shards.items()):
             if mine is process:
                 del self.shards[shard]
-                self.world.after(self._rest(), lambda s=shard: self._start_shard(s))  # type: ignore[misc]
+                lease_s = self.cluster.plan.settings.lease_s
+                rest_s = self.chance.uniform(0.1, 2 * lease_s)
+                self._start_later(shard, 0.1 if self.is_calm else rest_s)
                 self._ended(shard, DIED)
-
-    def _rest(self) -> float:
-        return self.world.chance.uniform(0.1, 2 * self.cluster.weather.settings.lease_s) if not self.is_calm else 0.1
 
     def calm(self) -> None:
         self.is_calm = True
+        self.chance = self.world.stream(f"calm app {self.name}")  # as drawn whatever came before
 
     def settle(self) -> None:
         """The last phase: no new versions any more."""
         self.is_settling = True
 
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody makes mistakes, gives up or leaves."""
+        return self.is_calm
+
     # --- one call on all shards ---------------------------------------------------------------------------------------
 
-    def call_all(self, verb: str, spec: int | str, timeout_s: float, roots: dict[int, Digest] | None = None) -> None:
-        if len(self.shards) < self.cluster.weather.shards and self.world.happens(0.7):
+    def next_step(self) -> None:
+        """The next of the plan; when that is over, plain ones."""
+        if len(self.shards) < self.shard_count and self.chance.random() > BOLD:
             self.world.after(0.3, self.next_step)
             return
+        steps = self.replica.steps
+        self.step = steps[self._taken] if self._taken < len(steps) and not self.is_settling else self.plain_step()
+        self._taken += 1
+        for shard, process in list(self.shards.items()):
+            if self.step.registers and not self.is_quiet:
+                process.run(lambda p=process: self._registers(p))  # type: ignore[misc]
+            elif shard in self.other_tensors:
+                process.run(lambda p=process, s=shard: self._registers_again(p, s))  # type: ignore[misc]
+        self.take(self.step)
+
+    def plain_step(self) -> Step:
+        raise NotImplementedError
+
+    def take(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def ended(self, outcomes: Outcomes) -> None:
+        raise NotImplementedError
+
+    other_tensors: dict[int, None]  # shards that have others than the model's
+
+    def _registers(self, process: Process) -> None:
+        if process.register(self.step.registers) and self.step.registers == "other":
+            self.other_tensors[process.me.shard] = None
+
+    def _registers_again(self, process: Process, shard: int) -> None:
+        if process.register("same"):
+            self.other_tensors.pop(shard, None)
+
+    def call_all(self, verb: str, spec: int | str, roots: dict[int, Digest] | None = None) -> None:
+        step, timeout_s = self.step, self.timeout_s()
         self._outcomes = {}
         self._waiting_for = dict.fromkeys(self.shards)
-        self.cluster.oracles.called(self, verb, spec)
-        skew_s = self.world.chance.choice((0.0, 0.01, 0.3))
+        self.cluster.watch.group_called(self, verb, spec)
         for shard, process in list(self.shards.items()):
-            root = (roots or {}).get(shard, Digest(""))
-            delay = self.world.chance.uniform(0, skew_s)
-            self.world.after(delay, lambda p=process, s=shard, r=root: self._call(p, s, verb, spec, timeout_s, r))  # type: ignore[misc]
+            own: tuple[str, int | str] = (verb, spec)
+            if shard == step.stray and not self.is_quiet and self.shard_count > 1:
+                own = ("unpublish", "") if verb != "unpublish" else ("replicate", "latest")
+            delay_s = self.chance.uniform(0, step.skew_s)
+            call = Called(*own, timeout_s, roots.get(shard, Digest("")) if roots else Digest(""))
+            self.world.after(delay_s, lambda p=process, s=shard, c=call: self._call(p, s, c))  # type: ignore[misc]
+        if step.cancel_s and not self.is_quiet:
+            waited_for = self._waiting_for
+            self.world.after(step.cancel_s, lambda: self._cancel(waited_for))
         if not self._waiting_for:
             self.world.after(0.3, self.next_step)
 
-    def _call(self, process: Process, shard: int, verb: str, spec: int | str, timeout_s: float, root: Digest) -> None:
-        if process.is_alive and self.shards.get(shard) is process:
-            process.call(verb, spec, timeout_s, lambda finished: self._ended(shard, finished), root)
+    def _call(self, process: Process, shard: int, called: Called) -> None:
+        def call() -> None:
+            if self.shards.get(shard) is process:
+                process.call(called, lambda finished: self._ended(shard, finished))
+
+        process.run(call)
+
+    def _cancel(self, waited_for: dict[int, None]) -> None:
+        if waited_for is self._waiting_for:
+            for shard in list(waited_for):
+                process = self.shards.get(shard)
+                if process is not None and self.step.canceller in (-1, shard):
+                    process.run(process.cancel)
 
     def _ended(self, shard: int, finished: Finished) -> None:
         if shard not in self._waiting_for:
@@ -87,29 +153,33 @@ class App:
         self._outcomes[shard] = finished
         if not self._waiting_for:
             outcomes, self._outcomes = self._outcomes, {}
-            self.cluster.oracles.group_ended(self, outcomes)
+            self.cluster.watch.group_ended(self, outcomes)
+            closer = self.shards.get(self.step.closer)
+            if closer is not None and not self.is_quiet:
+                closer.run(lambda: closer.close(self.step.close_s))
             self.ended(outcomes)
 
     def succeeded(self, outcomes: Outcomes) -> bool:
-        return len(outcomes) == self.cluster.weather.shards and all(o.error is None for o in outcomes.values())
+        return len(outcomes) == self.shard_count and all(o.error is None for o in outcomes.values())
 
     def timeout_s(self) -> float:
-        if self.is_calm or self.cluster.weather.is_fair:
-            return self.cluster.weather.settings.lease_s * 3 + 3
-        return self.world.chance.choice((0.5, 2.0, 5.0, 12.0))
+        is_long = self.is_calm or not self.step.timeout_s
+        return self.cluster.plan.settings.lease_s * 3 + 3 if is_long else self.step.timeout_s
 
-    def next_step(self) -> None:
-        raise NotImplementedError
-
-    def ended(self, outcomes: Outcomes) -> None:
-        raise NotImplementedError
+    def again(self, rest_s: float, then: Callable[[], None]) -> None:
+        """After the rest, at a whole second if that is how the program runs."""
+        if self.replica.is_in_step:
+            rest_s += -(self.world.now + rest_s) % 1.0
+        self.world.after(rest_s, then)
 
 
 class TrainerApp(App):
     """unpublish, train (which changes every byte), publish the next version; now and then a mistake."""
 
-    def __init__(self, cluster: "Cluster", model: str, replica: str) -> None:
-        super().__init__(cluster, model, replica)
+    def __init__(self, cluster: "Cluster", replica: Replica, index: int) -> None:
+        super().__init__(cluster, replica)
+        self.other_tensors = {}
+        self.index = index  # of all programs: no two make the same content
         self.version = 0
         self.number = 0  # as published: the version, or by mistake a former one
         self.phase = "publish"
@@ -117,46 +187,54 @@ class TrainerApp(App):
         self.is_refused = False  # it may not leave what it holds: there is no host memory for it
         self._content = 0
 
-    def next_step(self) -> None:
-        if self.phase == "rest" and self.is_settling:
+    def plain_step(self) -> Step:
+        return Step("publish", rest_s=0.5)
+
+    def take(self, step: Step) -> None:
+        if self.is_settling and self.phase == "rest":
             self.world.after(0.5, self.next_step)
         elif self.phase == "publish":
-            self._publish()
+            self._publish(step)
         else:
             self.phase = "unpublish"
-            self.call_all("unpublish", "", self.timeout_s())
+            self.call_all("unpublish", "")
 
-    def _publish(self) -> None:
-        if not self.is_settling and self.world.happens(0.15):
-            self.number = max(0, self.version - self.world.chance.randrange(0, 3))  # from an old checkpoint, say
+    def _publish(self, step: Step) -> None:
+        if not self.is_quiet and step.back:
+            self.number = max(0, self.version - step.back)  # from an old checkpoint, say
         else:
-            self.version += 1
-            self.number = self.version
+            self.version = self.number = max(self.version, self.cluster.watch.newest(self.replica.model)) + 1
         self._content += 1
-        self._pin()
-        for process in self.shards.values():
-            if process.worker.held is not None:  # an unpublish failed here: the memory may not be changed
-                self.phase = "unpublish"
-                self.next_step()
-                return
+        self._pin(step)
+        if any(process.worker.held is not None for process in self.shards.values()):
+            self.phase = "unpublish"  # one failed here: the memory may not be changed
+            self.call_all("unpublish", "")
+            return
         roots = {}
         for shard, process in self.shards.items():
-            roots[shard] = self._content_of(shard, self._content)
-            for chunk, value in enumerate(self.cluster.data.contents[roots[shard]]):
-                process.write(chunk, value)
-        self.call_all("publish", self.number, self.timeout_s(), roots)
+            roots[shard] = self._content_of(shard)
+            if not process.is_paused:
+                self._fill(process, roots[shard])
+            else:
+                process.run(lambda p=process, r=roots[shard]: self._fill(p, r))  # type: ignore[misc]
+        self.call_all("publish", self.number, roots)
 
-    def _pin(self) -> None:
+    def _fill(self, process: Process, root: Digest) -> None:
+        if process.worker.held is None:
+            for chunk, value in enumerate(self.cluster.data.contents[root]):
+                process.write(chunk, value)
+
+    def _pin(self, step: Step) -> None:
         """Keep the version published last, for a while; or let go of what is kept."""
-        is_wanted = not self.is_calm and self.published is not None and self.world.happens(self.cluster.weather.pins)
+        is_wanted = not self.is_calm and self.published is not None and step.wishes
         pins = (self.published,) if is_wanted and self.published is not None else ()
         for process in list(self.shards.values()):
             process.wish(None, pins)
 
-    def _content_of(self, shard: int, content: int) -> Digest:
-        first = (content * 100 + shard) * 1000
-        values = tuple(first + chunk + 1 for chunk in range(self.cluster.weather.chunks))
-        root = Digest(f"{self.model}/{self.replica}/{shard}/{content}")
+    def _content_of(self, shard: int) -> Digest:
+        first = ((self.index * 1000 + self._content) * 100 + shard) * 1000
+        values = tuple(first + chunk + 1 for chunk in range(self.cluster.plan.conditions.chunks))
+        root = Digest(f"{self.name}/{shard}/{self._content}")
         self.cluster.data.contents[root] = values
         return root
 
@@ -175,51 +253,38 @@ class TrainerApp(App):
         elif self.phase == "unpublish" and all(o.error is None for o in outcomes.values()):
             self.phase = "publish"
             self._train()
-        self.world.after(self.world.chance.uniform(0, 1.0), self.next_step)
+        self.again(self.step.rest_s, self.next_step)
 
     def _train(self) -> None:
         for process in self.shards.values():
-            if process.worker.held is None:
-                for chunk in range(len(process.memory)):
-                    process.write(chunk, -self.world.chance.randrange(1, 10**9))
+            process.run(lambda p=process: self._change(p))  # type: ignore[misc]
+
+    def _change(self, process: Process) -> None:
+        if process.worker.held is None:
+            for chunk in range(len(process.memory)):
+                process.write(chunk, -self.chance.randrange(1, 10**9))
 
 
 class RolloutApp(App):
     """replicate once, then update again and again, and generate with what it has."""
 
-    def __init__(self, cluster: "Cluster", model: str, replica: str) -> None:
-        super().__init__(cluster, model, replica)
-        self.last: tuple[str, int | str] = ("", "")
+    def __init__(self, cluster: "Cluster", replica: Replica) -> None:
+        super().__init__(cluster, replica)
+        self.other_tensors = {}
         self.has: Version | None = None
+        self.is_refused = False  # there is no host memory for what it would have to keep
 
-    def next_step(self) -> None:
-        verb: str = self.world.chance.choice(("update", "update", "update", "replicate"))
-        spec: int | str = self.world.chance.choice(("latest", "latest", "latest", "latest", "latest-1", -1))
-        if spec == -1:
-            spec = self.world.chance.randrange(0, 6)
-        if spec == "latest" and verb == "update" and self.world.aside.random() < self.cluster.weather.ahead:
-            spec = PREFETCHED
-        if self.is_settling:
-            verb, spec = "update", "latest"
-        self.last = (verb, spec)
-        self.call_all(verb, spec, self.timeout_s())
+    def plain_step(self) -> Step:
+        return Step("update", "latest", rest_s=0.5)
+
+    def take(self, step: Step) -> None:
+        self.call_all(step.verb, step.spec)
 
     def ended(self, outcomes: Outcomes) -> None:
+        self.is_refused = any(o.error is not None and o.error.code == "host-memory-full" for o in outcomes.values())
         if self.succeeded(outcomes):
             self.has = outcomes[0].version
-            rest = self.world.chance.uniform(0, 1.5)
-            wish = "latest" if not self.is_settling and self.world.happens(0.3) else None
+            wish = "latest" if not self.is_settling and self.step.wishes else None
             for process in list(self.shards.values()):
                 process.wish(wish, ())
-        else:
-            rest = self.world.chance.uniform(0.05, 0.6)
-        if not self.is_calm and not self.cluster.weather.is_fair and self.world.happens(0.03) and self.shards:
-            leaver = self.world.chance.choice(list(self.shards.values()))
-            leaver.close(self.world.chance.choice((0.5, 3.0)))
-        if self.cluster.weather.is_in_step:
-            rest += -(self.world.now + rest) % 1.0
-        self.world.after(rest, self.next_step)
-
-    @property
-    def shard_ids(self) -> list[Shard]:
-        return [Shard(shard) for shard in self.shards]
+        self.again(max(self.step.rest_s, 0.05), self.next_step)

@@ -1,59 +1,56 @@
-"""The whole simulated cluster of one seed: server, processes, applications, storm and calm."""
-
-from math import inf
+"""The whole simulated cluster of one plan: server, processes, programs, storm and calm."""
 
 from ..core.names import ModelName, ReplicaName, Shard, WorkerId
 from .apps import App, RolloutApp, TrainerApp
+from .cuts import Cuts, is_target
 from .dataplane import DataPlane
+from .fates import Fates
 from .network import ControlPlane
-from .oracles import Oracles
+from .plan import Misfortune, Plan, Replica
 from .process import Process
-from .weather import Weather, draw_weather
+from .watch import Watch
 from .world import OracleViolation, World
 
-MOST_EVENTS = 400_000  # a history that does not end is a bug of its own
+MOST_EVENTS = 400_000  # a history that does not end is a bug of its own; of each eight workers
 
 
 class Cluster:
     """Everything of one history. `run` raises `OracleViolation` if a promise was broken."""
 
-    def __init__(self, seed: int, *, trace: bool = False) -> None:
-        self.world = World(seed, trace=trace)
-        self.weather: Weather = draw_weather(self.world.chance, self.world.aside)
-        self.control = ControlPlane(self.world, self.weather)
-        self.data = DataPlane(self.world, self.weather, self)
-        self.oracles = Oracles(self)
-        self.control.after_event = self.oracles.after_event
+    def __init__(self, plan: Plan, *, trace: bool = False) -> None:
+        self.plan = plan
+        self.world = World(plan.seed, trace=trace)
+        self.fates = Fates(self.world, plan)
+        self.cuts = Cuts(self.world)
+        self.control = ControlPlane(self.world, plan, self.fates, self)
+        self.data = DataPlane(self.world, plan, self.fates, self)
         self.workers: dict[WorkerId, Process] = {}
         self.lives: dict[WorkerId, int] = {}
-        self.places: dict[tuple[str, str], tuple[str, bool]] = {}
         self.apps: list[App] = []
         self.is_stormy = True
-        self.world.note("weather", str(self.weather))
+        self.watch = Watch(self)
+        self.world.note("weather", f"{plan.settings} {plan.conditions}")
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def start(self, model: str, replica: str, shard: int) -> Process:
-        me = WorkerId(ModelName(model), ReplicaName(replica), Shard(shard))
+    def start(self, replica: Replica, shard: int) -> Process | None:
+        """A new life of that shard's process; None where nobody may live any more."""
+        me = WorkerId(ModelName(replica.model), ReplicaName(replica.name), Shard(shard))
+        if self.cuts.is_gone(str(me), replica.host, replica.site):
+            return None
         self.lives[me] = self.lives.get(me, 0) + 1
         self.world.note(me, f"starts, life {self.lives[me]}")
-        place = self.places.setdefault((model, replica), self._place(replica))
-        process = Process(self, me, self.lives[me], *place)
+        process = Process(self, me, self.lives[me], replica)
         self.workers[me] = process
         return process
-
-    def _place(self, replica: str) -> tuple[str, bool]:
-        """The site of a replica, and whether it is reliable."""
-        if replica == "trainer":
-            return "site-0", True
-        return f"site-{self.world.chance.randrange(self.weather.sites)}", not self.world.happens(self.weather.spot)
 
     def kill(self, process: Process) -> None:
         if process.is_alive:
             process.is_alive = False
-            self.oracles.retention.died(process)
+            self.watch.died(process)
             self.world.note(process.name, "is dead")
-            self.control.lose(process)
+            if process.connection is not None:
+                self.control.close(process.connection)
             if self.workers.get(process.me) is process:
                 del self.workers[process.me]
             for app in self.apps:
@@ -65,84 +62,91 @@ class Cluster:
     # --- the history --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Storm, then calm, then everybody must have got where he wanted."""
+        """Storm, then calm, then everybody who can must have got where he wanted."""
         self.control.start_server()
-        for model in self.weather.models:
-            self.apps.append(TrainerApp(self, model, "trainer"))
-            for index in range(self.weather.rollouts):
-                self.apps.append(RolloutApp(self, model, f"rollout-{index}"))
+        for index, replica in enumerate(self.plan.replicas):
+            self.apps.append(TrainerApp(self, replica, index) if replica.is_trainer else RolloutApp(self, replica))
         for app in self.apps:
             app.start()
-        self._misfortune()
-        self._until(self.weather.storm_s)
+        for misfortune in self.plan.misfortunes:
+            self.world.after(misfortune.at_s, lambda m=misfortune: self._happen(m))  # type: ignore[misc]
+        conditions = self.plan.conditions
+        self._until(conditions.storm_s)
         self._calm_down()
-        self._until(self.weather.storm_s + self.weather.calm_s / 2)
+        self._until(conditions.storm_s + conditions.calm_s / 2)
         for app in self.apps:
             app.settle()
-        self._until(self.weather.storm_s + self.weather.calm_s)
-        self.oracles.at_the_end()
+        self._until(self.plan.ends_s - 2 * self.plan.settings.lease_s)
+        self.watch.nearly_at_the_end()
+        self._until(self.plan.ends_s)
+        self.watch.at_the_end()
 
     def _until(self, until: float) -> None:
+        most = MOST_EVENTS * (1 + len(self.plan.replicas) * self.plan.conditions.shards // 8)
         while self.world.next_at <= until:
             self.world.step()
-            if self.world.events > MOST_EVENTS:
-                raise OracleViolation(f"{MOST_EVENTS} events and no end: messages breed messages")
+            if self.world.events > most:
+                raise OracleViolation(f"{most} events and no end: messages breed messages")
         self.world.now = until
 
-    def _misfortune(self) -> None:
-        """Once in a while something bad happens, as the weather has it."""
+    # --- misfortunes --------------------------------------------------------------------------------------------------
+
+    def _happen(self, misfortune: Misfortune) -> None:
         if not self.is_stormy:
             return
-        weather, chance = self.weather, self.world.chance
-        step_s = 0.25
-        if self.world.happens(weather.partition * step_s):
-            self._cut(chance.choice((("is_mute", "is_deaf"), ("is_mute",), ("is_deaf",))))
-        if self.world.happens(weather.data_partition * step_s):
-            self._cut(("is_data_cut",))
-        if self.world.happens(weather.crash * step_s) and self.workers:
-            self.kill(chance.choice(list(self.workers.values())))
-        if self.world.happens(weather.restart * step_s) and self.control.server is not None:
-            self.control.kill_server()
-            self.world.after(chance.uniform(0.01, 1.5 * weather.settings.lease_s), self._restart_server)
-        self.world.after(step_s, self._misfortune)
+        kind, hit = misfortune.kind, [p for p in self.workers.values() if is_target(misfortune.target, p)]
+        length = "for ever" if misfortune.stays else f"for {misfortune.length_s:.2f} s"
+        if not kind.endswith("server"):
+            self.world.note(misfortune.target, f"{kind} {misfortune.other}{misfortune.value or ''} {length}")
+        number = self.cuts.add(misfortune)
+        self.watch.struck(number, misfortune)
+        if not misfortune.stays:
+            self.world.after(misfortune.length_s, lambda: self._pass(number, misfortune))
+        match kind:
+            case "crash" | "gone":
+                for process in hit:
+                    self.kill(process)
+            case "disconnect":
+                for process in hit:
+                    process.hang_up()
+            case "pause":
+                for process in hit:
+                    process.pause()
+            case "restart-server":
+                self.control.kill_server()
+            case "pause-server":
+                self.control.pause()
 
-    def _restart_server(self) -> None:
-        if self.control.server is None:
-            self.control.start_server()
-
-    def _cut(self, flags: tuple[str, ...]) -> None:
-        """Some worker is cut off for a while: from the server in one direction or both, or from its peers."""
-        if not self.workers:
+    def _pass(self, number: int, misfortune: Misfortune) -> None:
+        """It is over."""
+        if number not in self.cuts.in_force:
             return
-        process = self.world.chance.choice(list(self.workers.values()))
-        for flag in flags:
-            setattr(process, flag, True)
-        process.muted_in_life = self.control.lives
-        self.world.note(process.name, f"cut off: {' '.join(flags)}")
-        length_s = self.world.chance.uniform(0.1, 2.5 * self.weather.settings.lease_s)
+        self.cuts.remove(number)
+        self.watch.passed(number)
+        self.world.note(misfortune.target or "server", f"{misfortune.kind} is over")
+        self._recover()
 
-        def heal() -> None:
-            if process.is_alive:
-                for flag in flags:
-                    setattr(process, flag, False)
-                process.muted_in_life = self.control.lives
-                self.world.note(process.name, f"no longer cut off: {' '.join(flags)}")
-
-        self.world.after(length_s, heal)
+    def _recover(self) -> None:
+        """What nothing keeps down any more goes on."""
+        kinds = [each.kind for each in self.cuts.in_force.values()]
+        if "restart-server" not in kinds and self.control.server is None:
+            self.control.start_server()
+        if "pause-server" not in kinds:
+            self.control.resume()
+        for process in list(self.workers.values()):
+            if process.is_paused and not self.cuts.is_paused(process):
+                process.resume()
 
     def _calm_down(self) -> None:
         self.world.note("weather", "calm")
-        self.is_stormy = self.control.is_stormy = self.data.is_stormy = False
-        for process in list(self.workers.values()):
-            process.is_mute = process.is_deaf = process.is_data_cut = False
-        self._restart_server()
+        self.is_stormy = self.fates.is_stormy = self.data.is_stormy = False
+        for number, each in list(self.cuts.in_force.items()):
+            if not each.stays:
+                self._pass(number, each)
+        self._recover()
         for app in self.apps:
             app.calm()
 
     @property
     def now(self) -> float:
         return self.world.now
-
-    @property
-    def ends_at(self) -> float:
-        return self.weather.storm_s + self.weather.calm_s if self.weather.calm_s else inf

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core.events import CopiedIn, CopiedOut, CopyDropped
+from ..core.messages import Failure
 from ..core.names import Version
 
 if TYPE_CHECKING:
     from .process import Process
+
+FAILED = Failure("error", "copying to or from host memory failed")
 
 
 @dataclass
@@ -37,7 +40,6 @@ class HostCopies:
     def __init__(self, process: "Process") -> None:
         self.process = process
         self.places: dict[Version, Place] = {}
-        self.given_up: dict[Version, None] = {}  # that were whole
 
     def place(self, version: Version) -> Place:
         """The copy that a read fills; made if need be."""
@@ -47,40 +49,57 @@ class HostCopies:
         return found
 
     def copy_out(self, version: Version) -> None:
-        place = Place(list(self.process.memory), None, is_filled=True)
+        place = Place([0] * len(self.process.memory), None, is_filled=True)
         self.places[version] = place
+        if self._fails():
+            self.process.later(self.process.cluster.data.pace(self.process), lambda: self._not_copied_out(version))
+            return
         self._copy(self.process.buffer, place, 0, lambda: self._copied_out(version, place))
+
+    def _fails(self) -> bool:
+        cluster = self.process.cluster
+        return cluster.fates.fails(self.process.name, "copy", cluster.plan.conditions.copy_error)
+
+    def _not_copied_out(self, version: Version) -> None:
+        self.process.tell(CopiedOut(version, FAILED))
 
     def _copied_out(self, version: Version, place: Place) -> None:
         place.version, place.done = version, len(place.memory)
-        self.process.cluster.oracles.copy_is_whole(self.process, version)
         self.process.tell(CopiedOut(version))
 
     def copy_in(self, version: Version) -> None:
         process = self.process
-        process.cluster.oracles.begins_to_change(process, version)
         process.buffer.version, process.buffer.is_filled, process.buffer.done = None, True, 0
-        self._copy(self.places[version], process.buffer, 0, lambda: process.tell(CopiedIn(version)))
+        failure = FAILED if self._fails() else None
+
+        def then() -> None:
+            process.tell(CopiedIn(version, failure))
+
+        source = self.places[version]
+        if failure is not None:
+            process.write(0, -1)
+            process.later(process.cluster.data.pace(process), then)
+        else:
+            self._copy(source, process.buffer, 0, then)
 
     def _copy(self, source: Place, target: Place, chunk: int, then: Callable[[], None]) -> None:
+        process = self.process
         if chunk == len(source.memory):
             then()
             return
-        target.memory[chunk] = source.memory[chunk]
-        world = self.process.cluster.world
-        delay_s = world.chance.uniform(0.1, 0.5) * self.process.cluster.data.pace()
-        world.after(delay_s, lambda: self._copy(source, target, chunk + 1, then) if self.process.is_alive else None)
+        if target is process.buffer:
+            process.write(chunk, source.memory[chunk])
+        else:
+            target.memory[chunk] = source.memory[chunk]
+        delay_s = process.cluster.world.stream(f"copy {process.name}").uniform(0.1, 0.5)
+        process.later(delay_s * process.cluster.data.pace(process), lambda: self._copy(source, target, chunk + 1, then))
 
     def drop(self, version: Version) -> None:
         process = self.process
         place = self.places.pop(version)
-        self.given_up.pop(version, None)
-        if place.done == len(place.memory):
-            self.given_up[version] = None
-        process.cluster.oracles.serving_stops(process, version, from_host=True)
 
         def free() -> None:
             place.memory[:] = [-7] * len(place.memory)  # it is somebody else's now
             process.tell(CopyDropped(version))
 
-        process.cluster.world.after(process.cluster.data.pace(), free)
+        process.later(process.cluster.data.pace(process), free)

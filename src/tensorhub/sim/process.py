@@ -1,10 +1,13 @@
 """One life of one simulated worker process: its memory, its clock, and the shell around the real worker machine."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from ..core.events import (
     Called,
+    Cancelled,
     Closing,
     Connected,
     CopyIn,
@@ -36,133 +39,159 @@ from ..core.events import (
 )
 from ..core.manifest import Layout, TensorSpec
 from ..core.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report
-from ..core.names import Digest, Version, WorkerId
+from ..core.names import Version, WorkerId
 from ..core.worker import Worker
 from .dataplane import SimRead
 from .hostcopies import HostCopies, Place
+from .network import Connection
+from .plan import Replica
 
 if TYPE_CHECKING:
     from .cluster import Cluster
 
 OnFinished = Callable[[Finished], None]
+CANCELLED = Finished(0, error=Failure("cancelled", "the caller gave up"))
 
 
 class Process:
     """A worker that lives until it is killed; then everything of it is gone at once."""
 
-    def __init__(self, cluster: "Cluster", me: WorkerId, life: int, site: str, reliable: bool) -> None:
-        world = cluster.world
+    def __init__(self, cluster: "Cluster", me: WorkerId, life: int, replica: Replica) -> None:
         self.cluster = cluster
         self.me = me
         self.life = life
-        self.sender = f"{me}#{life}"
+        self.name = f"{me}#{life}"
         self.is_alive = True
-        self.is_mute = False  # what it says is lost
-        self.muted_in_life = 0  # of the server
-        self.is_deaf = False  # what it is told is lost
-        self.is_data_cut = False
-        self.memory = [0] * cluster.weather.chunks
+        self.is_paused = False
+        self.memory = [0] * cluster.plan.conditions.chunks
         self.buffer = Place(self.memory)
         self.filled_version: Version | None = None
         self.opened: Version | None = None  # peers may open it here too, and get nothing of it yet
         self.host = HostCopies(self)
-        self.sent = 0  # chunks that others took from here
-        self.trust_until = float("-inf")
-        self.read: SimRead | None = None
         self._follow_ups: list[Event] = []  # answers that come at once
+        self.trust_until = -inf
+        self.read: SimRead | None = None
         self.on_finished: OnFinished | None = None
-        self.called_until: float | None = None
-        self.has_left = False
-        self._rate = 1.0 + world.chance.uniform(-cluster.weather.drift, cluster.weather.drift)
-        self._skew = world.chance.uniform(0, 1000)
-        self._tick_at = float("inf")
-        self.hello = Hello(
-            PROTOCOL,
-            me.model,
-            me.replica,
-            me.shard,
-            cluster.weather.shards,
-            self.sender,
-            endpoints=(f"sim://{self.sender}",),
-            revocable=not cluster.weather.is_one_sided,
-            reliable=reliable,
-            site=site,
-            host=self.sender,
-            prefetch=cluster.weather.prefetch,
-            retain=cluster.weather.retain,
-        )
-        layout = Layout(
-            (TensorSpec(f"w{me.shard}", "uint8", (len(self.memory),), (1,), 0, len(self.memory)),), len(self.memory)
-        )
-        self.layout = LayoutInfo.of(layout)
+        self.connection: Connection | None = None
+        self.is_closing = False
+        self._connections = 0
+        self._backlog: list[Callable[[], None]] = []
+        self._chance = cluster.world.stream(f"process {self.name}")
+        drift = cluster.plan.conditions.drift
+        self._rate = 1.0 + self._chance.uniform(-drift, drift)
+        self._skew = self._chance.uniform(0, 1000)
+        self._tick_at = inf
+        self.hello = self._introduce(replica)
+        self.layout = self._layout("same")
         self.worker = Worker(me)
-        self.tell(Registered(self.layout, layout.digest(), layout.size_bytes, cluster.weather.host_copies))
-        cluster.control.processes[self.sender] = self
-        self.server_started()
+        self.is_paused = cluster.cuts.is_paused(self)
+        cluster.watch.started(self)
+        self.run(lambda: self._register(self.layout))
+        self.run(self._reconnect)
 
-    @property
-    def name(self) -> str:
-        return self.sender
+    def _introduce(self, replica: Replica) -> Hello:
+        conditions = self.cluster.plan.conditions
+        return Hello(
+            PROTOCOL,
+            self.me.model,
+            self.me.replica,
+            self.me.shard,
+            conditions.shards,
+            self.name,
+            endpoints=(f"sim://{self.name}",),
+            revocable=not conditions.is_one_sided,
+            reliable=replica.reliable,
+            site=replica.site,
+            host=replica.host,
+            prefetch=conditions.prefetch,
+            retain=conditions.retain,
+        )
+
+    def _layout(self, kind: str) -> LayoutInfo:
+        size, name = len(self.memory), f"w{self.me.shard}" if kind == "same" else f"other{self.me.shard}"
+        return LayoutInfo.of(Layout((TensorSpec(name, "uint8", (size,), (1,), 0, size),), size))
 
     @property
     def now(self) -> float:
         """This process's own clock."""
         return self._skew + self.cluster.world.now * self._rate
 
+    # --- standing still -----------------------------------------------------------------------------------------------
+
+    def run(self, action: Callable[[], None]) -> None:
+        """Something happens in this process: now, or all at once when it goes on."""
+        if self.is_paused:
+            self._backlog.append(action)
+        elif self.is_alive:
+            action()
+
+    def pause(self) -> None:
+        if not self.is_paused:
+            self.is_paused = True
+            self.cluster.world.note(self.name, "stands still")
+
+    def resume(self) -> None:
+        if not self.is_paused:
+            return
+        self.is_paused = False
+        self.cluster.world.note(self.name, "goes on")
+        backlog, self._backlog = self._backlog, []
+        for action in backlog:
+            self.run(action)
+        self._schedule_tick()
+
     # --- events into the machine, effects out of it -------------------------------------------------------------------
 
     def tell(self, event: Event) -> None:
         if not self.is_alive:
             return
+        self.cluster.watch.told(self, event)
         for effect in self.worker.handle(event, now=self.now):
+            self.cluster.watch.wants(self, effect)
             self._carry_out(effect)
         while self._follow_ups and self.is_alive:
             self.tell(self._follow_ups.pop(0))
         self._schedule_tick()
-        self.cluster.oracles.after_event(self)
+        self.cluster.watch.acted(self)
 
     def _schedule_tick(self) -> None:
         at = (self.worker.next_deadline() - self._skew) / self._rate
         if at < self._tick_at:
             self._tick_at = at
-            self.cluster.world.after(at - self.cluster.world.now + 1e-9, self._tick)
+            self.cluster.world.after(at - self.cluster.world.now + 1e-9, lambda: self.run(self._tick))
 
     def _tick(self) -> None:
-        self._tick_at = float("inf")
+        self._tick_at = inf
         self.tell(Tick())
 
     def _carry_out(self, effect: Effect) -> None:
         world = self.cluster.world
         match effect:
             case Send(message=message):
-                if isinstance(message, Report) and not self.is_mute:
-                    self.cluster.control.to_server(self, self.hello, self.layout, message)
+                if self.connection is not None and isinstance(message, Report):
+                    self.cluster.control.to_server(self.connection, self.hello, self.layout, message)
             case OpenRead(grant=grant):
                 world.note(self.name, f"opens version {grant.version} at {grant.source}, ticket {grant.ticket}")
-                self.read = SimRead(self.cluster.data, self, grant, is_only_opened=True)
+                self._begin(SimRead(self.cluster.data, self, grant, is_only_opened=True))
             case StartRead(grant=grant):
-                world.note(
-                    self.name,
-                    f"reads version {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}",
-                )
+                text = f"reads version {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}"
+                world.note(self.name, text)
                 if not grant.to_host:
                     self.opened = grant.version
-                self.read = SimRead(self.cluster.data, self, grant)
+                self._begin(SimRead(self.cluster.data, self, grant))
             case Trust(until=until):
                 self.trust_until = until
             case StopRead(ticket=ticket):
-                assert self.read is not None
-                self.read.stop()
-                self._follow_ups.append(ReadBarred(ticket, self.read.is_touched))
+                if self.read is not None and self.read.grant.ticket == ticket:  # it may just have ended by itself
+                    self.read.stop()
+                    self._follow_ups.append(ReadBarred(ticket, self.read.is_touched))
             case StartServing(version=version):
                 self.buffer.version, self.buffer.is_filled, self.filled_version = version, False, None
                 self.opened = None
             case StopServing(version=version):
-                self.cluster.oracles.serving_stops(self, version)
                 self.buffer.version, self.buffer.is_filled, self.filled_version = None, False, None
                 self.opened = self.opened if self.opened != version else None
-                delay = self.cluster.data.pace()
-                world.after(delay, lambda: self.tell(ServingStopped(version)))
+                self.later(self.cluster.data.pace(self), lambda: self.tell(ServingStopped(version)))
             case CopyOut(version=version):
                 self.host.copy_out(version)
             case CopyIn(version=version):
@@ -174,39 +203,76 @@ class Process:
             case Delayed(why=why):
                 world.note(self.name, f"waits: {why.message}")
             case Left():
-                self.has_left = True
                 world.note(self.name, f"left, drained: {effect.drained}")
                 world.after(0.0, lambda: self.cluster.kill(self))
+
+    def _begin(self, read: SimRead) -> None:
+        if self.read is not None:
+            self.read.is_ended = True  # it had only been opened, and goes on as this one
+        self.read = read
+        self.cluster.watch.began(self, read)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """It happens in this process, so much later."""
+        self.cluster.world.after(delay_s, lambda: self.run(action))
 
     def _finished(self, effect: Finished) -> None:
         outcome = (
             f"version {effect.version}" if effect.error is None else f"{effect.error.code}: {effect.error.message}"
         )
         self.cluster.world.note(self.name, f"call {effect.number} ended: {outcome}")
-        self.called_until = None
-        if effect.error is None and effect.version is not None:
-            self.cluster.oracles.first_success(self, effect.number, effect.version)
+        self._return(effect)
+
+    def _return(self, finished: Finished) -> None:
         on_finished, self.on_finished = self.on_finished, None
         if on_finished is not None:
-            self.cluster.world.after(0.0, lambda: on_finished(effect))
+            self.cluster.world.after(0.0, lambda: on_finished(finished))
 
     # --- the network --------------------------------------------------------------------------------------------------
 
-    def server_started(self) -> None:
-        """The server lives again; this process finds out a little later."""
-        self.cluster.world.after(self.cluster.world.chance.uniform(0, 1), self._reconnect)
-
     def _reconnect(self) -> None:
-        self.tell(Disconnected())
-        self.tell(Connected())
+        """Until it works: connections are made as soon as the server answers."""
+        if self.connection is not None or not self.is_alive:
+            return
+        self._connections += 1
+        if self.cluster.cuts.has_line(self):
+            self.connection = self.cluster.control.connect(self, self._connections)
+        if self.connection is None:
+            self.later(self._chance.uniform(0.1, 1.0), self._reconnect)
+        else:
+            self.tell(Connected())
 
-    def receive(self, message: Orders | Refusal) -> None:
+    def connection_lost(self, connection: Connection) -> None:
+        """It is known here that this connection is gone."""
+        self.run(lambda: self._connection_lost(connection))
+
+    def _connection_lost(self, connection: Connection) -> None:
+        if self.connection is connection and self.is_alive:
+            self.connection = None
+            self.tell(Disconnected())
+            self.later(self._chance.uniform(0.05, 0.5), self._reconnect)
+
+    def hang_up(self) -> None:
+        """The connection breaks, and both ends find out."""
+        connection = self.connection
+        if connection is not None:
+            self.cluster.world.note(self.name, "loses its connection")
+            self.cluster.control.close(connection)
+            self.connection_lost(connection)
+
+    def receive(self, connection: Connection, message: Orders | Refusal) -> None:
+        self.run(lambda: self._receive(connection, message))
+
+    def _receive(self, connection: Connection, message: Orders | Refusal) -> None:
+        if self.connection is not connection or not self.is_alive:
+            return
         self.tell(Received(message))
         if isinstance(message, Refusal):
             self.cluster.world.note(self.name, f"is refused: {message.message}")
+            self.connection = None
             self.tell(Disconnected())
             if message.retry_s > 0:
-                self.cluster.world.after(message.retry_s, self._reconnect)
+                self.later(message.retry_s, self._reconnect)
             else:
                 self.cluster.world.after(0.0, lambda: self.cluster.kill(self))  # open() has raised
 
@@ -225,7 +291,6 @@ class Process:
         """The read is about to have a chunk on its way into the buffer."""
         version = read.grant.version
         if self.filled_version != version:
-            self.cluster.oracles.begins_to_change(self, version)
             self.filled_version = version
             self.buffer.version, self.buffer.is_filled, self.buffer.done = version, True, 0
         self.tell(ReadTouched(read.grant.ticket))
@@ -237,31 +302,51 @@ class Process:
 
     def write(self, chunk: int, value: int) -> None:
         self.memory[chunk] = value
-        self.cluster.oracles.memory_written(self, chunk)
+        self.cluster.watch.written(self, chunk)
 
     def accept(self, chunk: int, read: SimRead) -> None:
         read.target.done = chunk + 1
-        self.cluster.oracles.accepted(self, read, chunk)
+        self.cluster.watch.accepted(self, read, chunk)
         self.tell(ReadAdvanced(read.grant.ticket, chunk + 1, len(self.memory)))
 
     def read_ended(self, read: SimRead, failure: Failure | None) -> None:
         complete = read.done == len(self.memory) and not read.is_only_opened
         self.read = None
-        if complete and read.grant.to_host:
-            self.cluster.oracles.copy_is_whole(self, read.grant.version)
         self.tell(ReadEnded(read.grant.ticket, complete, None if complete else failure))
 
     # --- the caller ---------------------------------------------------------------------------------------------------
 
-    def call(self, verb: str, spec: int | str, timeout_s: float, on_finished: OnFinished, root: Digest) -> None:
-        """As the user's code would: it waits until `on_finished`."""
-        self.cluster.world.note(self.name, f"calls {verb}({spec!r}), timeout {timeout_s:.2f} s")
+    def call(self, called: Called, on_finished: OnFinished) -> None:
+        """As the user's code would: it waits until `on_finished`. The deadline of `called` counts from now."""
+        self.cluster.world.note(self.name, f"calls {called.verb}({called.spec!r}), timeout {called.deadline:.2f} s")
         self.on_finished = on_finished
-        self.called_until = self.now + timeout_s
-        self.tell(Called(verb, spec, self.now + timeout_s, root))
+        self.tell(replace(called, deadline=self.now + called.deadline))
+
+    def cancel(self) -> None:
+        """The user's code gives up."""
+        if self.on_finished is not None:
+            self.cluster.world.note(self.name, "gives up its call")
+            self.tell(Cancelled())
+            self._return(CANCELLED)
 
     def wish(self, prefetch: int | str | None, pins: tuple[Version, ...]) -> None:
-        self.tell(Wished(prefetch, pins))
+        self.run(lambda: self.tell(Wished(prefetch, pins)))
 
     def close(self, timeout_s: float) -> None:
+        self.is_closing = True
         self.tell(Closing(self.now + timeout_s))
+
+    def register(self, kind: str) -> bool:
+        """Other tensors, if that is allowed now."""
+        if self.worker.may_register:
+            self.cluster.world.note(self.name, f"registers {kind} tensors")
+            self._register(self._layout(kind))
+            return True
+        return False
+
+    def _register(self, layout: LayoutInfo) -> None:
+        self.layout = layout
+        self.memory[:] = [0] * len(self.memory)
+        self.buffer.version, self.filled_version, self.opened = None, None, None
+        size, copies = layout.decode().size_bytes, self.cluster.plan.conditions.host_copies
+        self.tell(Registered(layout, layout.digest(), size, copies))

@@ -1,10 +1,12 @@
-"""Runs one seed and says what came of it."""
+"""Runs one seed, or one plan, and says what came of it."""
 
 import traceback
 from dataclasses import dataclass
 
 from ..core.errors import InvariantViolation
 from .cluster import Cluster
+from .draw import draw_plan
+from .plan import Plan
 from .world import OracleViolation
 
 
@@ -23,7 +25,15 @@ class SeedResult:
 
 def run_seed(seed: int, *, trace: bool = False) -> SeedResult:
     """Run the history of one seed; with `trace`, keep it as readable lines."""
-    cluster = Cluster(seed, trace=trace)
+    return _run(Cluster(draw_plan(seed), trace=trace), seed)
+
+
+def run_plan(plan: Plan, *, trace: bool = False) -> SeedResult:
+    """Run the history of one plan."""
+    return _run(Cluster(plan, trace=trace), -1)
+
+
+def _run(cluster: Cluster, seed: int) -> SeedResult:
     error = None
     try:
         cluster.run()

@@ -1,4 +1,4 @@
-"""Virtual time: a queue of things to happen, one source of chance, and the history of what happened.
+"""Virtual time: a queue of things to happen, streams of chance, and the history of what happened.
 
 Nothing here or above it may look at a real clock. The same seed gives the same history, whatever the hash seed.
 """
@@ -16,16 +16,23 @@ class OracleViolation(AssertionError):
 class World:
     """Time, chance, and history."""
 
-    def __init__(self, seed: int, *, trace: bool = False) -> None:
+    def __init__(self, seed: str, *, trace: bool = False) -> None:
         self.now = 0.0
-        self.chance = random.Random(seed)
-        self.aside = random.Random(f"{seed} aside")  # for what came later: other seeds keep their histories
         self.events = 0
+        self._seed = seed
+        self._streams: dict[str, random.Random] = {}
         self.lines: list[str] = []
         self._is_traced = trace
         self._history = blake2b(digest_size=16)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
+
+    def stream(self, name: str) -> random.Random:
+        """The chance of one subsystem, or of one process in it: a draw more in one changes nothing in another."""
+        found = self._streams.get(name)
+        if found is None:
+            found = self._streams[name] = random.Random(f"{self._seed} {name}")
+        return found
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Let it happen so much later; what is due at one time happens in the order in which it was asked for."""
@@ -55,6 +62,3 @@ class World:
     def digest(self) -> str:
         """Equal for two histories that are equal to the letter."""
         return self._history.hexdigest()
-
-    def happens(self, probability: float) -> bool:
-        return self.chance.random() < probability

@@ -1,0 +1,59 @@
+"""What becomes of each message, chunk and copy: drawn from streams of their own, or as the plan says.
+
+The streams are those of one process and one direction: a message more of one leaves the fates of the others. What was
+drawn other than well is noted: a history that is to be made smaller takes that list, and tries how much of it it needs.
+"""
+
+from .plan import Fate, Plan
+from .world import World
+
+
+class Fates:
+    """Asked once for each message, chunk and copy."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world = world
+        self.conditions = plan.conditions
+        self.lease_s = plan.settings.lease_s
+        self.is_stormy = True
+        self.noted: list[Fate] = []
+        self._planned = None if plan.fates is None else {(f.process, f.direction, f.number): f for f in plan.fates}
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def delays(self, process: str, direction: str) -> tuple[float, ...]:
+        """How late each copy of one message to ("down") or from ("up") the process is; no copy: it is lost."""
+        chance, conditions = self.world.stream(f"{direction} {process}"), self.conditions
+        number = self._next(process, direction)
+        well = chance.uniform(0.5, 1.5)
+        if self._planned is not None:
+            found = self._planned.get((process, direction, number))
+            return found.delays if found is not None else (well * conditions.delay_s,)
+        if not self.is_stormy:
+            return (well * min(conditions.delay_s, 0.02),)
+        first = self._delay(chance.uniform(0.5, 1.5), chance.random(), chance.random())
+        second = self._delay(chance.uniform(0.5, 1.5), chance.random(), chance.random())
+        kind = chance.random()
+        delays: tuple[float, ...] = (first,) if kind >= conditions.duplication else (first, second)
+        if chance.random() < conditions.loss:
+            delays = ()
+        if len(delays) != 1 or delays[0] > 2 * conditions.delay_s:
+            self.noted.append(Fate(process, direction, number, delays))
+        return delays
+
+    def _delay(self, factor: float, kind: float, late: float) -> float:
+        is_late = kind < self.conditions.long_delay
+        return factor * self.conditions.delay_s + (2 * self.lease_s * late if is_late else 0.0)
+
+    def fails(self, process: str, what: str, probability: float) -> bool:
+        """Whether this chunk or copy of that process goes wrong in that way."""
+        drawn, number = self.world.stream(f"{what} {process}").random(), self._next(process, what)
+        if self._planned is not None:
+            return (process, what, number) in self._planned
+        is_bad = self.is_stormy and drawn < probability
+        if is_bad:
+            self.noted.append(Fate(process, what, number, ()))
+        return is_bad
+
+    def _next(self, process: str, what: str) -> int:
+        self._counts[process, what] = number = self._counts.get((process, what), 0) + 1
+        return number

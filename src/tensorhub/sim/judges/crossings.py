@@ -1,0 +1,59 @@
+"""G10: into a site each shard of a version comes once, and again only where faults have made it so."""
+
+from ..truth.life import Life, Read
+from .bench import Judge
+
+SETTLED_S = 1.0  # everybody has been heard by then, a withdrawal that failed is over, and stopped reads have ended
+
+
+class CrossingJudge(Judge):
+    """Looks at each chunk that leaves a site for another."""
+
+    promise = "G10 once per site"
+
+    def sent(self, source: Life, reader: Life, read: Read, chunk: int) -> None:
+        """A chunk goes over the wire."""
+        if source.site == reader.site:
+            return
+        settled = read.began - SETTLED_S - self.spread_s
+        for other in self.truth.same_shard(reader.shard):
+            if other is reader or other.site != reader.site or not self._could_give(other, read, chunk, settled):
+                continue
+            if self._is_between(other, reader, settled):
+                continue
+            text = f"chunk {chunk} of version {read.grant.version} goes from {source.name} to {reader.name}"
+            self.broken(f"{text}, and {other.name} of {reader.site} has or reads it")
+
+    def _could_give(self, other: Life, read: Read, chunk: int, settled: float) -> bool:
+        """It has had the chunk for a while, or reads it from afar itself."""
+        version, theirs = read.grant.version, other.read
+        held, copy = other.held, other.copies.get(version)
+        if held is not None and held.version == version and held.since < settled and held.is_served:
+            return True
+        if copy is not None and copy.since < settled:
+            return True
+        return (
+            theirs is not None
+            and not theirs.is_stopped
+            and theirs.grant.version == version
+            and theirs.is_far
+            and theirs.began < settled
+            and not (other.call is None and not theirs.grant.to_host)
+        )
+
+    def _is_between(self, other: Life, reader: Life, settled: float) -> bool:
+        """A fault stood between the two, or between one of them and the server."""
+        troubles, since = self.truth.troubles, settled - self.settings.lease_s
+        if other.closing < self.now or other.started > since or not troubles.server(since):
+            return True
+        if any(not troubles.hears(life, since) for life in (other, reader)):
+            return True
+        if not troubles.serves(other, since) or other.layout != reader.layout:
+            return True
+        has_failed = other.failed_since(since) or reader.failed_since(since, other.me)
+        return has_failed or self._withdrew(other, since)
+
+    def _withdrew(self, other: Life, since: float) -> bool:
+        """It wanted its buffer back for another version, and readers had to go elsewhere."""
+        calls = [*other.past, *([other.call] if other.call is not None else [])]
+        return any(call.ended > since and call.verb == "unpublish" for call in calls)

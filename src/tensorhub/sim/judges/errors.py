@@ -1,0 +1,290 @@
+"""G7: every call ends by its deadline, and every error is justified by the truth."""
+
+from math import inf
+
+from ...core.messages import Failure
+from ...core.names import Version, WorkerId
+from ..truth.life import Call, Life
+from .drains import DrainJudge
+from .groups import GroupJudge
+
+FILLS = ("replicate", "update")
+LATE_S = 0.05  # a call may end this much after its deadline: one tick of a clock that drifts
+AT_DEADLINE = ("deadline-exceeded", "server-unreachable")
+LONG_AGO = -1e9
+
+
+class ErrorJudge(GroupJudge):
+    """Judges each call when it returns, and when it should have."""
+
+    promise = "G7 every error is justified"
+
+    def __init__(self, drains: DrainJudge) -> None:
+        super().__init__(drains.truth, drains.world)
+        self.drains = drains
+
+    def called(self, life: Life, call: Call) -> None:
+        """It must have ended by then."""
+        length_s = call.deadline - self.now
+        self.world.after(length_s * (1 + 2 * self.conditions.drift) + LATE_S, lambda: self._still(life, call))
+
+    def _still(self, life: Life, call: Call) -> None:
+        if call.ended < inf or not life.is_alive:
+            return
+        if self.truth.troubles.of(life, self.now - LATE_S, ("pause",)) is not None:
+            self.world.after(1.0, lambda: self._still(life, call))
+            return
+        self.broken(f"{call.verb}({call.spec!r}) of {life.name} goes on after its deadline", "G7 nothing waits forever")
+
+    def call_ended(self, life: Life, call: Call, failure: Failure) -> None:
+        """It has returned an error."""
+        code = failure.code
+        judged = {
+            "deadline-exceeded": self._deadline,
+            "server-unreachable": self._unreachable,
+            "version-unavailable": self._unavailable,
+            "group-incomplete": self._incomplete,
+            "group-mismatch": self._mismatch,
+            "version-conflict": self._conflict,
+            "host-memory-full": self._full,
+            "source-lost": self._source_lost,
+            "corrupt-transfer": self._corrupt,
+            "layout-mismatch": self._layout,
+            "not-drained": self._not_drained,
+            "usage": self._usage,
+            "closed": self._closed,
+            "unavailable": self._recovering,
+            "error": self._copy_error,
+        }.get(code)
+        why_not = judged(life, call) if judged is not None else "nothing says what it should mean"
+        if why_not:
+            what = f"{call.verb}({call.spec!r}) of {life.name} failed with {code}, though {why_not}"
+            self.broken(f"{what}: {failure.message}")
+
+    # --- by code; each says why the error is not justified, or nothing ------------------------------------------------
+
+    def is_at_deadline(self, call: Call) -> bool:
+        length_s = call.deadline - call.began
+        return self.now >= call.deadline - LATE_S - 2 * self.conditions.drift * length_s
+
+    def _deadline(self, life: Life, call: Call) -> str:
+        if not self.is_at_deadline(call):
+            return f"it had {call.deadline - self.now:.2f} s left"
+        return self._could_have_succeeded(life, call)
+
+    def _unreachable(self, life: Life, call: Call) -> str:
+        if not self.is_at_deadline(call):
+            return f"it had {call.deadline - self.now:.2f} s left"
+        since = self.now - self.spread_s
+        if self.truth.troubles.server(since) and self.truth.troubles.hears(life, since):
+            return "nothing stood between it and the server"
+        return ""
+
+    def _recovering(self, life: Life, call: Call) -> str:
+        return "no server had just restarted" if self.truth.troubles.server(call.began) else ""
+
+    def _unavailable(self, life: Life, call: Call) -> str:
+        model, since = life.me.model, min(call.began, self.now - self.spread_s) - self.settings.lease_s
+        if self.is_at_deadline(call) and not self.is_judged("deadline"):
+            return ""
+        if not isinstance(call.spec, int) and call.resolved is None:
+            return self._unavailable_latest(life, call, since)
+        version = call.resolved if call.resolved is not None else Version(int(call.spec))
+        made = self.truth.exists(model, version)
+        if made is None or made.exists > since or self.truth.lost_since(model, version, since):
+            return ""
+        for shard in range(self.conditions.shards):
+            holders = self.truth.holders((model, shard), version)
+            if not any(self._is_steady(holder, version, since) for holder in holders):
+                return ""
+        return f"each shard of version {version} had a holder all the time"
+
+    def _unavailable_latest(self, life: Life, call: Call, since: float) -> str:
+        if self.is_judged("deadline") and self.is_at_deadline(call):
+            return "that was its deadline"
+        for version in self.truth.existing(life.me.model):
+            holders = [self.truth.holders((life.me.model, s), version) for s in range(self.conditions.shards)]
+            if call.spec == "latest" and all(any(self._is_steady(h, version, since) for h in each) for each in holders):
+                return f"each shard of version {version} had a holder all the time"
+        return ""
+
+    def _is_steady(self, holder: Life, version: Version, since: float) -> bool:
+        """It has held the version all the time, did not want to leave it, and the server could hear so."""
+        held, copy, troubles = holder.held, holder.copies.get(version), self.truth.troubles
+        is_held = held is not None and held.version == version and held.is_served and held.since < since
+        is_copied = copy is not None and copy.since < since and version not in holder.released
+        if (not is_held and not is_copied) or holder.closing < inf or not troubles.server(since):
+            return False
+        calls = [*holder.past[-2:], *([holder.call] if holder.call is not None else [])]
+        is_leaving = any(c.ended > since and c.had == version and not _stays(c, version) for c in calls)
+        return not is_leaving and troubles.hears(holder, since)
+
+    def _incomplete(self, life: Life, call: Call) -> str:
+        since = call.began - self.settings.lease_s * 1.2
+        others = [other for other in self.truth.group(life) if other is not life]
+        if len(others) + 1 < self.conditions.shards or not self.truth.troubles.server(since):
+            return ""  # somebody is not there, or was not
+        for other in self._group_of(life, since):
+            if other is not life and (self._gave_up(other, since) or not self.truth.troubles.hears(other, since)):
+                return ""
+        if not self.truth.troubles.hears(life, since) or self._gave_up(life, call.began - 1e-9, call):
+            return ""
+        if self.is_at_deadline(call) and not self.is_judged("deadline"):
+            return ""
+        return "every shard was there and stayed"
+
+    def _group_of(self, life: Life, since: float) -> list[Life]:
+        """Its replica, and those of it that have died since then."""
+        dead = [d for d in self.truth.dead.values() if d.died >= since and d.me[:2] == life.me[:2]]
+        return [*self.truth.group(life), *dead]
+
+    def _gave_up(self, other: Life, since: float, but: Call | None = None) -> bool:
+        """It died, was born, closed, cancelled, was late or was told an error since then."""
+        if other.started > since or not other.is_alive or other.closing < inf:
+            return True
+        calls = [c for c in other.past if c.ended >= since and c is not but]
+        return any(c.is_cancelled or c.error is not None for c in calls)
+
+    def _mismatch(self, life: Life, call: Call) -> str:
+        since = call.began - self.settings.lease_s - 3.0
+        for other in self._group_of(life, since):
+            calls = [*other.past, *([other.call] if other.call is not None else [])]
+            for theirs in calls:
+                is_near = theirs.ended >= since and theirs is not call
+                if other is not life and is_near and (theirs.verb, theirs.spec) != (call.verb, call.spec):
+                    return ""
+        return "all shards made the same call"
+
+    def _conflict(self, life: Life, call: Call) -> str:
+        model, version = life.me.model, Version(int(call.spec)) if isinstance(call.spec, int) else Version(-1)
+        if call.verb != "publish":
+            return "" if self._has_other_content(life, call) else "it published nothing"
+        newest = self.truth.newest(model)
+        if newest is not None and newest >= version:
+            return ""
+        for (name, number), made in self.truth.made.items():
+            if name == model and number >= version and any(each.replica != life.me.replica for each in made.values()):
+                return ""
+        since = call.began - self.settings.lease_s
+        others = [*self.truth.lives.values(), *self.truth.dead.values()]
+        for other in others:
+            calls = [c for c in [*other.past, other.call] if c is not None and c.ended >= since and c.verb == "publish"]
+            if calls and other.me.model == model and other.me.replica != life.me.replica:
+                return ""
+        made_here = self.truth.made.get((model, version), {}).get(life.me.replica)
+        if made_here is not None and made_here.roots.get(life.me.shard, call.root) != call.root:
+            return ""  # a publish of its own failed half-way, with other content
+        return f"no version from {version} on exists, and nobody else publishes"
+
+    def _has_other_content(self, life: Life, call: Call) -> bool:
+        made = self.truth.exists(life.me.model, call.had) if call.had is not None else None
+        return made is not None and made.roots.get(life.me.shard) != call.had_root
+
+    def _full(self, life: Life, call: Call) -> str:
+        for other in self.truth.group(life):
+            used = len(other.copies) + (1 if other.copying is not None else 0)
+            if used >= self.conditions.host_copies or (other.read is not None and other.read.grant.to_host):
+                return ""
+        return "each shard has room for a copy"
+
+    def _source_lost(self, life: Life, call: Call) -> str:
+        group = [(other, other.failures) for other in self._group_of(life, call.began)]
+        found = [(at, who) for _, failures in group for at, who, _ in failures if at >= call.began - self.spread_s]
+        if not found:
+            return "no read of the replica had failed"
+        version = next((c.resolved for c in [call] if c.resolved is not None), None)
+        if version is None or not self.is_judged("untried"):
+            return ""
+        return self._untried(life, version, call.began, [who for _, who in found])
+
+    def _untried(self, life: Life, version: Version, since: float, tried: list[WorkerId]) -> str:
+        """A whole source that nobody of the replica has tried, for each shard."""
+        fresh = []
+        for shard in range(self.conditions.shards):
+            holders = self.truth.holders((life.me.model, shard), version)
+            good = [h for h in holders if h.me not in tried and self._is_steady(h, version, since - self.spread_s)]
+            fresh += [h for h in good if self.truth.troubles.serves(h, since)][:1]
+        if len(fresh) == self.conditions.shards:
+            return f"{fresh[0].name} has version {version}, and was not tried"
+        return ""
+
+    def _corrupt(self, life: Life, call: Call) -> str:
+        group = [failures for other in self._group_of(life, call.began) for failures in other.failures]
+        found = any(at >= call.began - self.spread_s and code == "corrupt-transfer" for at, _, code in group)
+        return "" if found or self.conditions.copy_error else "no chunk of it was corrupted"
+
+    def _layout(self, life: Life, call: Call) -> str:
+        model = life.me.model
+        is_odd = any(len(self.truth.layouts.get((model, shard), {})) > 1 for shard in range(self.conditions.shards))
+        return "" if is_odd else "everybody has always had the same tensors"
+
+    def _not_drained(self, life: Life, call: Call) -> str:
+        return "" if call.verb == "publish" and (life.held is not None or call.had is not None) else "it holds nothing"
+
+    def _usage(self, life: Life, call: Call) -> str:
+        is_lazy = call.spec == "prefetched"
+        return "" if life.poisoned or is_lazy else "its caller did nothing wrong"
+
+    def _closed(self, life: Life, call: Call) -> str:
+        return "" if life.closing < inf else "nobody had closed it"
+
+    def _copy_error(self, life: Life, call: Call) -> str:
+        return "" if self.conditions.copy_error else "no copy had failed"
+
+    # --- what could have been -----------------------------------------------------------------------------------------
+
+    def _could_have_succeeded(self, life: Life, call: Call) -> str:
+        """A call in which nothing stood in the way for long enough must succeed."""
+        if call.verb not in FILLS or call.spec == "prefetched":
+            return ""
+        members = list(self.truth.group(life))
+        calls = [member.call or next(reversed(member.past), None) for member in members]
+        same = [c for c in calls if c is not None and (c.verb, c.spec, c.number) == (call.verb, call.spec, call.number)]
+        if len(same) < self.conditions.shards or call.number == 0:
+            return ""
+        began = max(c.began for c in same)
+        since = began - self.spread_s
+        if self.now - began < self._enough_s(life, began):
+            return ""
+        for member in members:
+            is_here = member.closing == inf and self.truth.troubles.hears(member, since)
+            if not is_here or self.truth.troubles.of(member, since, ("unplug",)) or member.failed_since(since):
+                return ""
+            if member.layout != life.layout and self.conditions.shards == 1:
+                return ""
+        version = self._reachable(life, call, since)
+        return f"{self.now - began:.2f} s were enough for version {version}" if version is not None else ""
+
+    def _reachable(self, life: Life, call: Call, since: float) -> Version | None:
+        """A version that would have done, and each of whose shards somebody gave all the time."""
+        for version in self.truth.existing(life.me.model):
+            if version != call.spec and call.spec != "latest":
+                continue
+            good = 0
+            for shard in range(self.conditions.shards):
+                holders = self.truth.holders((life.me.model, shard), version)
+                is_good = [
+                    self._is_steady(h, version, since) and self.truth.troubles.serves(h, since) and h.layout
+                    for h in holders
+                    if h.me.replica != life.me.replica
+                ]
+                good += any(is_good)
+            if good == self.conditions.shards:
+                return version
+            if call.spec == "latest":
+                return None  # the newest is another matter; only that one is promised
+        return None
+
+    def _enough_s(self, life: Life, began: float) -> float:
+        """Withdraw the old, read the new behind everybody else, hear of it."""
+        readers = len(list(self.truth.same_shard(life.shard))) * self.conditions.shards
+        chunk_s = 1.5 * self.conditions.chunk_s * self.drains.slowest(began) * (1 + self.conditions.uplink * readers)
+        transfer_s = chunk_s * (self.conditions.chunks + 2) * (readers if self.conditions.is_shared else 2)
+        errors = self.conditions.read_error + self.conditions.corruption + self.conditions.copy_error
+        more_s = 10 * self.settings.lease_s if errors or self.conditions.stuck_stop else 0.0
+        return self.drains.bound_s(life, began) + transfer_s + 1.3 * self.settings.lease_s + 4 * self.spread_s + more_s
+
+
+def _stays(call: Call, version: Version) -> bool:
+    """The call leaves what is held in place."""
+    return call.verb == "update" and call.resolved in (None, version) and call.error is None

@@ -1,0 +1,83 @@
+"""The end: the storm is long over, and everybody whom nothing keeps down has what he wanted. Nothing is left over."""
+
+from math import inf
+
+from ...core.names import Version
+from ..truth.life import Life
+from .bench import Judge
+from .groups import GroupCall
+
+STAYING = ("gone", "pause", "cut", "mute", "deaf", "unplug", "slow", "stutter", "disconnect")
+
+
+class ProgressJudge(Judge):
+    """Asked once."""
+
+    promise = "progress"
+
+    def healthy(self, replica: str) -> bool:
+        """Every shard of it lives, and no misfortune that stays has hit one."""
+        shards = self.conditions.shards
+        members = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
+        return len(members) == shards and not any(self._is_down(life) for life in members)
+
+    def _is_down(self, life: Life) -> bool:
+        return self.truth.troubles.of(life, self.now, STAYING) is not None
+
+    def rollout(self, replica: str, has: Version | None, last: GroupCall | None, *, is_refused: bool) -> None:
+        """`has` is what its latest call that succeeded gave it."""
+        kinds = [trouble.misfortune.kind for trouble in self.truth.troubles.all if trouble.misfortune.stays]
+        if not self.healthy(replica) or (not self.is_judged("slow") and ("slow" in kinds or "stutter" in kinds)):
+            return
+        model = replica.partition("/")[0]
+        newest = self.newest_to_have(model)
+        if newest is not None and has != newest and not is_refused:
+            self.broken(f"{replica} has version {has}, the latest is {newest}")
+        for me, life in self.truth.lives.items():
+            if f"{me.model}/{me.replica}" == replica:
+                self._has_it(life, newest)
+
+    def _has_it(self, life: Life, newest: Version | None) -> None:
+        held = life.held
+        if newest is not None and held is not None and tuple(life.memory) != self.truth.contents[held.root]:
+            self.broken(f"{life.name} holds {held.version}, but its memory is another content", "G8 never run early")
+
+    def newest_to_have(self, model: str) -> Version | None:
+        """The newest version of which somebody in good health has each shard; no newer one is being made."""
+        for version in self.truth.existing(model):
+            if all(self._somebody(model, shard, version) for shard in range(self.conditions.shards)):
+                return version
+        return None
+
+    def _somebody(self, model: str, shard: int, version: Version) -> bool:
+        holders = self.truth.holders((model, shard), version)
+        return any(not self._is_down(holder) and holder.closing == inf for holder in holders)
+
+    def trainer(self, replica: str, published: Version | None, *, is_refused: bool) -> None:
+        """It has published something in its life."""
+        if published is None and not is_refused and self.healthy(replica):
+            self.broken(f"{replica} never published anything")
+
+    def left_over(self, reads: dict[int, str], holders: dict[str, list[str]]) -> None:
+        """What the server shows people for a while: reads by ticket and reader, and who holds what."""
+        for ticket, reader in reads.items():
+            life = next((each for each in self.truth.lives.values() if str(each.me) == reader), None)
+            if life is None or ((life.read is None or life.read.grant.ticket != ticket) and not self._is_down(life)):
+                self.broken(f"ticket {ticket} of {reader} is open for ever", "leak")
+        living = dict.fromkeys(f"{me.model}/{me.replica}" for me in self.truth.lives)
+        for what, replicas in holders.items():
+            for replica in replicas:
+                if replica not in living:
+                    self.broken(f"{replica} is dead and still counts as a holder of {what}", "leak")
+
+    def copies(self) -> None:
+        """Everybody holds the newest version: no host copy is needed any more but of what is pinned or retained."""
+        if any(trouble.misfortune.stays for trouble in self.truth.troubles.all):
+            return
+        for life in self.truth.lives.values():
+            pinned = [v for other in self.truth.lives.values() for v in other.pins]
+            newest = self.truth.newest(life.me.model)
+            for version in life.copies:
+                is_old = newest is None or version == newest or version < newest - 2 * self.conditions.retain
+                if version not in pinned and is_old:
+                    self.broken(f"{life.name} still has a host copy of version {version}", "leak")

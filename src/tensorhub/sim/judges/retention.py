@@ -1,0 +1,115 @@
+"""G6: no voluntary departure loses what is retained or established, and what was not written is not given up."""
+
+from math import inf
+
+from ...core.names import Version
+from ..truth.life import Call, Life
+from .bench import Judge
+
+FILLS = ("replicate", "update")
+FLEETING_S = 0.5  # how long the last step of a withdrawal may take beside the copying of a chunk
+
+
+class RetentionJudge(Judge):
+    """Asked whenever somebody gives up a version by its own will."""
+
+    promise = "G6 retention"
+
+    def gives_up(self, life: Life, version: Version, where: str) -> None:
+        """`where` it was: in the buffer, or in host memory. The truth has already taken it away from the process."""
+        truth, model = self.truth, life.me.model
+        made = truth.exists(model, version)
+        if made is None or not life.hello.reliable or life.closing < inf:
+            return
+        if made.roots.get(life.me.shard) is None or self._was_lost(life, version):
+            return
+        if any(other.hello.reliable for other in truth.holders(life.shard, version) if other is not life):
+            return
+        if life in truth.holders(life.shard, version):
+            return  # in its other memory
+        if self._was_left_lately(life, version) or not truth.was_known(made):
+            return
+        if self._is_retained(life, version):
+            self.broken(f"{life.name} gave up the last reliable reference of version {version}, {where}")
+        if self.is_judged("established") and truth.established.get(model) == version and self._has_room(life):
+            text = f"{life.name} gave up the last reliable reference of version {version}, {where}, and no newer one"
+            self.broken(f"{text} is established", "G6 established")
+
+    def leaves(self, life: Life) -> None:
+        """After close(): it goes before its time is over. Somebody who could have it has all that must be kept."""
+        truth, model = self.truth, life.me.model
+        if not self.is_judged("heirs") or life.closing == inf or self.now >= life.close_deadline - 0.1:
+            return
+        for version in truth.existing(model)[:1]:
+            made = truth.exists(model, version)
+            others = [other for other in truth.holders(life.shard, version) if other is not life]
+            if not life.has(version) or others or made is None or not truth.was_known(made):
+                continue
+            if self._was_lost(life, version) or self._was_left_lately(life, version):
+                continue
+            since = life.closing - self.settings.lease_s
+            heirs = [o for o in truth.same_shard(life.shard) if o is not life and self._could_inherit(o, life, since)]
+            if heirs and truth.troubles.server(since) and truth.troubles.hears(life, since):
+                self.broken(
+                    f"{life.name} left with the last reference of version {version}, {heirs[0].name} could have it"
+                )
+
+    def _could_inherit(self, heir: Life, leaver: Life, since: float) -> bool:
+        is_able = heir.closing == inf and self._has_room(heir) and heir.layout == leaver.layout
+        troubles = self.truth.troubles
+        return is_able and troubles.hears(heir, since) and troubles.serves(heir, since) and not heir.failed_since(since)
+
+    def _has_room(self, life: Life) -> bool:
+        return self.conditions.host_copies > len(life.copies) + (1 if life.copying is not None else 0)
+
+    def _was_lost(self, life: Life, version: Version) -> bool:
+        """Some other shard of it had been lost before, so there was nothing left to keep."""
+        model = life.me.model
+        shards = [(model, shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
+        since = self.now - 4 * self.settings.lease_s
+        return (
+            any(not self.truth.holders(shard, version) for shard in shards)
+            or self.truth.lost.get((model, version), -inf) >= since
+        )
+
+    def _was_left_lately(self, life: Life, version: Version) -> bool:
+        """Another reliable holder died or went so shortly before that the server could not know."""
+        since = self.now - 4 * self.settings.lease_s
+        return self.truth.last_holder_gone.get((*life.shard, version), -inf) >= since
+
+    def _is_retained(self, life: Life, version: Version) -> bool:
+        model = life.me.model
+        if version in self.truth.existing(model)[: max(1, self.conditions.retain)]:
+            return True
+        since = self.now - self.spread_s - self.settings.lease_s
+        return any(
+            version in other.pins and other.pinned_at < since and self.truth.troubles.hears(other, since)
+            for other in self.truth.lives.values()
+            if other.me.model == model
+        )
+
+    def call_ended(self, life: Life, call: Call) -> None:
+        """A fill that ended badly before a byte was written gives the old version back."""
+        if not self.is_judged("vacated") or call.verb not in FILLS or call.had is None or call.is_touched:
+            return
+        if call.outcome is not None and call.outcome.error is None:
+            return
+        delay_s = FLEETING_S + 4 * self.conditions.chunk_s
+        self.world.after(delay_s, lambda: self._has_it_back(life, call))
+
+    def _has_it_back(self, life: Life, call: Call) -> None:
+        if (
+            not life.is_alive
+            or life.closing < inf
+            or not life.past
+            or life.past[-1] is not call
+            or life.call is not None
+        ):
+            return
+        if call.is_touched or self.truth.troubles.of(life, call.ended, ("pause",)) is not None:
+            return
+        if life.registered > call.ended:
+            return
+        if life.held is None or not life.held.is_served:
+            text = f"{life.name} held {call.had} when {call.verb}({call.spec!r}) began; it failed before a byte came"
+            self.broken(f"{text}, and now it has {life.held}", "G6 vacated")

@@ -1,0 +1,82 @@
+"""G3 and G9: a number is used once, `latest` is the newest that is not lost, and a new server forgets nothing."""
+
+from ...core.messages import Orders
+from ...core.names import Version
+from ..truth.life import Call, Life
+from ..truth.troubles import RECONNECT_S
+from .bench import Judge
+
+FILLS = ("replicate", "update")
+
+
+class VersionJudge(Judge):
+    """Looks at what the server answers, when it says so for the first time."""
+
+    promise = "G3 monotonic"
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        self._answered: dict[tuple[str, str, int], Version] = {}
+
+    def ordered(self, life: Life, orders: Orders) -> None:
+        """Orders leave the server."""
+        answer, call = orders.answer, life.call
+        if answer is None or answer.version is None or call is None or call.number != answer.number:
+            return
+        key = (life.me.model, life.me.replica, answer.number)
+        if key in self._answered:
+            return  # who joins a call that was resolved earlier gets what was the newest then
+        self._answered[key] = answer.version
+        if call.verb == "publish":
+            self._publish(life, call, answer.version)
+        elif call.verb in FILLS and call.spec == "latest":
+            self._latest(life, call, answer.version)
+
+    def _publish(self, life: Life, call: Call, version: Version) -> None:
+        """The server lets a replica publish that number."""
+        model = life.me.model
+        for other in self.truth.existing(model):
+            made = self.truth.exists(model, other)
+            is_other = other > version or (made is not None and made.roots.get(life.me.shard, call.root) != call.root)
+            if other < version or not is_other or made is None or made.exists > self.now - self.spread_s:
+                continue
+            if self._must_know(model, other):
+                text = f"{life.name} may publish {version} ({call.root}), though {other} exists ({made.replica})"
+                self.broken(text, "G3 version conflict")
+
+    def _latest(self, life: Life, call: Call, version: Version) -> None:
+        """The server says what `latest` is."""
+        held = [mine.held.version for mine in self.truth.group(life) if mine.held is not None]
+        if call.verb == "update" and version in held:
+            return
+        for newer in self.truth.existing(life.me.model):
+            made = self.truth.exists(life.me.model, newer)
+            if newer <= version or made is None or made.exists > self.now - self.spread_s:
+                continue
+            if self._must_know(life.me.model, newer) and self._is_there(life, newer):
+                self.broken(f"latest is {version} for {life.name}, though {newer} exists and is not lost")
+
+    def _is_there(self, life: Life, version: Version) -> bool:
+        """Each shard has somebody who can be heard, and has had it for a while."""
+        for shard in range(self.conditions.shards):
+            holders = self.truth.holders((life.me.model, shard), version)
+            if not any(self._is_heard(holder, version) for holder in holders):
+                return False
+        return True
+
+    def _must_know(self, model: str, version: Version) -> bool:
+        """Somebody lives who has the version and could say so for long enough, in this life of the server."""
+        for shard in range(self.conditions.shards):
+            for holder in self.truth.holders((model, shard), version):
+                if self._is_heard(holder, version):
+                    return True
+        return self.truth.is_known_whole(model, version)
+
+    def _is_heard(self, holder: Life, version: Version) -> bool:
+        since = self.now - self.spread_s - RECONNECT_S - self.settings.lease_s
+        held, copy = holder.held, holder.copies.get(version)
+        is_held = held is not None and held.version == version and held.is_served and held.since < since
+        is_copied = copy is not None and copy.since < since
+        if (not is_held and not is_copied) or holder.closing <= self.now:
+            return False
+        return self.truth.troubles.hears(holder, since)

@@ -1,0 +1,129 @@
+"""One life of one process, as somebody would know it who stands beside it and sees its memory and its words."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from ...core.events import Finished
+from ...core.messages import Failure, Grant, Hello, Report
+from ...core.names import Digest, Ticket, Version, WorkerId
+
+Memory = list[int]
+
+
+class Read(Protocol):
+    """A read as the simulated data plane sees it."""
+
+    grant: Grant
+    began: float
+    is_stopped: bool
+    is_ended: bool
+
+    @property
+    def is_far(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class Held:
+    """A version that is whole in the registered memory, from when it was so until its bytes may be changed."""
+
+    version: Version
+    root: Digest
+    since: float
+    published: bool = False
+    is_served: bool = True
+    stopped_at: float = inf  # peers were told off
+
+
+@dataclass(eq=False)
+class Copied:
+    """A version that is whole in host memory."""
+
+    version: Version
+    root: Digest
+    since: float
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of one shard's caller."""
+
+    verb: str
+    spec: int | str
+    root: Digest
+    began: float
+    deadline: float  # by the clock of everybody; the process's own runs a little otherwise
+    had: Version | None  # what it held
+    had_root: Digest
+    number: int = 0  # its position, once that was said
+    resolved: Version | None = None
+    resolved_at: float = inf
+    ended: float = inf
+    outcome: Finished | None = None
+    is_cancelled: bool = False
+    is_touched: bool = False  # a byte of the registered memory was written
+
+    @property
+    def error(self) -> Failure | None:
+        return self.outcome.error if self.outcome is not None else None
+
+
+@dataclass(eq=False)
+class Life:
+    """One life of one process."""
+
+    me: WorkerId
+    name: str
+    hello: Hello
+    memory: Memory
+    clock: Callable[[], float]  # its own
+    started: float
+    is_alive: bool = True
+    died: float = inf
+    closing: float = inf  # when close() was called
+    trust_until: float = -inf  # by its own clock
+    held: Held | None = None
+    copies: dict[Version, Copied] = field(default_factory=dict)
+    copying: tuple[Version, Digest] | None = None  # out
+    read: Read | None = None
+    stopped: dict[Ticket, None] = field(default_factory=dict)  # that it was told to end
+    call: Call | None = None
+    past: list[Call] = field(default_factory=list)
+    said: Report | None = None  # its latest report, wherever that got
+    heard: Report | None = None  # the latest that a server took in
+    heard_at: float = -inf
+    heard_by: int = 0  # which life of the server
+    is_connected: bool = True  # as far as the server could know
+    bad_until: float = 0.0  # a message of its own was lost or is late
+    layout: Digest = Digest("")
+    pins: tuple[Version, ...] = ()
+    own_will: dict[Version, None] = field(default_factory=dict)  # copies that nobody but itself lets go
+    released: dict[Version, None] = field(default_factory=dict)  # copies that a server has asked it to let go
+    pinned_at: float = inf
+    registered: float = 0.0
+    close_deadline: float = inf
+    failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
+    poisoned: bool = False  # a fill that had written ended badly
+
+    @property
+    def site(self) -> str:
+        return self.hello.site
+
+    @property
+    def shard(self) -> tuple[str, int]:
+        return self.me.model, self.me.shard
+
+    def has(self, version: Version) -> bool:
+        """All of the version is here, to read or to come back to."""
+        return (self.held is not None and self.held.version == version) or version in self.copies
+
+    def root_of(self, version: Version) -> Digest:
+        """The content that it has under that number."""
+        if self.held is not None and self.held.version == version:
+            return self.held.root
+        return self.copies[version].root if version in self.copies else Digest("")
+
+    def failed_since(self, since: float, source: WorkerId | None = None) -> bool:
+        """A read of its own has failed since then, from that source or from anybody."""
+        return any(at >= since and source in (None, who) for at, who, _ in self.failures)

@@ -1,0 +1,294 @@
+"""The truth of a cluster: who has which bytes, what was published, what each caller asked for, what was said."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from ...core import events
+from ...core.messages import Holding, Orders, Report
+from ...core.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
+from ..plan import Plan
+from ..world import World
+from .life import Call, Copied, Held, Life, Read
+from .troubles import Troubles
+
+MOST_PAST = 20  # calls of one process that are remembered
+
+
+@dataclass(eq=False)
+class Made:
+    """What one replica has published under a number."""
+
+    model: ModelName
+    version: Version
+    replica: ReplicaName
+    roots: dict[int, Digest] = field(default_factory=dict)
+    exists: float = inf  # since when all shards had it
+    known: float = inf  # since when a server had said so
+
+
+class Truth:
+    """Changed by what happens, asked by the judges."""
+
+    def __init__(self, world: World, plan: Plan, contents: dict[Digest, tuple[int, ...]]) -> None:
+        self.world, self.plan, self.contents = world, plan, contents
+        self.troubles = Troubles(plan)
+        self.lives: dict[WorkerId, Life] = {}  # the living
+        self.by_name: dict[str, Life] = {}
+        self.dead: dict[WorkerId, Life] = {}  # the latest of each
+        self.by_shard: dict[tuple[str, int], dict[WorkerId, None]] = {}
+        self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
+        self.lost: dict[tuple[str, Version], float] = {}  # when a shard had no holder, the last time that was so
+        self.established: dict[str, Version] = {}  # the newest of each model that is whole outside its publisher
+        self.last_holder_gone: dict[
+            tuple[str, int, Version], float
+        ] = {}  # when a reliable holder died or was told to go
+        self.layouts: dict[tuple[str, int], dict[Digest, None]] = {}  # that somebody ever registered
+        self.server_life = 0
+
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    # --- who lives ----------------------------------------------------------------------------------------------------
+
+    def born(self, life: Life) -> None:
+        self.lives[life.me] = life
+        self.by_name[life.name] = life
+        self.by_shard.setdefault(life.shard, {})[life.me] = None
+
+    def died(self, life: Life) -> None:
+        life.is_alive, life.died = False, self.now
+        had = [life.held.version] if life.held is not None else []
+        self.dead[life.me] = life
+        if self.lives.get(life.me) is life:
+            del self.lives[life.me]
+        if life.call is not None:
+            life.call.ended = self.now
+        for version in [*had, *life.copies]:
+            self.last_holder_gone[*life.shard, version] = self.now
+            self.note_loss(life, version)
+
+    def group(self, life: Life) -> Iterator[Life]:
+        """The living of its replica, itself too."""
+        for shard in range(self.plan.conditions.shards):
+            found = self.lives.get(WorkerId(life.me.model, life.me.replica, Shard(shard)))
+            if found is not None:
+                yield found
+
+    def same_shard(self, shard: tuple[str, int]) -> Iterator[Life]:
+        """The living that have this shard of this model, whatever version."""
+        for me in self.by_shard.get(shard, {}):
+            if me in self.lives:
+                yield self.lives[me]
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def published(self, life: Life, version: Version, root: Digest) -> Made:
+        """A shard serves what its caller publishes. Returns it; it exists if all have it."""
+        made = self.made.setdefault((life.me.model, version), {})
+        mine = made.get(life.me.replica)
+        if mine is None or mine.roots.get(life.me.shard, root) != root:
+            mine = made[life.me.replica] = Made(life.me.model, version, life.me.replica)
+        mine.roots[life.me.shard] = root
+        group = list(self.group(life))
+        if len(group) == self.plan.conditions.shards and mine.exists == inf:
+            helds = [each.held for each in group]
+            if all(h is not None and h.version == version and h.root == mine.roots.get(i) for i, h in enumerate(helds)):
+                mine.exists = self.now
+        return mine
+
+    def existing(self, model: str) -> list[Version]:
+        """The versions that came to be, newest first."""
+        found = [
+            v for (name, v), made in self.made.items() if name == model and any(m.exists < inf for m in made.values())
+        ]
+        return sorted(found, reverse=True)
+
+    def exists(self, model: str, version: Version) -> Made | None:
+        """The first that came to be under that number."""
+        made = [m for m in self.made.get((model, version), {}).values() if m.exists < inf]
+        return min(made, key=lambda m: m.exists, default=None)
+
+    def newest(self, model: str) -> Version | None:
+        found = self.existing(model)
+        return found[0] if found else None
+
+    def holders(self, shard: tuple[str, int], version: Version) -> list[Life]:
+        """The living that have all of that shard of the version."""
+        made = self.exists(shard[0], version)
+        root = made.roots.get(shard[1]) if made is not None else None
+        return [life for life in self.same_shard(shard) if life.has(version) and root in (None, life.root_of(version))]
+
+    def is_whole(self, model: str, version: Version) -> bool:
+        """Each shard has a living holder."""
+        return all(self.holders((model, shard), version) for shard in range(self.plan.conditions.shards))
+
+    def was_known(self, made: Made) -> bool:
+        """Some server had said that it exists."""
+        return made.known < self.now
+
+    def note_known(self, model: str, version: Version) -> None:
+        """A server has said that a call for that version ended well."""
+        made = self.exists(model, version)
+        if made is not None:
+            made.known = min(made.known, self.now)
+
+    def note_whole(self, life: Life, version: Version) -> None:
+        """One more has all of its shard: perhaps the version is established by that."""
+        model, made = life.me.model, self.exists(life.me.model, version)
+        if made is None or version <= self.established.get(model, Version(-1)):
+            return
+        outside = [
+            other for other in self.lives.values() if other.me.model == model and other.me.replica != made.replica
+        ]
+        is_reliable = any(other.hello.reliable for other in outside)
+        for shard in range(self.plan.conditions.shards):
+            holders = [h for h in self.holders((model, shard), version) if h.me.replica != made.replica]
+            if not any(holder.hello.reliable or not is_reliable for holder in holders):
+                return
+        self.established[model] = version
+
+    def note_loss(self, life: Life, version: Version) -> None:
+        """The process has it no longer: perhaps nobody has."""
+        if not self.holders(life.shard, version):
+            self.lost[life.me.model, version] = self.now
+
+    def lost_since(self, model: str, version: Version, since: float) -> bool:
+        """At some time since then a shard of it had no living holder."""
+        return not self.is_whole(model, version) or self.lost.get((model, version), -inf) >= since
+
+    # --- what the server must know ------------------------------------------------------------------------------------
+
+    def is_in_session(self, life: Life, slack: float = 0.75) -> bool:
+        """This life of the server has heard it, and its lease cannot be over."""
+        lease_s = self.plan.settings.lease_s * slack
+        return life.is_alive and life.heard_by == self.server_life and self.now < life.heard_at + lease_s
+
+    def said_to_have(self, life: Life, version: Version) -> bool:
+        """The latest report that a server took in says that it has the version, whole and to stay."""
+        report = life.heard
+        if report is None:
+            return False
+        if isinstance(report.buffer, Holding) and report.buffer.version == version:
+            return True
+        return any(copy.version == version and copy.whole and not copy.leaving for copy in report.copies)
+
+    def is_known_whole(self, model: str, version: Version) -> bool:
+        """The server has been told of a holder for each shard, and none of these has changed or can be given up."""
+        for shard in range(self.plan.conditions.shards):
+            holders = self.holders((model, shard), version)
+            if not any(self.is_in_session(h) and self.said_to_have(h, version) for h in holders):
+                return False
+        return True
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def told(self, life: Life, event: events.Event) -> None:
+        """The shell tells the machine."""
+        match event:
+            case events.Called(verb, spec, deadline, root):
+                left_s = deadline - life.clock()
+                had = (life.held.version, life.held.root) if life.held is not None else (None, Digest(""))
+                if life.call is None:
+                    life.call = Call(verb, spec, root, self.now, self.now + left_s, *had)
+            case events.Cancelled():
+                if life.call is not None:
+                    life.call.is_cancelled = True
+                    self._ended(life)
+            case events.Closing():
+                life.closing = min(life.closing, self.now)
+                life.close_deadline = self.now + event.deadline - life.clock()
+            case events.Registered(digest=digest):
+                life.layout, life.held, life.poisoned, life.registered = digest, None, False, self.now
+                self.layouts.setdefault(life.shard, {})[digest] = None
+                if life.said is not None:
+                    life.own_will.update(dict.fromkeys(copy.version for copy in life.said.copies))
+            case events.Wished(pins=pins):
+                life.pinned_at = life.pinned_at if pins == life.pins else self.now
+                life.pins = pins
+            case events.ReadEnded(complete=complete, failure=failure):
+                self._read_ended(life, complete, failure.code if failure is not None else "")
+            case events.CopiedIn(version, failure) if failure is not None:
+                life.own_will[version] = None
+            case events.CopiedOut(version, failure):
+                if failure is None and life.copying is not None:
+                    life.copies[version] = Copied(version, life.copying[1], self.now)
+                    self.note_whole(life, version)
+                life.copying = None
+
+    def _read_ended(self, life: Life, complete: bool, code: str) -> None:
+        read, life.read = life.read, None
+        if read is None:
+            return
+        version, root = read.grant.version, read.grant.root
+        if complete and read.grant.to_host:
+            life.copies[version] = Copied(version, root, self.now)
+            self.note_whole(life, version)
+        elif complete and life.call is not None:
+            life.held, life.poisoned = Held(version, root, self.now), False
+            self.note_whole(life, version)
+        elif code and not read.is_stopped:
+            life.failures.append((self.now, read.grant.source, code))
+
+    def wants(self, life: Life, effect: events.Effect) -> None:
+        """The machine wants something done."""
+        match effect:
+            case events.StartServing(version, root):
+                is_published = life.call is not None and life.call.verb == "publish"
+                life.held, life.poisoned = Held(version, root, self.now, is_published), False
+                self.note_whole(life, version)
+            case events.StopServing(version):
+                if life.held is not None and life.held.version == version:
+                    life.held.is_served, life.held.stopped_at = False, self.now
+            case events.CopyOut(version):
+                life.copying = (version, life.held.root if life.held is not None else Digest(""))
+            case events.DropCopy(version):
+                life.copies.pop(version, None)
+                life.own_will.pop(version, None)
+                life.released.pop(version, None)
+            case events.Trust(until):
+                life.trust_until = until
+            case events.StopRead(ticket):
+                life.stopped[ticket] = None
+            case events.Finished() as finished:
+                if life.call is not None:
+                    life.call.outcome = finished
+                    self._ended(life)
+
+    def _ended(self, life: Life) -> None:
+        call = life.call
+        assert call is not None
+        call.ended = self.now
+        is_good = call.outcome is not None and call.outcome.error is None
+        if is_good and call.verb == "unpublish":
+            life.held = None
+        if not is_good and call.is_touched and life.held is None:
+            life.poisoned = True
+        life.past = [*life.past, call][-MOST_PAST:]
+        life.call = None
+
+    def begins(self, life: Life, read: Read) -> None:
+        life.read = read
+
+    def said(self, life: Life, report: Report) -> None:
+        """A report goes out, wherever it gets."""
+        life.said = report
+        operation, call = report.operation, life.call
+        if operation is not None and call is not None and call.number == 0:
+            call.number = operation.number
+
+    def heard(self, life: Life, report: Report) -> None:
+        """A server takes in a report."""
+        if life.heard_by == self.server_life and life.heard is not None and report.number <= life.heard.number:
+            return
+        life.heard, life.heard_at, life.heard_by, life.is_connected = report, self.now, self.server_life, True
+
+    def ordered(self, life: Life, orders: Orders) -> None:
+        """The server says something to it; it may never get there."""
+        call, answer = life.call, orders.answer
+        if call is not None and answer is not None and answer.number == call.number and answer.version is not None:
+            call.resolved = answer.version
+        for copy in life.said.copies if life.said is not None else ():
+            if copy.number in orders.release:
+                life.released[copy.version] = None

@@ -1,0 +1,97 @@
+"""What stood in whose way, and until when. An excuse has to be found here."""
+
+from dataclasses import dataclass
+from math import inf
+
+from ..plan import Misfortune, Plan
+from .life import Life
+
+CONTROL = ("mute", "deaf", "cut", "disconnect", "pause")
+DATA = ("pause", "unplug", "slow", "stutter")
+RECONNECT_S = 2.5  # a new connection stands by then, and something was said on it
+
+
+@dataclass(eq=False)
+class Trouble:
+    """One misfortune, from when it struck until nothing of it is left."""
+
+    misfortune: Misfortune
+    since: float
+    until: float = inf
+
+
+class Troubles:
+    """All misfortunes so far. Times are those of everybody's clock."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.all: list[Trouble] = []
+        self._open: dict[int, Trouble] = {}
+        self.server_until = 0.0  # it was gone, or stood still, or listened after a restart
+        self.server_down = False
+
+    def struck(self, number: int, misfortune: Misfortune, now: float) -> None:
+        """It begins."""
+        trouble = self._open[number] = Trouble(misfortune, now)
+        self.all.append(trouble)
+        if misfortune.kind.endswith("server"):
+            self.server_until = inf
+
+    def passed(self, number: int, now: float) -> None:
+        """It is over, and what follows from it will soon be."""
+        trouble = self._open.pop(number)
+        trouble.until = now + self._aftermath(trouble.misfortune.kind)
+        if trouble.misfortune.kind.endswith("server"):
+            others = [t for t in self._open.values() if t.misfortune.kind.endswith("server")]
+            self.server_until = (
+                inf if others else max(t.until for t in self.all if t.misfortune.kind.endswith("server"))
+            )
+
+    def _aftermath(self, kind: str) -> float:
+        settings = self.plan.settings
+        said = 2 * settings.report_s + 4 * self.plan.conditions.delay_s
+        if kind == "restart-server":
+            return settings.lease_s * 1.15 + RECONNECT_S + said
+        return said + (RECONNECT_S if kind in ("disconnect", "pause-server", "cut", "deaf", "mute", "pause") else 0.0)
+
+    def message(self, life: Life, delays: tuple[float, ...], now: float) -> None:
+        """What became of one message to or from the process."""
+        usual = 2 * self.plan.conditions.delay_s
+        if not delays or max(delays) > usual:
+            late_s = max(delays, default=0.0)
+            life.bad_until = max(life.bad_until, now + late_s + 2 * self.plan.settings.report_s + usual)
+
+    # --- excuses ------------------------------------------------------------------------------------------------------
+
+    def of(self, life: Life, since: float, kinds: tuple[str, ...]) -> Trouble | None:
+        """A misfortune of that kind that hit the process at that time or later."""
+        for trouble in self.all:
+            if trouble.until > since and trouble.misfortune.kind in kinds and is_hit(life, trouble.misfortune):
+                return trouble
+        return None
+
+    def hears(self, life: Life, since: float) -> bool:
+        """The process could talk to the server all the time since then."""
+        is_new = life.started + RECONNECT_S > since
+        return not is_new and life.bad_until <= since and self.of(life, since, CONTROL) is None
+
+    def serves(self, life: Life, since: float) -> bool:
+        """Nothing kept anybody from reading from it."""
+        return self.of(life, since, DATA) is None and self.unplugged(since) is None
+
+    def unplugged(self, since: float) -> Trouble | None:
+        """Somebody could not read from somebody."""
+        for trouble in self.all:
+            if trouble.until > since and trouble.misfortune.kind == "unplug":
+                return trouble
+        return None
+
+    def server(self, since: float) -> bool:
+        """The server was there and knew what it can know."""
+        return self.server_until <= since
+
+
+def is_hit(life: Life, misfortune: Misfortune) -> bool:
+    """By name, by host, by site; as the one end or the other."""
+    names = (str(life.me), life.hello.host, life.hello.site)
+    return misfortune.target in names or (bool(misfortune.other) and misfortune.other in names)
