@@ -17,7 +17,7 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test e2e sim storm explore mutants bench lab demo gpu bless docs clean
+.PHONY: help setup check format test closing e2e sim storm explore mutants bench lab demo gpu bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -48,6 +48,10 @@ format: setup ## rewrite the sources in the house format, and mend what the lint
 	@echo "format: ruff"
 	@$(BIN)/ruff check --fix --exit-zero --quiet .
 	@$(BIN)/ruff format .
+
+closing: setup ## what a release must have gone through: the suite five times, two of them beside six busy processes, and more
+	@echo "closing: the suite five times, two beside a load of six; process and transport tests twenty times (two hours)"
+	@$(BIN)/python tools/repeat.py --closing $(ARGS)
 
 e2e: setup ## only the tests with real processes and sockets
 	@echo "e2e: real server, workers and sockets, and what happens when they are killed"
