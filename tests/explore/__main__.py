@@ -2,9 +2,10 @@
 
     python -m tests.explore --minutes 30
 
-Searches follow one another: each chapter in fair weather first, then with one crash, then with other misfortunes; each
-until it is whole or its share of the time is over. A history that breaks a promise is printed, the shortest that there
-is, and the exit status is 1. With --chapter or a number of misfortunes there is one search only.
+Searches follow one another: one rollout first and then two, each chapter in fair weather, with a crash, with a lost
+message, with a repeated one and a failed read; each until it is whole or its share of the time is over. In the last
+tenth of the time single histories are drawn at random and followed to their end. A history that breaks a promise is
+printed, of a search the shortest that there is, and the exit status is 1.
 """
 
 import argparse
@@ -20,14 +21,15 @@ from .programs import CHAPTERS
 from .search import Found, Search
 from .small import Faults, Shape
 from .telling import told
+from .walks import follow
 
 WEATHERS = {
     "fair": Faults(),
     "a crash": Faults(crashes=1),
     "a loss": Faults(losses=1),
     "a repeat, a failed read": Faults(repeats=1, failures=1),
-    "a crash, a loss": Faults(crashes=1, losses=1),
 }
+ANYTHING = Faults(losses=1, repeats=1, failures=1, crashes=1)
 
 
 def main() -> int:
@@ -38,7 +40,7 @@ def main() -> int:
     parser.add_argument("--chapter", choices=CHAPTERS, help="begin there only")
     for kind in ("losses", "repeats", "failures", "crashes"):
         parser.add_argument(f"--{kind}", type=int, help=f"{kind} in one history, at most")
-    parser.add_argument("--rollouts", type=int, default=2)
+    parser.add_argument("--rollouts", type=int, choices=(1, 2), help="that many only")
     parser.add_argument("--copies", type=int, default=1, help="host copies that a worker has room for")
     parser.add_argument("--closes", action="store_true", help="the trainer leaves in the end")
     parser.add_argument("--revocable", action="store_true", help="the server believes that sources can cut readers off")
@@ -49,13 +51,15 @@ def main() -> int:
     asked = {kind: getattr(options, kind) for kind in ("losses", "repeats", "failures", "crashes")}
     given = {kind: number for kind, number in asked.items() if number is not None}
     weathers = {"as asked": Faults(**given)} if given else WEATHERS
-    shape = Shape(options.rollouts, options.copies, options.revocable, options.closes, tuple(vars(options)["except"]))
+    shape = Shape(2, options.copies, options.revocable, options.closes, tuple(vars(options)["except"]))
     searches = [
-        (f"{chapter}, {name}", replace(shape, chapter=chapter), weather)
+        (f"{rollouts} rollouts, {chapter}, {name}", replace(shape, rollouts=rollouts, chapter=chapter), weather)
+        for rollouts in ([options.rollouts] if options.rollouts else (1, 2))
         for name, weather in weathers.items()
         for chapter in ([options.chapter] if options.chapter else CHAPTERS)
     ]
-    return explore(searches, 60 * options.minutes, options.jobs)
+    seconds = 60 * options.minutes
+    return explore(searches, 0.9 * seconds, options.jobs) or walk(searches, 0.1 * seconds)
 
 
 def explore(searches: list[tuple[str, Shape, Faults]], seconds: float, jobs: int) -> int:
@@ -67,7 +71,7 @@ def explore(searches: list[tuple[str, Shape, Faults]], seconds: float, jobs: int
         one = Search(shape, budget).run(until=lambda at=stop: time.monotonic() > at, jobs=jobs)  # type: ignore[misc]
         found.append(one)
         whole = "whole" if one.is_whole else f"up to {one.depth} steps"
-        print(f"{name:36s} {one.states:9d} states {one.steps:10d} steps  {whole}, {one.took_s:.0f} s", flush=True)
+        print(f"{name:48s} {one.states:9d} states {one.steps:10d} steps  {whole}, {one.took_s:.0f} s", flush=True)
         if one.broken:
             print("\n".join(told(shape, budget, one.history)))
             print(one.broken)
@@ -77,6 +81,21 @@ def explore(searches: list[tuple[str, Shape, Faults]], seconds: float, jobs: int
     print(f"{total.states} states, {total.steps} steps, {rest} states at rest: every promise kept")
     for kind, count in sorted(sum((each.kinds for each in found), total.kinds).items()):
         print(f"  {kind:16s} {count:10d}")
+    return 0
+
+
+def walk(searches: list[tuple[str, Shape, Faults]], seconds: float) -> int:
+    """Follow single histories to their end, each in the shape of one of these searches, with all misfortunes."""
+    end, number, steps = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < end:
+        _, shape, _ = searches[number % len(searches)]
+        broken, history = follow(shape, ANYTHING, number)
+        number, steps = number + 1, steps + len(history)
+        if broken:
+            print("\n".join(told(shape, ANYTHING, history)))
+            print(broken)
+            return 1
+    print(f"{number} histories drawn at random, {steps} steps: every promise kept")
     return 0
 
 

@@ -12,6 +12,7 @@ from explore.programs import CHAPTERS
 from explore.search import Expansion, Search, expand
 from explore.small import MISFORTUNES, TIME, Faults, Shape, Small, unpack
 from explore.telling import told
+from explore.walks import follow
 from mutants.substitute import ROOT
 
 NOT_YET = ("G6 retention", "progress")  # what is established is not retained yet, and "latest" waits for what is lost
@@ -76,6 +77,15 @@ def test_the_first_steps_of_every_chapter_keep_every_promise(chapter: str) -> No
     assert not found.broken, "\n".join(told(Shape(chapter=chapter), ANYTHING, found.history))
 
 
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_histories_drawn_at_random_keep_every_promise(chapter: str) -> None:
+    for seed in range(6):
+        shape = Shape(rollouts=1 + seed % 2, chapter=chapter, excused=NOT_YET)
+        broken, history = follow(shape, ANYTHING, seed)
+        assert not broken, "\n".join([*told(shape, ANYTHING, history), broken])
+        assert len(history) > 20
+
+
 def test_two_processes_find_what_one_finds() -> None:
     one, two = (Search(Shape(), ANYTHING).run(until=for_ever, jobs=jobs, deepest=3) for jobs in (1, 2))
     assert (one.states, one.steps, one.kinds) == (two.states, two.steps, two.kinds)
@@ -97,6 +107,7 @@ install(mutated("core/" + file, source.replace(old, new).encode()))
 from explore.search import Search
 from explore.small import Faults, Shape
 from explore.telling import told
+from explore.walks import follow
 shape = Shape(rollouts=int(sys.argv[5]), chapter=chapter, excused=("G6 retention", "progress"))
 found = Search(shape, Faults()).run(until=lambda: False, deepest=40)
 print(found.states, found.depth, found.broken)
