@@ -1,4 +1,4 @@
-"""How a read goes, for people: told with the report, and shown with the transfer; nothing is decided by it."""
+"""How a read goes: told with the report, and shown with the transfer."""
 
 from msgspec.structs import replace
 

@@ -85,7 +85,17 @@ reports = st.builds(
     operation=st.none() | operations,
     ended=st.integers(0, 4),
     finished=st.integers(0, 4),
-    reading=st.none() | st.builds(Reading, numbers.map(Ticket), workers, versions),
+    reading=st.none()
+    | st.builds(
+        Reading,
+        numbers.map(Ticket),
+        workers,
+        versions,
+        st.booleans(),
+        st.booleans(),
+        is_opened=st.booleans(),
+        arrived_bytes=st.integers(-(2**63), 2**63),
+    ),
     claim=st.none() | versions,
     closed=numbers.map(Ticket),
     newest=st.none() | versions,

@@ -25,6 +25,7 @@ LATE_S = 1.0  # no call outlives its deadline by more than that
 SLACK_S = 15.0  # until a machine under load has carried an answer through two pipes
 PATIENCE_S = 60.0  # what a call gets that must succeed; no promise is measured by it
 COOKIE = "TENSORHUB_TEST_COOKIE"
+UNMOVED_S = 1000.0  # what a scenario holds at a valve stays where it is; None: as patient as a user's server
 # What a scenario holds or counts goes through sockets, unless it opens otherwise: only there both ends have valves.
 SOCKETS = {"TENSORHUB_TRANSPORTS": "tcp"}
 
@@ -149,10 +150,12 @@ class Process:
 class ServerProcess(Process):
     """`tensorhub serve`."""
 
-    def __init__(self, folder, *, lease_s, report_s=0.25, port=0, fresh=True, retain=0):
+    def __init__(self, folder, *, lease_s, report_s=0.25, port=0, fresh=True, retain=0, patience_s=UNMOVED_S):
         options = ["--port", str(port), "--lease", str(lease_s), *(["--fresh"] if fresh else [])]
         command = [sys.executable, "-m", "tensorhub.cli", "serve", *options]
         environ = {"TENSORHUB_REPORT_S": str(report_s), "TENSORHUB_DEFAULT_RETAIN": str(retain)}
+        if patience_s is not None:
+            environ |= {"TENSORHUB_STALLED_S": str(patience_s), "TENSORHUB_SLOW_S": str(patience_s)}
         super().__init__("server", command, folder, env=environ)
         line = self.process.stdout.readline()
         assert line.startswith("reference server at "), f"{line}\n{self.log}"

@@ -29,6 +29,10 @@ class FakeRead:
 
     path = "by hand"
 
+    @property
+    def arrived_bytes(self):
+        return self.received_bytes
+
     def stop(self):
         self.is_stopped = True
 

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Callable
 
+from tensorhub.core.events import ReadMeasured
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Failure, Hello
 from tensorhub.core.names import ModelName, ReplicaName, Shard, Version
@@ -94,12 +95,13 @@ def _player(stage: Stage, name: str) -> Player:
 
 
 def _settings(stage: Stage, words: list[str]) -> None:
-    _, options = _options(words, ("lease", "report", "failures", "retain", "rebalance"))
+    _, options = _options(words, ("lease", "report", "failures", "retain", "rebalance", "stalled", "slow"))
     lease_s = _seconds(options.get("lease", "10s"))
     report_s = _seconds(options.get("report", "1s"))
     failures, retain = int(options.get("failures", "8")), int(options.get("retain", "0"))
     rebalance_s = _seconds(options.get("rebalance", "1000s"))
     times = {"lease_s": lease_s, "report_s": report_s, "rebalance_s": rebalance_s}
+    times |= {f"{name}_s": _seconds(options.get(name, "1000s")) for name in ("stalled", "slow")}
     stage.settings = Settings(**times, most_failures=failures, default_retain=retain)
 
 
@@ -210,6 +212,12 @@ def _corrupt(stage: Stage, words: list[str]) -> None:
 
 def _fail(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).read_fails(words[1], " ".join(words[2:]) or "connection reset")
+
+
+def _trickle(stage: Stage, words: list[str]) -> None:
+    player = _player(stage, words[0])
+    assert player.grant is not None, f"{player.name} has no read open"
+    player.tell(ReadMeasured(player.grant.ticket, "link", "", "", 0, int(words[1])))
 
 
 def _stick(stage: Stage, words: list[str]) -> None:
@@ -334,6 +342,7 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "read": _read,
     "corrupt": _corrupt,
     "fail": _fail,
+    "trickle": _trickle,
     "stick": _stick,
     "unstick": _unstick,
     "slow": _slow,

@@ -38,7 +38,9 @@ class Letter:
 class Stage:
     """All that a script can move. Each method is one thing that happens; what follows from it is in `lines`."""
 
-    settings: Settings = field(default_factory=lambda: Settings(default_retain=0, rebalance_s=1000.0))
+    settings: Settings = field(
+        default_factory=lambda: Settings(default_retain=0, rebalance_s=1000.0, stalled_s=1000.0, slow_s=1000.0)
+    )
     now: float = 0.0
     lines: list[str] = field(default_factory=list)
     players: dict[str, Player] = field(default_factory=dict)

@@ -18,7 +18,9 @@ from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp_settings import TcpSettings, advertised_endpoint, format_endpoint, parse_endpoint
 from tensorhub.transport.tcp_stream import Ahead, Claims, Job, dial
 from tensorhub.transport.tcp_wire import Silent, Vanished, Wire, as_ranges
+from tensorhub.transport.vectors import Addresses
 
+from . import kit
 from .kit import DEADLINE_S, Target, content
 
 
@@ -113,6 +115,33 @@ def test_bytes_arrive_however_they_are_cut(sent: list[int], received: list[int])
     left.close()
     other.close()
     assert buffer == right
+
+
+@pytest.mark.parametrize("how", ["one view", "several", "where they belong"])
+def test_what_has_come_of_a_chunk_under_way_is_seen(wires: tuple[Wire, Wire], how: str) -> None:
+    source, reader = wires
+    buffer = bytearray(1000)
+    job = Job(TcpSettings(), "tcp://x:1", "k", Target(bytes(1000), 1000))
+    job.enter(reader)
+
+    def receive() -> None:
+        match how:
+            case "one view":
+                reader.receive_into([memoryview(buffer)])
+            case "several":
+                reader.receive_into([memoryview(buffer)[:300], memoryview(buffer)[300:]])
+            case _:
+                reader.receive_located(Addresses.of_views([memoryview(buffer)], 0), 0, 1000)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    source.send([memoryview(b"x" * 400)])
+    kit.until(lambda: job.arrived_bytes == 400, "the part that has come is counted")
+    assert job.received_bytes == 0
+    source.send([memoryview(b"x" * 600)])
+    thread.join(DEADLINE_S)
+    job.leave(reader)
+    assert job.arrived_bytes == 1000
 
 
 def _cut(view: memoryview, sizes: list[int]) -> list[memoryview]:

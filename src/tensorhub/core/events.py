@@ -99,13 +99,14 @@ class ReadAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class ReadMeasured:
-    """How the open read goes, for people: by which transport, how and why so, and at what rate of late."""
+    """How the open read goes: by which transport, how and why so, at what rate, how many bytes came so far."""
 
     ticket: Ticket
     transport: str
     path: str
     why: str
     rate_bytes_per_s: int
+    arrived_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import operations, retention, sites
+from . import moving, operations, retention, sites
 from .groups import Replica
 from .membership import Member
 from .messages import Filling, Grant, Holding, Poisoned, Withdrawing
@@ -59,57 +59,28 @@ def decide_read(server: "Server", model: Model, replica: Replica, member: Member
     record = model.versions.get(wanted.version) if wanted is not None else None
     if wanted is None or record is None:
         if current is not None:
-            _void(server, current)
+            void(server, current)
         return
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
     if current is not None and is_wanted and serves(server, current.source, current.version, current.grant.from_host):
         source = server.members.get(current.source)
-        if source is None or _move_to_better(server, model, record, member, current):
+        if moving.leave_slow(server, model, record, member, current) or source is None:
+            return
+        if moving.to_idle(server, model, record, member, current):
             return
         if not (_is_leaving(source, current.version, current.grant.from_host) or _is_paused(server, current)):
             return
-        others = [c for c in _candidates(server, model, record, member) if not c.is_withdrawing]
+        others = [c for c in candidates(server, model, record, member) if not c.is_withdrawing]
         if server.is_here(source):
             others = [c for c in others if not c.is_doubtful]
         is_cut = _is_impatient(source, current.version) and not current.grant.from_host
         if choose_source(others, now=server.now) is None and not is_cut:
             return
     if current is not None:
-        _void(server, current)
+        void(server, current)
     if wanted.to_host and any(read.is_void for read in server.reads.of(member.worker)):
         return  # in its own time: were it stopped, each new version would leave one more source waiting for it
     _grant(server, model, record, member, to_host=wanted.to_host)
-
-
-def _move_to_better(server: "Server", model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
-    """Move the reader if that is sure to help: to an idle source that has everything and is no further away.
-
-    It leaves one that is itself still filling, whose pace it follows, or one that serves others too. It never goes
-    back: who reads from a whole source alone stays there. Between sites the pace is the uplink's: it leaves only one
-    that it shares, for one that is idle.
-    """
-    if server.now < read.looked_at + server.settings.rebalance_s or reader.shard not in record.roots:
-        return False
-    read.looked_at = server.now
-    source = server.known(read.source)
-    if _is_full(source, read.version, read.grant.from_host) and server.reads.load(read.source) < 2:
-        return False
-    is_far = source.hello.site != reader.hello.site
-    is_shared = is_far and _leaving(server, record, reader)[source.hello.site] > 0
-    better = [
-        candidate
-        for candidate in _candidates(server, model, record, reader)
-        if candidate.is_full and not candidate.load and not candidate.published
-        if not candidate.is_withdrawing and not candidate.is_doubtful
-        if candidate.is_same_site or (is_shared and not candidate.leaving_site)
-    ]
-    choice = choose_source(better, now=server.now)
-    if choice is None:
-        return False
-    _void(server, read)
-    _give(server, record, reader, choice, to_host=read.grant.to_host)
-    server.counters["rebalanced"] += 1
-    return True
 
 
 def _is_leaving(source: Member, version: Version, from_host: bool) -> bool:
@@ -122,13 +93,14 @@ def _is_leaving(source: Member, version: Version, from_host: bool) -> bool:
 def _is_paused(server: "Server", read: OpenRead) -> bool:
     """Its source has only a part of the version, and nothing to read the rest from: it has something else to do."""
     source, from_host = server.members.get(read.source), read.grant.from_host
-    if source is None or _is_full(source, read.version, from_host):
+    if source is None or is_full(source, read.version, from_host):
         return False
     current = server.reads.current(read.source)
     return current is None or (current.version, current.grant.to_host) != (read.version, from_host)
 
 
-def _is_full(member: Member, version: Version, from_host: bool) -> bool:
+def is_full(member: Member, version: Version, from_host: bool) -> bool:
+    """It has all of the version, there."""
     return member.has_whole_copy(version) if from_host else member.holds(version)
 
 
@@ -205,10 +177,10 @@ def full_sources(server: "Server", record: VersionRecord, reader: Member) -> Ite
             yield member
 
 
-def _candidates(server: "Server", model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
+def candidates(server: "Server", model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
     """Whom the reader could read from; across sites only if it is the seed of its own."""
     behind = server.reads.readers_behind(reader.worker, record.version)
-    leaving = _leaving(server, record, reader) if len(model.sites) > 1 else None
+    leaving = reads_leaving(server, record, reader) if len(model.sites) > 1 else None
     found = []
     for worker in record.holders.get(reader.shard, {}):
         member = server.members.get(worker)
@@ -225,7 +197,7 @@ def _candidates(server: "Server", model: Model, record: VersionRecord, reader: M
     return found if near or sites.may_cross(server, model, record, reader) else []
 
 
-def _leaving(server: "Server", record: VersionRecord, reader: Member) -> Counter[str]:
+def reads_leaving(server: "Server", record: VersionRecord, reader: Member) -> Counter[str]:
     """How many reads by others leave each site for another, of those from who has this shard of the version."""
     found: Counter[str] = Counter()
     for worker in record.holders.get(reader.shard, {}):
@@ -250,21 +222,22 @@ def _candidate(
     version, worker = record.version, member.worker
     if not serves(server, worker, version, from_host):
         return None
-    is_full = _is_full(member, version, from_host)
+    has_all = is_full(member, version, from_host)
     current = server.reads.current(worker)
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
-    if not is_full and not is_filling:
+    if not has_all and not is_filling:
         return None  # it waits for a source itself
     buffer, here, there = member.report.buffer, reader.hello, member.hello
     avoided = reader.avoided.get(worker)
     return Candidate(
         worker=worker,
         load=server.reads.load(worker),
-        is_full=is_full,
+        is_full=has_all,
         done=member.done(from_host=from_host, version=version),
-        published=not from_host and is_full and isinstance(buffer, Holding | Withdrawing) and buffer.published,
+        published=not from_host and has_all and isinstance(buffer, Holding | Withdrawing) and buffer.published,
         is_withdrawing=_is_leaving(member, version, from_host),
-        is_doubtful=server.is_doubtful(member),
+        is_doubtful=server.is_doubtful(member) or reader.left.get(worker, -inf) > server.now,
+        is_slow=member.slow_until > server.now,
         is_near=here.host == there.host,
         is_same_site=here.site == there.site,
         avoided_until=avoided.until if avoided is not None else -inf,
@@ -276,18 +249,19 @@ def _candidate(
 def _grant(server: "Server", model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> None:
     if member.shard not in record.roots:
         return  # only such as are filling have reported since the restart: nobody could say what is good
-    candidates = _candidates(server, model, record, member)
-    choice = choose_source(candidates, now=server.now)
+    found = candidates(server, model, record, member)
+    choice = choose_source(found, now=server.now)
     if choice is None:
-        if candidates:
-            server.members.wake(member, min(candidate.avoided_until for candidate in candidates))
+        if found:
+            server.members.wake(member, min(candidate.avoided_until for candidate in found))
         return
-    _give(server, record, member, choice, to_host=to_host)
+    give(server, record, member, choice, to_host=to_host)
 
 
-def _give(
+def give(
     server: "Server", record: VersionRecord, member: Member, choice: tuple[Candidate, str], *, to_host: bool
-) -> None:
+) -> OpenRead:
+    """Grant the reader that source."""
     best, reason = choice
     root = record.roots[member.shard]
     source, endpoints = best.worker, server.known(best.worker).hello.endpoints
@@ -297,14 +271,17 @@ def _give(
         to_host=to_host,
         is_far=server.known(best.worker).hello.site != member.hello.site,
     )
-    server.reads.add(OpenRead(grant, member.worker, looked_at=server.now))
+    read = OpenRead(grant, member.worker, looked_at=server.now)
+    server.reads.add(read)
     record.holders.setdefault(member.shard, {})[member.worker] = None  # others may read behind it from now on
     server.counters["grants"] += 1
     server.touch(member.worker)
     server.touch_model(server.models[member.hello.model])
+    return read
 
 
-def _void(server: "Server", read: OpenRead) -> None:
+def void(server: "Server", read: OpenRead) -> None:
+    """Take the read back."""
     read.is_void = True
     server.touch(read.reader)
     for behind in server.reads.from_source(read.reader):

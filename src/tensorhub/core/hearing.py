@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from . import operations
+from . import moving, operations
 from .groups import Replica
 from .membership import Avoided, Member
 from .messages import (
@@ -120,6 +120,7 @@ def take_reads(server: "Server", member: Member) -> None:
         behind = server.reads.readers_behind(worker, reading.version)
         is_void = reading.source in behind or server.reads.current(worker) is not None
         server.reads.add(OpenRead(grant, worker, is_void))
+    moving.note_pace(server, member)
     number = report.operation.number if report.operation is not None else 0
     if number != member.operation_number:
         member.operation_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}

@@ -10,6 +10,7 @@ from math import inf
 
 from .messages import Filling, Hello, Holding, HostCopy, Orders, Report, Vacated, Withdrawing
 from .names import Digest, Number, Shard, Ticket, Version, WorkerId
+from .pace import Capacity
 
 
 @dataclass
@@ -35,6 +36,16 @@ class Member:
     failures: int = 0  # of reads, in the present operation, since one of them brought a chunk
     chunks: int = 0  # that it had in place at the last of them
     operation_number: int = 0  # the operation that `avoided`, `failures` and `chunks` are about
+    left: dict[WorkerId, float] = field(
+        default_factory=dict
+    )  # sources that were too slow, and until when to spare them
+    slow_until: float = -inf  # as a source: somebody left it, for it was too slow
+    paced: Version | None = None  # the version that these three are about
+    best: dict[tuple[bool, bool], float] = field(default_factory=dict)  # the highest rate that it got, by distance
+    moves: int = 0  # away from sources that were too slow
+    may_move_at: float = -inf  # again
+    gives_way_to: WorkerId | None = None  # who left it for its own source
+    capacity: Capacity = field(default_factory=Capacity)  # as a source
     is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
     last_failed: Ticket = Ticket(0)
     sent: Orders | None = None
@@ -79,6 +90,13 @@ class Member:
     def has_whole_copy(self, version: Version) -> bool:
         copy = self.copy(version)
         return copy is not None and copy.whole
+
+    def filled(self, version: Version, *, to_host: bool) -> tuple[int, int, bool]:
+        """Of its buffer or host copy: (chunks in place, chunks in all, whether it is filled with that version)."""
+        place = self.copy(version) if to_host else self.report.buffer
+        if isinstance(place, HostCopy | Filling) and place.version == version:
+            return place.done, place.chunks, True
+        return 0, 0, False
 
     @property
     def chunks_in_place(self) -> int:

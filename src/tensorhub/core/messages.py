@@ -164,13 +164,19 @@ class Operation(_Message, frozen=True):
 
 
 class Reading(_Message, frozen=True):
-    """The one read that this worker has open; it may be about to stop. The rest is for people, and may be empty yet."""
+    """The one read that this worker has open; it may be about to stop.
+
+    `is_opened`: its manifest is here, and it waits for the buffer. `arrived_bytes` came by it so far, of chunks under
+    way too: a source that is too slow is left. What follows is for people, and may be empty yet.
+    """
 
     ticket: Ticket
     source: WorkerId
     version: Version
     from_host: bool = False
     to_host: bool = False
+    is_opened: bool = False
+    arrived_bytes: int = 0
     transport: str = ""  # "local", "tcp", …
     path: str = ""  # how that transport moves the bytes, in a few words
     why: str = ""  # why this transport, and none that is usually better

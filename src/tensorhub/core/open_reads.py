@@ -4,12 +4,13 @@ A read taken back is *void*: it no longer counts, but it stays open until its re
 its source must not change a buffer that somebody may still be reading.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import TypeVar
 
 from .messages import Grant
 from .names import Ticket, Version, WorkerId
+from .pace import Pace
 
 K = TypeVar("K")
 
@@ -22,6 +23,9 @@ class OpenRead:
     reader: WorkerId
     is_void: bool = False
     looked_at: float = inf  # when it was granted, or a better source was last looked for
+    pace: Pace = field(default_factory=Pace)
+    instead_of: WorkerId | None = None  # a slow source that was left for its own source
+    must_beat: float = 0.0  # at this rate it was that one's fault
 
     @property
     def ticket(self) -> Ticket:

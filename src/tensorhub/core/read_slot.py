@@ -76,13 +76,16 @@ class ReadSlot:
         if self.reading is None or self.reading.ticket != ticket or not self.is_opening:
             return None
         self.is_opening, self.is_opened = False, True
+        self.reading = replace(self.reading, is_opened=True)
         return self.reading
 
     def go_on(self) -> None:
         """Read what was opened."""
         assert self.grant is not None
+        assert self.reading is not None
         assert self.is_opened
         self.is_opened = False
+        self.reading = replace(self.reading, is_opened=False)
         self.effects.append(StartRead(self.grant))
 
     def bar(self, ticket: Ticket) -> bool:
@@ -105,10 +108,11 @@ class ReadSlot:
             self.effects.append(StopRead(self.reading.ticket))
 
     def measured(self, event: ReadMeasured) -> None:
-        """How the open read goes: for people, nothing is decided by it."""
+        """How the open read goes: for people, and for the server, which leaves a source that is too slow."""
         if self.reading is not None and self.reading.ticket == event.ticket:
             words = {name: shortened(getattr(event, name), MOST_WORDS) for name in ("transport", "path", "why")}
-            self.reading = replace(self.reading, rate_bytes_per_s=event.rate_bytes_per_s, **words)
+            rate, arrived = event.rate_bytes_per_s, event.arrived_bytes
+            self.reading = replace(self.reading, rate_bytes_per_s=rate, arrived_bytes=arrived, **words)
 
     def ended(self, ticket: Ticket) -> tuple[Reading, bool]:
         """The read has ended, no byte of it can land any more. Returns it, and whether it ended by itself."""

@@ -6,6 +6,7 @@ table has room, held or not, so `latest` cannot go backwards and a number cannot
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 
 from .groups import Replica
 from .messages import Buffer, Failure, Filling, Holding, Report, Spec, Vacated, Withdrawing
@@ -25,6 +26,8 @@ class VersionRecord:
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
+    usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
+    usual_until: float = -inf  # and until when that is taken for true
     far_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
 
     @property

@@ -16,7 +16,9 @@ MOST_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is lo
 def news_of(report: Report) -> Report:
     """What of a report is worth telling at once: all but the counters that move by themselves."""
     buffer = Filling(report.buffer.version) if isinstance(report.buffer, Filling) else report.buffer
-    reading = replace(report.reading, rate_bytes_per_s=0) if report.reading is not None else None
+    reading = report.reading
+    if reading is not None:
+        reading = replace(reading, rate_bytes_per_s=0, arrived_bytes=0, is_opened=False)
     copies = tuple(replace(each, done=0, chunks=0) for each in report.copies)
     counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "far_bytes": {}}
     return replace(report, buffer=buffer, reading=reading, copies=copies, **counters)

@@ -29,6 +29,7 @@ class Candidate:
     is_same_site: bool
     avoided_until: float  # it failed this reader lately; -inf: never
     from_host: bool = False  # its host copy rather than its buffer
+    is_slow: bool = False  # somebody left it for that, of late
     leaving_site: int = 0  # reads by others that leave its site already, where the reader is in another
 
 
@@ -48,6 +49,7 @@ def _rank(candidate: Candidate) -> tuple[object, ...]:
         candidate.is_doubtful,
         candidate.is_withdrawing,
         not candidate.is_same_site,
+        candidate.is_slow,
         candidate.leaving_site,
         candidate.load,
         candidate.published,
@@ -67,5 +69,5 @@ def _reason(best: Candidate, usable: int) -> str:
     where = "same host" if best.is_near else ("same site" if best.is_same_site else "other site")
     where += f" that {best.leaving_site} more leave" if best.leaving_site else ""
     leaving = ", withdrawing, but nobody else has it" if best.is_withdrawing else ""
-    doubtful = ", in doubt" if best.is_doubtful else ""
+    doubtful = ", in doubt" if best.is_doubtful else (", slow" if best.is_slow else "")
     return f"{role}, {what}, {load}, {where}{leaving}{doubtful}; best of {usable}"

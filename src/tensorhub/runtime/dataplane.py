@@ -267,7 +267,8 @@ class DataPlane:
         """In the loop, now and then: tell how it goes."""
         if self._reading is reading and reading.way is not None and reading.meter is not None:
             way, found = reading.way, reading.meter.look()
-            told = ReadMeasured(reading.grant.ticket, way.scheme, found.path, way.why, found.rate_bytes_per_s)
+            rate, arrived = found.rate_bytes_per_s, found.arrived_bytes
+            told = ReadMeasured(reading.grant.ticket, way.scheme, found.path, way.why, rate, arrived)
             if told != reading.measured:
                 reading.measured = told
                 self._tell(told)

@@ -65,6 +65,7 @@ class Measured:
 
     path: str
     rate_bytes_per_s: int
+    arrived_bytes: int  # by this read so far, of chunks under way too
 
 
 class Meter:
@@ -73,21 +74,22 @@ class Meter:
     def __init__(self, read: Read, clock: Callable[[], float] = time.monotonic) -> None:
         self._read = read
         self._clock = clock
-        self._seen: deque[tuple[float, int]] = deque([(clock(), read.received_bytes)])
+        self._seen: deque[tuple[float, int]] = deque([(clock(), read.arrived_bytes)])
         self.began = clock()
 
     def look(self) -> Measured:
         """How it goes now."""
-        now, received = self._clock(), self._read.received_bytes
-        self._seen.append((now, received))
+        now, arrived = self._clock(), self._read.arrived_bytes
+        self._seen.append((now, arrived))
         while len(self._seen) > 2 and self._seen[1][0] <= now - RATE_OVER_S:
             self._seen.popleft()
         then, before = self._seen[0]
-        return Measured(self._read.path, _rate(received - before, now - then))
+        return Measured(self._read.path, _rate(arrived - before, now - then), arrived)
 
     def average(self) -> Measured:
         """From its beginning until now."""
-        return Measured(self._read.path, _rate(self._read.received_bytes, self._clock() - self.began))
+        received = self._read.received_bytes
+        return Measured(self._read.path, _rate(received, self._clock() - self.began), received)
 
 
 def _rate(size_bytes: int, seconds: float) -> int:

@@ -107,7 +107,12 @@ class Read(Protocol):
 
     @property
     def received_bytes(self) -> int:
-        """Payload bytes received so far, good or bad."""
+        """Payload bytes received so far, good or bad, of chunks that came to their end."""
+        ...
+
+    @property
+    def arrived_bytes(self) -> int:
+        """The same with what has come of chunks under way, where that can be seen: it tells a slow source from none."""
         ...
 
     @property

@@ -77,6 +77,10 @@ class TcpRead(Read):
     def received_bytes(self) -> int:
         return self.job.received_bytes
 
+    @property
+    def arrived_bytes(self) -> int:
+        return self.job.arrived_bytes
+
     def _start(self, body: Callable[[int], None], index: int) -> None:
         thread = threading.Thread(
             target=self._run, args=(body, index), name=f"tensorhub-{self.kind}-read-{index}", daemon=True

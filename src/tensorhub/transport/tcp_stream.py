@@ -89,7 +89,14 @@ class Job:
         self.is_lent_to = False  # the source has lent us memory
         self.is_over = False
         self._wires: dict[Wire, None] = {}
+        self._heard_bytes = 0  # on wires that were left
         self._lock = threading.Lock()
+
+    @property
+    def arrived_bytes(self) -> int:
+        """What has come so far, of chunks under way too. What needs no wire is seen when its chunk ends."""
+        with self._lock:
+            return max(self.received_bytes, self._heard_bytes + sum(wire.heard_bytes for wire in self._wires))
 
     def enter(self, wire: Wire) -> None:
         with self._lock:
@@ -100,7 +107,9 @@ class Job:
 
     def leave(self, wire: Wire) -> None:
         with self._lock:
-            self._wires.pop(wire, None)
+            if wire in self._wires:
+                del self._wires[wire]
+                self._heard_bytes += wire.heard_bytes
 
     def finish(self) -> None:
         """No more bytes are wanted: every stream returns at once, whatever it waits for."""

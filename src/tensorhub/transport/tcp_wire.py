@@ -124,6 +124,7 @@ class Wire:
         self._is_closed = False
         self.is_cut = False
         self._is_woken = False
+        self.heard_bytes = 0  # ever; written by whoever receives, read by anybody
         self.has_lent = False  # and the peer may not have taken it yet
         self.lending: Lending | None = None
 
@@ -230,6 +231,7 @@ class Wire:
                 got = self.sock.recv_into(batch[0]) if len(batch) == 1 else self.sock.recvmsg_into(batch)[0]
                 if got == 0:
                     raise Vanished("the peer closed the connection")
+                self.heard_bytes += got
                 first = views.advance(pending, first, got)
         except BlockingIOError as error:
             raise Silent("the peer sends no byte") from error
@@ -258,7 +260,10 @@ class Wire:
 
     def receive_located(self, addresses: Addresses, start: int, stop: int) -> None:
         """Fill bytes [start, stop) where they belong. Goes on as long as bytes come."""
-        self._move(tcp_vectors.receive, addresses, start, stop, IOV_MAX // 4, "the peer sends no byte")
+        self._move(tcp_vectors.receive, addresses, start, stop, IOV_MAX // 4, "the peer sends no byte", self._hear)
+
+    def _hear(self, size_bytes: int) -> None:
+        self.heard_bytes += size_bytes
 
     def _move(
         self,
@@ -268,6 +273,7 @@ class Wire:
         stop: int,
         most: int,
         silence: str,
+        count: Callable[[int], None] | None = None,
     ) -> None:
         descriptor = self.sock.fileno()  # its owner, who closes it, is who calls
         try:
@@ -276,6 +282,8 @@ class Wire:
                 if moved == 0:
                     raise Vanished("the peer closed the connection")
                 start += moved
+                if count is not None:
+                    count(moved)
         except BlockingIOError as error:
             raise Silent(silence) from error
         except OSError as error:
@@ -290,6 +298,7 @@ class Wire:
                 if got == 0:
                     raise Vanished("the peer closed the connection")
                 at += got
+                self.heard_bytes += got
         except BlockingIOError as error:
             raise Silent("the peer sends no byte") from error
         except OSError as error:
