@@ -412,7 +412,7 @@ MUTANTS = (
     ),
     Mutant(
         "who reads from afar is moved to whoever is idle",
-        "core/granting.py",
+        "core/moving.py",
         "(is_shared and not candidate.leaving_site)",
         "(is_far and not candidate.leaving_site)",
         "about one copy of a version leaves each site",
