@@ -26,7 +26,7 @@ CLOSING: Sequence[tuple[int, int, Sequence[str]]] = (  # times, load, tests
     (2, 6, ()),
     (20, 0, ("tests/processes", "tests/transport")),
 )
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 LAST = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+ in [\d.]+s.*?) ?=*$", re.MULTILINE)
 
 

@@ -79,7 +79,7 @@ def test_unpublish_does_not_wait_for_a_slow_reader_when_there_is_another_holder(
     assert holder.call("replicate", spec="latest") == 1
     leaving, staying = (trainer, holder) if source == "trainer" else (holder, trainer)
     for worker in slow:
-        worker.slow_down(pace_s=0.25)  # 4 s for a shard
+        worker.slow_down(pace_s=0.5)  # 8 s for a shard
     reads = slow.start("replicate", spec="latest")
     eventually(lambda: cluster.sources("rollout-2") == {0: leaving.name, 1: leaving.name}, "it reads where it should")
     eventually(lambda: all(look["writing"]["passed"] > 2 for look in slow.looks()), "it has begun")
