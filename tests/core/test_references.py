@@ -21,6 +21,12 @@ def trainer() -> Replica:
     return Replica(ReplicaName("trainer"), 1)
 
 
+def hold(found: Model, version: int, name: str = "a") -> None:
+    """Somebody has all of it, and nothing else."""
+    found.note_exists(Version(version))
+    found.move(worker(name), report(Empty()), report(Holding(Version(version), ROOT)))
+
+
 def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
     failure = found.conflict(trainer(), Version(version), {Shard(0): root})
     return failure.code if failure is not None else ""
@@ -63,8 +69,8 @@ def test_a_holder_of_other_content_is_not_believed() -> None:
 
 def test_latest_counts_back_over_versions_that_exist() -> None:
     found = model()
-    for version in (3, 5, 9):
-        found.note_exists(Version(version))
+    for version, name in ((3, "a"), (5, "b"), (9, "c")):
+        hold(found, version, name)
     found.record(Version(12))  # being published
     assert found.resolve("latest") == (9, None)
     assert found.resolve("latest-2") == (3, None)
@@ -76,10 +82,54 @@ def test_latest_counts_back_over_versions_that_exist() -> None:
         assert failure.code == "version-unavailable"
 
 
+def test_what_nobody_has_is_lost_and_not_the_latest() -> None:
+    found = model()
+    hold(found, 3, "a")
+    hold(found, 5, "b")
+    assert found.latest == 5
+    held = report(Holding(Version(5), ROOT))
+    found.move(worker("b"), held, report(Empty()))
+    assert found.is_lost(found.record(Version(5)))
+    assert (found.latest, found.newest) == (3, 5)
+    assert found.resolve("latest") == (3, None)
+    assert found.awaited(4) is None
+    failure = found.resolve(5)[1]
+    assert failure is not None
+    assert "policy/b[0] held it last" in failure.message
+    assert code_of(found, 4) == code_of(found, 5, OTHER) == "version-conflict", "its number stays taken"
+    found.move(worker("b"), report(Empty()), held)
+    assert found.latest == 5
+
+
+def test_nothing_is_lost_while_a_restarted_server_listens() -> None:
+    found = model()
+    found.note_exists(Version(5))
+    assert found.latest is None
+    found.is_listening = True
+    assert found.latest == 5
+
+
+def test_a_loss_is_said_once_and_only_of_what_was_not_replaced() -> None:
+    found = model()
+    hold(found, 3, "a")
+    hold(found, 5, "b")
+    assert found.news_of_losses() == ([], [])
+    found.move(worker("a"), report(Holding(Version(3), ROOT)), report(Empty()))
+    assert found.news_of_losses() == ([], []), "5 has replaced it"
+    found.changed = {}
+    found.move(worker("b"), report(Holding(Version(5), ROOT)), report(Empty()))
+    (lost,), back = found.news_of_losses()
+    assert "version 5 of policy is lost" in lost.message
+    assert back == []
+    assert found.news_of_losses() == ([], [])
+    found.move(worker("b"), report(Empty()), report(Holding(Version(5), ROOT)))
+    assert found.news_of_losses() == ([], [5])
+
+
 def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
     found = model()
     assert found.awaited("latest") is None
-    found.note_exists(Version(5))
+    hold(found, 5)
     assert [found.awaited(spec) for spec in ("latest", 4, 5, 6, "latest-1")] == [5, 5, 5, None, None]
 
 
@@ -120,7 +170,7 @@ def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
 
 def test_the_newest_is_known_however_many_come_and_go() -> None:
     found = model(most_versions=2)
-    found.note_exists(Version(100))
+    hold(found, 100)
     for version in range(1, 20):
         found.record(Version(version))
     assert found.resolve("latest") == (100, None)

@@ -95,14 +95,16 @@ def _player(stage: Stage, name: str) -> Player:
 
 
 def _settings(stage: Stage, words: list[str]) -> None:
-    _, options = _options(words, ("lease", "report", "failures", "retain", "rebalance", "stalled", "slow"))
+    names = ("lease", "report", "failures", "retain", "rebalance", "stalled", "slow", "established")
+    _, options = _options(words, names)
     lease_s = _seconds(options.get("lease", "10s"))
     report_s = _seconds(options.get("report", "1s"))
     failures, retain = int(options.get("failures", "8")), int(options.get("retain", "0"))
     rebalance_s = _seconds(options.get("rebalance", "1000s"))
     times = {"lease_s": lease_s, "report_s": report_s, "rebalance_s": rebalance_s}
     times |= {f"{name}_s": _seconds(options.get(name, "1000s")) for name in ("stalled", "slow")}
-    stage.settings = Settings(**times, most_failures=failures, default_retain=retain)
+    keep = options.get("established", "no") == "kept"
+    stage.settings = Settings(**times, most_failures=failures, default_retain=retain, keep_established=keep)
 
 
 def _server(stage: Stage, words: list[str]) -> None:

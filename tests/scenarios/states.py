@@ -38,10 +38,10 @@ def _server(stage: Stage) -> list[str]:
         return ["server: none"]
     lines = ["server: listens only, after a restart" if server.is_recovering else "server: decides"]
     for name, model in sorted(server.models.items()):
-        lines.append(f"{name}: latest is {model.newest}")
+        lines.append(f"{name}: latest is {model.latest}")
         for version, record in sorted(model.versions.items()):
             holders = [name_of(worker) for shard in sorted(record.holders) for worker in record.holders[shard]]
-            exists = "exists" if record.exists else "does not exist (yet)"
+            exists = "is lost" if model.is_lost(record) else "exists" if record.exists else "does not exist (yet)"
             lines.append(f"version {version} {exists}; with {', '.join(holders) or 'nobody'}")
     for read in server.reads.all():
         void = ", void" if read.is_void else ""

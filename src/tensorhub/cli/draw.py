@@ -63,7 +63,7 @@ def _model(status: Status, model: ModelView, width: int, bars: bool, rates: dict
     latest = f"latest is {model.latest}" if model.latest is not None else "nothing published yet"
     facts = f"  {latest}, {count_text(model.shards, 'shard')}, {size_text(model.size_bytes)}"
     title = Text.assemble((model.name, "bold"), facts)
-    parts: list[RenderableType] = [title, *_versions(model.versions)]
+    parts: list[RenderableType] = [title, *_versions(model.versions, model.latest)]
     if not model.replicas:
         return [*parts, Text("  no replica is here now", style="dim")]
     is_wide = width >= WIDE
@@ -83,7 +83,7 @@ def _model(status: Status, model: ModelView, width: int, bars: bool, rates: dict
     return [*parts, table]
 
 
-def _versions(versions: tuple[VersionView, ...]) -> list[RenderableType]:
+def _versions(versions: tuple[VersionView, ...], latest: int | None) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for version in versions[:MOST_VERSIONS]:
         text = Text(f"version {version.version}", style="bold" if version.is_latest else "")
@@ -101,6 +101,8 @@ def _versions(versions: tuple[VersionView, ...]) -> list[RenderableType]:
             text.append(f"; filling {some_text(version.filling, MOST_NAMES)}", style="not bold cyan")
         for site, size_bytes in sorted(version.far_bytes.items()):
             text.append(f"; {size_text(size_bytes)} came into {site or 'no site'} from other sites", style="not bold")
+        if version.is_lost and (latest is None or version.version > latest):
+            text.append("; lost", style="not bold red")
         if version.is_retained and not version.is_latest:
             text.append("; kept", style="not bold")
         if not version.is_complete:

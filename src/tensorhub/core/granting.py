@@ -117,7 +117,7 @@ def serves(server: "Server", source: WorkerId, version: Version, from_host: bool
     current = server.reads.current(source)
     is_about_to = current is not None and current.version == version and current.grant.to_host == from_host
     if from_host:
-        return member.copy(version) is not None or (is_about_to and not member.loses_copy(version))
+        return member.keeps_copy(version) or (is_about_to and not member.loses_copy(version))
     match member.report.buffer:
         case Holding(version=held) | Filling(version=held) if held == version:
             return True
@@ -140,6 +140,9 @@ def drained_version(server: "Server", model: Model, member: Member) -> Version |
     if isinstance(buffer, Poisoned) or member.is_drained:
         return buffer.version
     if retention.must_stay(server, model, member):
+        patience_until = member.closing_since + server.settings.spot_heir_s
+        if member.report.closing and patience_until > server.now:
+            server.members.wake(member, patience_until)
         return None
     if buffer.impatient:
         return buffer.version
@@ -220,7 +223,7 @@ def _candidate(
 ) -> Candidate | None:
     """The member's buffer, or its host copy, as a source; None if it cannot be one."""
     version, worker = record.version, member.worker
-    if not serves(server, worker, version, from_host):
+    if not serves(server, worker, version, from_host) or (from_host and member.loses_copy(version)):
         return None
     has_all = is_full(member, version, from_host)
     current = server.reads.current(worker)

@@ -48,8 +48,13 @@ def take_content(server: "Server", model: Model, replica: Replica, member: Membe
     model.move(worker, before, report)
     if isinstance(buffer, WHOLE) and _exists_by(server, replica, buffer):
         is_news |= model.note_exists(buffer.version)
-    replica.publishes |= isinstance(buffer, WHOLE) and buffer.published
-    is_news |= _take_wishes(model, member, before)
+    if isinstance(buffer, WHOLE) and buffer.published:
+        replica.publishes = True
+        model.record(buffer.version).publishers[replica.name] = None
+    for copy in report.copies:
+        if copy.published:
+            model.record(copy.version).publishers[replica.name] = None
+    is_news |= _take_wishes(server, model, member, before)
     _count_far(model, member, before)
     if is_news or [c.whole for c in before.copies] != [c.whole for c in report.copies]:
         server.touch_all(model)
@@ -82,15 +87,16 @@ def _count_far(model: Model, member: Member, before: Report) -> None:
             add_up(record.far_bytes, member.hello.site, news, most=MOST_SITES)
 
 
-def _take_wishes(model: Model, member: Member, before: Report) -> bool:
+def _take_wishes(server: "Server", model: Model, member: Member, before: Report) -> bool:
     """What it wants kept, and whether it wants to leave. Returns whether others may have to act on it."""
     report = member.report
     is_news = (report.pins, report.closing) != (before.pins, before.closing)
     model.pins.pop(member.worker, None)
     if report.pins:
         model.pins[member.worker] = report.pins
-    if report.closing:
+    if report.closing and not before.closing:
         model.closing[member.worker] = None
+        member.closing_since = server.now
     return is_news
 
 

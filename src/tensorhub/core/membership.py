@@ -51,6 +51,7 @@ class Member:
     sent: Orders | None = None
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
     releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that it was told to let go
+    closing_since: float = inf
     wakes_at: float = inf  # when to look at it again although nothing was heard
     queued_at: float = inf  # its one valid place in the queue of times
 
@@ -82,6 +83,10 @@ class Member:
             if copy.version == version and not copy.leaving and copy.number not in self.releasing:
                 return copy
         return None
+
+    def keeps_copy(self, version: Version) -> bool:
+        """It has a host copy of the version that it was not told to drop, though it may be asking to."""
+        return any(copy.version == version and copy.number not in self.releasing for copy in self.report.copies)
 
     def loses_copy(self, version: Version) -> bool:
         """It has a host copy of the version that is about to go."""

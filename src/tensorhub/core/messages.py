@@ -103,6 +103,7 @@ class HostCopy(_Message, frozen=True):
     chunks: int = 0
     whole: bool = False
     leaving: bool = False
+    published: bool = False  # by this worker itself: offloaded from what it had published
 
 
 # --- from a worker ----------------------------------------------------------------------------------------------------

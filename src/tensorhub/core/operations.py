@@ -192,8 +192,6 @@ def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupO
     absent = _absent_shard(server, replica, record)
     if absent is None:
         operation.version = version
-    elif isinstance(operation.spec, int):
-        _give_up(replica, operation, _unavailable(server, model, record, absent))
     else:
         operation.waiting = _unavailable(server, model, record, absent)
 
@@ -273,9 +271,9 @@ def _why_hopeless(server: "Server", model: Model, record: VersionRecord, member:
         return None
     if member.has_whole_copy(record.version):
         return None
-    if next(granting.full_sources(server, record, member), None) is not None:
-        return _all_corrupt(server, record, member)
-    return _unavailable(server, model, record, member.shard)
+    if model.is_lost(record):
+        return model.loss(record)
+    return _all_corrupt(server, record, member)
 
 
 def _has_hope(server: "Server", record: VersionRecord, member: Member) -> bool:
@@ -290,7 +288,7 @@ def _has_hope(server: "Server", record: VersionRecord, member: Member) -> bool:
 def _all_corrupt(server: "Server", record: VersionRecord, member: Member) -> Failure | None:
     sources = [worker for worker in record.holders.get(member.shard, {}) if worker != member.worker]
     avoided = [member.avoided[worker] for worker in sources if worker in member.avoided]
-    if len(avoided) < len(sources) or any(a.until < float("inf") for a in avoided):
+    if not sources or len(avoided) < len(sources) or any(a.until < float("inf") for a in avoided):
         return None
     text = f"{member.worker} got bytes of version {record.version} that are not as published, from every holder"
     return Failure("corrupt-transfer", text, "were the published tensors changed in place? weights.check() tells")

@@ -1,11 +1,15 @@
 """What the server believes of one model: which versions exist, what their content is, and who has them.
 
 A version *exists* once all shards of one replica have published it; from then on it never ceases to be known while the
-table has room, held or not, so `latest` cannot go backwards and a number cannot be used for other content.
+table has room, held or not, so a number cannot be used for other content. It is *lost* while some shard of it is whole
+with nobody who has a session. `latest` is the newest version that exists and is not lost: only a loss takes it back.
 """
 
+from bisect import insort
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from .groups import Replica
@@ -23,6 +27,9 @@ class VersionRecord:
     roots: dict[Shard, Digest] = field(default_factory=dict)
     layouts: dict[Shard, Digest] = field(default_factory=dict)
     holders: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
+    whole: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
+    publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
+    is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
@@ -45,21 +52,30 @@ class Model:
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
+    is_listening: bool = False  # after a restart: who has what is not known yet, so nothing counts as lost
+    keeps_established: bool = True
     retain: int = 0
     pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
     closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
     sites: Counter[str] = field(default_factory=Counter)  # members by site
+    reliable: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
+    changed: dict[Version, None] = field(default_factory=dict)  # who has all of them is not what it was
+    lost: dict[Version, None] = field(default_factory=dict)  # as was said last
+    _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
 
     def record(self, version: Version) -> VersionRecord:
         """The version's record, made if need be; the oldest that nobody needs makes room."""
         found = self.versions.get(version)
         if found is None:
             found = self.versions[version] = VersionRecord(version)
+            insort(self._ascending, version)
             if len(self.versions) > self.most_versions:
                 kept = (version, self.newest)
-                idle = [v for v in sorted(self.versions) if self.versions[v].is_idle and v not in kept]
+                idle = [v for v in self._ascending if self.versions[v].is_idle and v not in kept]
                 for v in idle[: len(self.versions) - self.most_versions]:
                     del self.versions[v]
+                    self.lost.pop(v, None)
+                self._ascending = sorted(self.versions)
         return found
 
     def note_exists(self, version: Version) -> bool:
@@ -67,6 +83,8 @@ class Model:
         record = self.record(version)
         is_news = not record.exists
         record.exists = True
+        if is_news:
+            self.changed[version] = None
         self.newest = version if self.newest is None else max(self.newest, version)
         return is_news
 
@@ -81,33 +99,87 @@ class Model:
     def move(self, worker: WorkerId, old: Report | None, new: Report | None) -> None:
         """What the worker has changed: keep the index of holders."""
         before, after = versions_in(old), versions_in(new)
-        for version, was_whole in before.items():
-            record = self.versions.get(version) if version not in after else None
-            if record is not None and record.holders.get(worker.shard, {}).pop(worker, "absent") is None and was_whole:
+        for version in before:
+            record = self.versions.get(version)
+            if record is None:
+                continue
+            if version not in after:
+                record.holders.get(worker.shard, {}).pop(worker, None)
+            if not after.get(version) and worker in record.whole.get(worker.shard, {}):
+                del record.whole[worker.shard][worker]
                 record.last_holder = str(worker)
-        for version in after:
+                self.changed[version] = None
+        for version, is_whole in after.items():
+            record = self.record(version)
             if version not in before:
-                self.record(version).holders.setdefault(worker.shard, {})[worker] = None
+                record.holders.setdefault(worker.shard, {})[worker] = None
+            whole = record.whole.setdefault(worker.shard, {})
+            if is_whole and worker not in whole:
+                whole[worker] = None
+                self.changed[version] = None
 
-    def newest_existing(self, count: int) -> list[Version]:
-        """The newest versions that exist, newest first."""
-        found: list[Version] = []
-        for version in sorted(self.versions, reverse=True) if count > 1 else [self.newest]:
-            if version is not None and len(found) < count and self.versions[version].exists:
-                found.append(version)
-        return found
+    def is_lost(self, record: VersionRecord) -> bool:
+        """Some shard of it is whole with nobody who could still come back."""
+        if self.is_listening or not record.exists:
+            return False
+        return any(not record.whole.get(Shard(shard)) for shard in range(self.shards))
+
+    def news_of_losses(self) -> tuple[list[Failure], list[Version]]:
+        """(what is said of versions that are lost since it was asked last, versions that are back since)."""
+        lost: list[Failure] = []
+        back: list[Version] = []
+        for version in self.changed:
+            record = self.versions.get(version)
+            if record is None:
+                continue
+            is_newer = self.latest is None or version > self.latest
+            if self.is_lost(record):
+                if version not in self.lost and is_newer:  # what newer ones have replaced may go without a word
+                    self.lost[version] = None
+                    lost.append(self.loss(record))
+            elif version in self.lost:
+                del self.lost[version]
+                back.append(version)
+        return lost, back
+
+    @property
+    def latest(self) -> Version | None:
+        """The newest version that exists and is not lost."""
+        return next(self.available(), None)
+
+    def available(self) -> Iterator[Version]:
+        """The versions that exist and are not lost, newest first."""
+        for version in reversed(self._ascending):
+            record = self.versions[version]
+            if record.exists and not self.is_lost(record):
+                yield version
+
+    @property
+    def newest_established(self) -> Version | None:
+        """What is never given up before a newer one is as safe."""
+        if not self.keeps_established:
+            return None
+        return next((version for version in self.available() if self.versions[version].is_established), None)
 
     def forget(self, worker: WorkerId, site: str) -> None:
         """The worker is gone, and what it wanted with it."""
         self.pins.pop(worker, None)
         self.closing.pop(worker, None)
+        self.reliable.get(worker.shard, {}).pop(worker, None)
         self.sites[site] -= 1
         if not self.sites[site]:
             del self.sites[site]
 
+    def is_wished(self, version: Version) -> bool:
+        """It is to be kept because of how new it is, or by a pin, and not only until a newer one is established."""
+        return version in islice(self.available(), self.retain) or any(version in pins for pins in self.pins.values())
+
     def retained(self) -> dict[Version, None]:
-        """The versions that no voluntary departure may lose: the newest, and those that are pinned."""
-        found = dict.fromkeys(self.newest_existing(self.retain))
+        """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""
+        found = dict.fromkeys(islice(self.available(), self.retain))
+        established = self.newest_established
+        if established is not None:
+            found[established] = None
         for version in self.pins.values():
             found.update((each, None) for each in version if each in self.versions and self.versions[each].exists)
         return found
@@ -118,22 +190,36 @@ class Model:
         if version is not None:
             record = self.versions.get(version)
             if record is not None and record.exists:
-                return version, None
+                return (None, self.loss(record)) if self.is_lost(record) else (version, None)
             newest = f"its newest version is {self.newest}" if self.newest is not None else "nothing was published yet"
             return None, Failure("version-unavailable", f"{self.name} has no version {version}; {newest}")
-        known = sorted((v for v, record in self.versions.items() if record.exists), reverse=True)
-        back = steps_back(str(spec))
-        if back < len(known):
-            return known[back], None
-        text = f"{spec} of {self.name}: {len(known)} versions are known" if known else f"no version of {self.name} yet"
-        return None, Failure("version-unavailable", text, "wait for the first publish")
+        known = list(islice(self.available(), steps_back(str(spec)) + 1))
+        if len(known) > steps_back(str(spec)):
+            return known[-1], None
+        if known:
+            text = f"{spec} of {self.name}: only {len(known)} versions are there"
+            return None, Failure("version-unavailable", text, "wait for a newer version")
+        if self.newest is not None:
+            return None, self.loss(self.record(self.newest))
+        return None, Failure("version-unavailable", f"no version of {self.name} yet", "wait for the first publish")
+
+    def loss(self, record: VersionRecord) -> Failure:
+        """What is said of a lost version."""
+        shards = [str(shard) for shard in range(self.shards) if not record.whole.get(Shard(shard))]
+        last = f"; {record.last_holder} held it last" if record.last_holder else ""
+        text = f"version {record.version} of {self.name} is lost: nobody holds shard {', '.join(shards[:8])}{last}"
+        left = self.latest
+        hint = (
+            f"wait for a newer version, or replicate version {left}" if left is not None else "publish a newer version"
+        )
+        return Failure("version-unavailable", text, hint)
 
     def awaited(self, spec: Spec) -> Version | None:
         """What somebody who waits for `spec` gets: that version or a newer one; None while there is none."""
-        version = parse_spec(spec)
+        version, latest = parse_spec(spec), self.latest
         if version is None:
             return self.resolve(spec)[0]
-        return self.newest if self.newest is not None and self.newest >= version else None
+        return latest if latest is not None and latest >= version else None
 
     def conflict(self, replica: Replica, version: Version, roots: dict[Shard, Digest]) -> Failure | None:
         """Why the replica may not publish this content under this number, or None."""

@@ -14,9 +14,10 @@ Rules:
 """
 
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import operations, sites
+from . import establishing, operations, sites
 from .groups import Replica
 from .membership import Member
 from .messages import Failure, Filling, Holding, HostCopy, Withdrawing
@@ -39,9 +40,17 @@ def duties_of(server: "Server", model: Model, replica: Replica, member: Member) 
     """The present duties of one worker. What it is told to release never counts again."""
     if server.is_recovering:
         return Duties()
-    offload, fetch = version_to_offload(server, model, member), version_to_fetch(server, model, replica, member)
+    offload = version_to_offload(server, model, member)
+    if offload is None:
+        offload = _ahead(server, model, member)
+    fetch = version_to_fetch(server, model, replica, member)
     member.releasing.update(dict.fromkeys(_not_needed(server, model, replica, member)))
     return Duties(offload, fetch, tuple(member.releasing))
+
+
+def _ahead(server: "Server", model: Model, member: Member) -> Version | None:
+    """What it has to copy although it does not want to leave it: nobody may have the time to when all leave it."""
+    return model.newest_established if establishing.is_keeper(server, model, member) else None
 
 
 def _not_needed(server: "Server", model: Model, replica: Replica, member: Member) -> list[int]:
@@ -64,15 +73,18 @@ def must_stay(server: "Server", model: Model, member: Member) -> bool:
     if not isinstance(buffer, Withdrawing) or not _counts(model, member, buffer.version):
         return False
     record, error = model.record(buffer.version), member.report.copy_error
+    is_squeezed = _is_squeezed(record.version, member)
     if error is not None and error.code == "corrupt-transfer":
         return False  # its tensors were changed while they were published: there is nothing left to keep
-    if _is_kept_elsewhere(server, record, member, is_copy=False):
+    if _is_kept_elsewhere(server, model, record, member, is_copy=False):
         return False
-    if _is_squeezed(record.version, member) and not is_whole(server, model, record):
+    if is_squeezed and not is_whole(server, model, record):
         return False
-    if not member.report.closing:
-        return True
-    return not buffer.impatient and _is_saved(server, model, record, member.shard)
+    if member.report.closing:
+        return not buffer.impatient and _is_saved(server, model, record, member)
+    if is_squeezed and not (member.hello.reliable and model.is_wished(record.version)):
+        return establishing.is_another_on_its_way(server, model, record, member)
+    return True
 
 
 def version_to_offload(server: "Server", model: Model, member: Member) -> Version | None:
@@ -86,7 +98,7 @@ def version_to_offload(server: "Server", model: Model, member: Member) -> Versio
 def why_stuck(server: "Server", model: Model, replica: Replica, member: Member) -> Failure | None:
     """Why the version that it wants to leave, and may not, cannot be offloaded; None where it can or need not."""
     version = version_to_offload(server, model, member)
-    if version is None or member.has_whole_copy(version):
+    if version is None or member.has_whole_copy(version) or not (member.hello.reliable and model.is_wished(version)):
         return None
     report = member.report
     if report.copy_error is not None:
@@ -126,7 +138,7 @@ def version_to_fetch(server: "Server", model: Model, replica: Replica, member: M
 
 def _wanted_copies(server: "Server", model: Model, replica: Replica, member: Member) -> Iterator[Version]:
     """What it should have a host copy of, the most important first."""
-    if model.closing and member.hello.reliable:
+    if model.closing:
         for version in model.retained():
             if heir_of(server, model, model.record(version), member.shard) == member.worker:
                 yield version
@@ -134,39 +146,62 @@ def _wanted_copies(server: "Server", model: Model, replica: Replica, member: Mem
         version_wished, _ = model.resolve(member.report.prefetch)
         if version_wished is not None:
             yield version_wished
-    if model.newest is None or replica.publishes:
+    latest = model.latest
+    if latest is None or replica.publishes:
         return
-    if member.hello.prefetch == "always" or sites.is_elected(server, model, model.record(model.newest), member):
-        yield model.newest
+    if member.hello.prefetch == "always" or sites.is_elected(server, model, model.record(latest), member):
+        yield latest
 
 
 def heir_of(server: "Server", model: Model, record: VersionRecord, shard: Shard) -> WorkerId | None:
     """The worker that has to fetch a version of which only such as want to leave are reliable references."""
     if not model.closing:
         return None
-    is_left = False
-    for worker in record.holders.get(shard, {}):
+    is_left, since = False, inf
+    for worker in record.whole.get(shard, {}):
         member = server.members.get(worker)
         if member is None or not member.hello.reliable:
             continue
-        if not member.report.closing and (member.holds(record.version) or member.has_whole_copy(record.version)):
+        if not member.report.closing:
             return None
-        is_left |= member.holds(record.version) or member.has_whole_copy(record.version)
+        is_left, since = True, min(since, member.closing_since)
     if not is_left:
         return None
     able = [member for member in server.members_of(model, shard) if _can_inherit(member, record)]
-    return min(able, key=lambda m: (m.copy(record.version) is None, m.worker)).worker if able else None
+    is_enough = _is_kept_by_spot(server, record, shard) or server.now >= since + server.settings.spot_heir_s
+    if is_enough and not any(member.hello.reliable for member in able):
+        return None
+    return min(able, key=lambda m: _rank_of_heir(m, record)).worker if able else None
+
+
+def _rank_of_heir(member: Member, record: VersionRecord) -> tuple[object, ...]:
+    """A reliable worker where there is one."""
+    return not member.hello.reliable, member.copy(record.version) is None, member.worker
 
 
 def _can_inherit(member: Member, record: VersionRecord) -> bool:
     report = member.report
     has_room = report.copies_left > 0 or member.copy(record.version) is not None
-    is_staying = member.hello.reliable and member.is_connected and not report.closing
+    is_staying = member.is_connected and not report.closing
     return is_staying and has_room and member.fits(record.layouts.get(member.shard))
 
 
+def _is_kept_by_spot(server: "Server", record: VersionRecord, shard: Shard) -> bool:
+    """A worker that nobody relies on has the version whole and does not leave it: better than nobody."""
+    for worker in record.whole.get(shard, {}):
+        member = server.members.get(worker)
+        if member is None or not member.is_connected or member.report.closing or member.hello.reliable:
+            continue
+        if member.stays(record.version) or member.has_whole_copy(record.version):
+            return True
+    return False
+
+
 def _counts(model: Model, member: Member, version: Version) -> bool:
-    return member.hello.reliable and version in model.retained()
+    """Its reference keeps the version: it is reliable, or nobody reliable has it who could keep it instead."""
+    if version not in model.retained():
+        return False
+    return member.hello.reliable or not establishing.has_reliable_holder(model, model.record(version), member)
 
 
 def is_whole(server: "Server", model: Model, record: VersionRecord) -> bool:
@@ -178,26 +213,41 @@ def is_whole(server: "Server", model: Model, record: VersionRecord) -> bool:
     return True
 
 
-def _is_saved(server: "Server", model: Model, record: VersionRecord, shard: Shard) -> bool:
-    """A reliable worker that stays is about to have the version."""
-    if heir_of(server, model, record, shard) is not None:
-        return True
-    for worker in record.holders.get(shard, {}):
+def _is_saved(server: "Server", model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """Somebody that stays is about to have the version. For one that nobody relies on the leaver waits a while only."""
+    heir = heir_of(server, model, record, leaver.shard)
+    heirs = [heir] if heir is not None else list(record.holders.get(leaver.shard, {}))
+    for worker in heirs:
         member = server.members.get(worker)
-        if member is not None and member.hello.reliable and member.is_connected and not member.report.closing:
-            buffer = member.report.buffer
-            if isinstance(buffer, Filling) and buffer.version == record.version:
-                return True
+        if member is None or not member.is_connected or member.report.closing:
+            continue
+        buffer = member.report.buffer
+        is_filling = isinstance(buffer, Filling) and buffer.version == record.version
+        is_worth_it = member.hello.reliable or server.now < leaver.closing_since + server.settings.spot_heir_s
+        if is_worth_it and (worker == heir or is_filling):
+            return True
     return False
 
 
-def _is_kept_elsewhere(server: "Server", record: VersionRecord, leaver: Member, *, is_copy: bool) -> bool:
-    """A reference stays when the leaver's buffer, or its copy, goes."""
+def _is_kept_elsewhere(
+    server: "Server",
+    model: Model,
+    record: VersionRecord,
+    leaver: Member,
+    *,
+    is_copy: bool,
+    is_publisher_enough: bool = False,
+) -> bool:
+    """A reference stays when the leaver's buffer, or its copy, goes; of what is established, outside its publisher."""
     version = record.version
+    is_outside = leaver.worker.replica not in record.publishers
+    is_kept_outside = version == model.newest_established and is_outside and not is_publisher_enough
     for worker in record.holders.get(leaver.shard, {}):
         member = server.members.get(worker)
-        if member is None or not member.hello.reliable or member.report.closing:
+        if member is None or member.report.closing or not (member.hello.reliable or not leaver.hello.reliable):
             continue
+        if is_kept_outside and worker.replica in record.publishers:
+            continue  # it may go with its publisher
         is_self, comes_first = worker == leaver.worker, worker < leaver.worker or leaver.report.closing
         if member.stays(version) and (is_copy or not is_self):
             return True
@@ -208,6 +258,26 @@ def _is_kept_elsewhere(server: "Server", record: VersionRecord, leaver: Member, 
         if not is_copy and not is_self and is_keeper and comes_first:
             return True
     return False
+
+
+def _is_the_copy(server: "Server", model: Model, replica: Replica, record: VersionRecord, member: Member) -> bool:
+    """It is the one copy of the newest established version, made ahead; what is fetched ahead comes before it."""
+    if member.report.closing or member.worker.replica in record.publishers:
+        return False
+    if not _counts(model, member, record.version):
+        return False
+    if member.stays(record.version) and not member.report.copies_left:
+        wished = _wanted_copies(server, model, replica, member)
+        if any(version != record.version and member.copy(version) is None for version in wished):
+            return False
+    for worker in record.whole.get(member.shard, {}):
+        other = server.members.get(worker)
+        if other is None or worker.replica in record.publishers or other.report.closing:
+            continue
+        rank = (not other.hello.reliable, worker)
+        if other.has_whole_copy(record.version) and rank < (not member.hello.reliable, member.worker):
+            return False
+    return True
 
 
 def _is_needed(
@@ -228,11 +298,14 @@ def _is_needed(
     if not is_squeezed and (is_read or is_used or version == version_to_fetch(server, model, replica, member)):
         return True
     record = model.record(version)
+    if version == model.newest_established and not is_squeezed and _is_the_copy(server, model, replica, record, member):
+        return True
     if not copy.whole:
         return False
-    is_last = _counts(model, member, version) and not _is_kept_elsewhere(server, record, member, is_copy=True)
+    is_kept = _is_kept_elsewhere(server, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
+    is_last = _counts(model, member, version) and not is_kept
     if is_last and (not is_squeezed or is_whole(server, model, record)):
-        return not member.report.closing or _is_saved(server, model, record, member.shard)
+        return not member.report.closing or _is_saved(server, model, record, member)
     return bool(record.promised) and not any(
         other.holds(version) and isinstance(other.report.buffer, Holding)
         for other in (server.members.get(worker) for worker in record.holders.get(member.shard, {}))

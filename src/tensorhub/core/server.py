@@ -14,14 +14,14 @@ Rules it keeps:
 It must never read a clock, touch a socket, or see a weight byte.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from msgspec.structs import replace
 
-from . import admission, granting, hearing, operations, retention
+from . import admission, establishing, granting, hearing, operations, retention
 from .errors import InvariantViolation
 from .groups import Replica
 from .invariants import server_contradiction
@@ -49,6 +49,7 @@ Outbox = list[tuple[str, ToWorker]]
 LATE = (
     0.5  # of the time between two reports: to be called later than that is a pause, and none of a timer's or a loop's
 )
+MOST_SAID = 100  # lines for the log that nobody has fetched
 MOST_ROUNDS = 100  # decisions for one worker in one event: a chain of sources that move takes a few
 
 
@@ -81,6 +82,7 @@ class Server:
         self._hellos: dict[str, Hello] = {}
         self._dirty: dict[WorkerId, bool] = {}  # True: answer it in any case
         self._has_recovered = self.fresh
+        self.said: deque[str] = deque(maxlen=MOST_SAID)
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
@@ -120,6 +122,9 @@ class Server:
             self.touch(member.worker)
         if not self._has_recovered and self.now >= self.recovered_at:
             self._has_recovered = True
+            for model in self.models.values():
+                model.is_listening = False
+                model.changed.update(dict.fromkeys(model.versions))
             for member in self.members.all():
                 self.touch(member.worker)
         return self._settle()
@@ -227,12 +232,15 @@ class Server:
         model = self.models.get(hello.model)
         if model is None:
             model = self.models[hello.model] = Model(hello.model, hello.shards, self.settings.most_versions)
+            model.is_listening, model.keeps_established = self.is_recovering, self.settings.keep_established
         model.shards = hello.shards  # as of all who live; free when nobody does
         replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
         member = Member(hello, sender, self.next_number(), self.now + self.settings.lease_s)
         replica.members[hello.shard] = member.worker
         self.members.add(member)
         model.sites[hello.site] += 1
+        if hello.reliable:
+            model.reliable.setdefault(hello.shard, {})[member.worker] = None
         model.retain = max(self.settings.default_retain, model.retain, hello.retain)
         self.counters["sessions"] += 1
         return member
@@ -262,6 +270,7 @@ class Server:
         decided: dict[WorkerId, bool] = {}
         rounds: Counter[WorkerId] = Counter()
         unsettled: dict[WorkerId, bool] = {}
+        establishing.note_changes(self)
         while self._dirty:
             worker, must_answer = next(iter(self._dirty.items()))
             del self._dirty[worker]

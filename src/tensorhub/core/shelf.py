@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from .errors import InvariantViolation
 from .events import CopyIn, CopyOut, DropCopy, Effect
-from .messages import MOST_COPIES, Failure, HostCopy, Orders, Reading, Spec, Withdrawing
+from .messages import MOST_COPIES, Failure, Holding, HostCopy, Orders, Reading, Spec, Withdrawing
 from .names import Digest, Version
 
 Copying = tuple[Literal["in", "out"], Version]
@@ -108,9 +108,9 @@ class Shelf:
         if version not in self.copies:
             self._make(version, root)
 
-    def _make(self, version: Version, root: Digest) -> None:
+    def _make(self, version: Version, root: Digest, *, published: bool = False) -> None:
         self._made += 1
-        self.copies[version] = HostCopy(self._made, version, root)
+        self.copies[version] = HostCopy(self._made, version, root, published=published)
 
     def advanced(self, version: Version, done: int, chunks: int) -> None:
         found = self.copies[version]
@@ -122,13 +122,13 @@ class Shelf:
 
     # --- copied here --------------------------------------------------------------------------------------------------
 
-    def copy_out(self, buffer: Withdrawing) -> CopyOut | None:
+    def copy_out(self, buffer: Holding | Withdrawing) -> CopyOut | None:
         """Begin to offload, if that is ordered and fits."""
         is_busy = self.copying is not None or buffer.version in self.copies or not self.left
         if is_busy or self.offload != buffer.version or self.error is not None:
             return None
         self.copying, self.error = ("out", buffer.version), None
-        self._make(buffer.version, buffer.root)
+        self._make(buffer.version, buffer.root, published=buffer.published)
         return CopyOut(buffer.version)
 
     def copied_out(self, version: Version, failure: Failure | None) -> None:

@@ -79,10 +79,11 @@ def _model(server: "Server", model: Model) -> ModelView:
     return ModelView(
         name=model.name,
         shards=model.shards,
-        latest=model.newest,
+        latest=model.latest,
         size_bytes=sum(sizes.values()),
         versions=tuple(_version(model, record, replicas) for record in known),
         replicas=replicas,
+        newest=model.newest,
     )
 
 
@@ -94,7 +95,9 @@ def _version(model: Model, record: VersionRecord, replicas: tuple[ReplicaView, .
     filling = tuple(r.name for r in replicas if has(r, ("filling",)))
     return VersionView(
         version=record.version,
-        is_latest=record.version == model.newest,
+        is_latest=record.version == model.latest,
+        is_lost=model.is_lost(record),
+        is_established=record.is_established,
         is_complete=record.exists,
         holders=holders,
         filling=filling,

@@ -83,12 +83,14 @@ class VersionView(msgspec.Struct, frozen=True):
     filling: tuple[str, ...]
     last_holder: str = ""  # where nobody holds it any more
     host_copies: tuple[str, ...] = ()  # replicas that have a whole copy of some shard in host memory
+    is_lost: bool = False  # some shard of it is whole with nobody who could still come back
+    is_established: bool = False  # each shard has been whole outside the replica that published it
     is_retained: bool = False  # among the newest to be kept, or pinned
     far_bytes: dict[str, int] = {}  # by site: what came into it from other sites, as far as this server has heard
 
 
 class ModelView(msgspec.Struct, frozen=True):
-    """One model by name."""
+    """One model by name. `latest` is its newest version that is not lost, `newest` the highest number ever taken."""
 
     name: str
     shards: int
@@ -96,6 +98,7 @@ class ModelView(msgspec.Struct, frozen=True):
     size_bytes: int  # of all shards
     versions: tuple[VersionView, ...]  # newest first
     replicas: tuple[ReplicaView, ...]
+    newest: int | None = None
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -262,7 +262,9 @@ class Worker:
         call = self.call
         if call is not None and call.number is None and (self.ended or self.position is not None):
             call.number = max(self.ended, self.position or 0) + 1
-        if call is not None and call.answer is not None and call.answer.error is not None:
+        if call is not None and now < call.deadline and worker_calls.retries(call):
+            worker_calls.again(self, call, now)
+        elif call is not None and call.answer is not None and call.answer.error is not None:
             worker_calls.fail(self, call.answer.error, now)
         elif call is not None and call.answer is not None and call.answer.finished:
             worker_calls.end(self, well=True, now=now)
@@ -287,7 +289,7 @@ class Worker:
     def _advance_copies(self, now: float) -> None:
         """Offload, fill from a host copy, and drop what was told to go."""
         step: events.Effect | None = None
-        if isinstance(self.buffer, Withdrawing) and not self.is_stopping_serving:
+        if isinstance(self.buffer, Holding | Withdrawing) and not self.is_stopping_serving:
             step = self.shelf.copy_out(self.buffer)
         elif isinstance(self.buffer, Filling) and self.call is not None and not self._is_written:
             if self.shelf.whole(self.buffer.version) is not None:

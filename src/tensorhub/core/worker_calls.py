@@ -63,6 +63,24 @@ def withdraw(worker: "Worker", *, impatient: bool, now: float) -> None:
     worker.note(now, f"withdraws version {worker.buffer.version}" + (", impatient" if impatient else ""))
 
 
+def retries(call: Call) -> bool:
+    """Its version was lost, and what it wants may be another version by now: it is called once more, by ourselves.
+
+    All shards of the replica have heard so together, and all do the same.
+    """
+    error = call.answer.error if call.answer is not None else None
+    is_lost = error is not None and error.code == "version-unavailable"
+    return is_lost and call.verb in FILLS and not isinstance(call.spec, int)
+
+
+def again(worker: "Worker", call: Call, now: float) -> None:
+    """End the call without a word to its caller, and make the same call as the replica's next operation."""
+    worker.note(now, f"calls {call} again: version {call.resolved} is lost")
+    end(worker, well=False, now=now)
+    worker.call = Call(call.verb, call.spec, call.root, call.started, call.deadline)
+    worker.opened = None
+
+
 def fail(worker: "Worker", failure: Failure, now: float) -> None:
     """End the call with an error."""
     call = worker.call

@@ -181,6 +181,8 @@ class Options:
 
 _SERVER_TEXTS = {
     "default_retain": "newest versions of a model that no voluntary departure may lose, unless its workers want more",
+    "keep_established": "keep the newest version that is whole outside its publisher until a newer one is",
+    "spot_heir_s": "how long who closes waits for a worker that nobody relies on to take what would be lost",
     "lease_s": "how long a worker that says nothing is believed to be alive",
     "report_s": "a worker says how things are at least this often",
     "drift": "a worker trusts its lease for (1 - drift) of it: the difference of two clocks' speeds",
@@ -234,8 +236,12 @@ def server_settings(environ: Mapping[str, str] | None = None, **arguments: objec
             found[each.name] = parse_switch(*given)
         elif given is not None:
             least = 0 if each.name == "default_retain" else 1
-            is_count = isinstance(each.default, int)
-            found[each.name] = _parse_count(*given, least=least) if is_count else _parse_number(*given)
+            if isinstance(each.default, bool):
+                found[each.name] = _parse_truth(*given)
+            elif isinstance(each.default, int):
+                found[each.name] = _parse_count(*given, least=least)
+            else:
+                found[each.name] = _parse_number(*given)
     settings = replace(Settings(), **found)  # type: ignore[arg-type]
     if settings.drift >= 1 or settings.report_s >= settings.trust_s:
         raise UsageError(
@@ -257,6 +263,14 @@ def table() -> list[Row]:
         for each in fields(Settings)
     ]
     return worker + server
+
+
+def _parse_truth(value: object, name: str) -> bool:
+    known = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+    found = value if isinstance(value, bool) else known.get(str(value).strip().lower())
+    if found is None:
+        raise UsageError(f"{name}={value!r} is neither yes nor no")
+    return found
 
 
 def _given(

@@ -71,6 +71,8 @@ class ServerShell:
 
     def _deliver(self, outbox: list[tuple[str, ToWorker]]) -> None:
         """Send what the machine wants sent, and be back when it wants to be asked again."""
+        while self.machine.said:
+            _log.warning("%s", self.machine.said.popleft())
         for sender, message in outbox:
             line = self._lines.get(sender)
             if line is not None:

@@ -1,0 +1,117 @@
+"""Which version is safe enough to be the one that is left: the newest *established* one.
+
+A version is established once each of its shards has been whole outside the replicas that published it: in a reliable
+worker if any lives there, else in a spot one. The newest established version is retained until a newer one is, however
+old it is: what was published since may go with its publisher.
+
+One worker of each shard pays for that, all of one replica where they can. Ahead of need, while it holds the version
+and its caller computes, it copies it to host memory. Where there was no time, it does so before it leaves the version.
+Where there is no room, it leaves the version after the others.
+"""
+
+from typing import TYPE_CHECKING
+
+from . import operations
+from .membership import Member
+from .messages import Holding, Withdrawing
+from .names import Shard
+from .references import Model, VersionRecord
+
+if TYPE_CHECKING:
+    from .server import Server
+
+
+def note_changes(server: "Server") -> None:
+    """Somebody has all of a version who had not, or has it no more: what follows for everybody."""
+    for model in server.models.values():
+        if not model.changed:
+            continue
+        if not server.is_recovering:
+            lost, back = model.news_of_losses()
+            server.said += [f"{failure.message}; {failure.hint}" for failure in lost]
+            server.said += [f"version {version} of {model.name} is back" for version in back]
+            server.counters["lost_versions"] += len(lost)
+            if note_established(model) or lost or back:
+                server.touch_all(model)
+        model.changed = {}
+
+
+def note_established(model: Model) -> bool:
+    """Whether any version of those that have changed is established since."""
+    is_news = False
+    for version in model.changed:
+        record = model.versions.get(version)
+        if record is not None and record.exists and not record.is_established and _is_whole_outside(model, record):
+            record.is_established = is_news = True
+    return is_news
+
+
+def _is_whole_outside(model: Model, record: VersionRecord) -> bool:
+    for each in range(model.shards):
+        shard = Shard(each)
+        reliable = model.reliable.get(shard, {})
+        needs_reliable = any(w.replica not in record.publishers and w not in model.closing for w in reliable)
+        outside = (worker for worker in record.whole.get(shard, {}) if worker.replica not in record.publishers)
+        if not any(worker in reliable or not needs_reliable for worker in outside):
+            return False
+    return True
+
+
+def has_reliable_holder(model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """Somebody reliable has the leaver's shard whole, and does not want to go for good.
+
+    For the newest established version, outside its publishers: it outlives them.
+    """
+    reliable = model.reliable.get(leaver.shard, {})
+    must_be_outside = record.version == model.newest_established and leaver.worker.replica not in record.publishers
+    return any(
+        worker in reliable
+        and worker not in model.closing
+        and not (must_be_outside and worker.replica in record.publishers)
+        for worker in record.whole.get(leaver.shard, {})
+    )
+
+
+def is_keeper(server: "Server", model: Model, member: Member) -> bool:
+    """It holds the newest established version, and of those that do it is the one to make a copy ahead of need."""
+    version, buffer = model.newest_established, member.report.buffer
+    if version is None or not isinstance(buffer, Holding) or buffer.version != version:
+        return False
+    record = model.record(version)
+    if not _may_keep(model, record, member):
+        return False
+    holders = (server.members.get(worker) for worker in record.whole.get(member.shard, {}))
+    able = [other for other in holders if other is not None and _may_keep(model, record, other)]
+    return min(able, key=lambda other: _rank(other, record)) is member
+
+
+def _may_keep(model: Model, record: VersionRecord, member: Member) -> bool:
+    report = member.report
+    if member.worker.replica in record.publishers or report.closing or not member.is_connected:
+        return False
+    if report.copy_error is not None:
+        return False
+    if not member.hello.reliable and has_reliable_holder(model, record, member):
+        return False
+    fetches = member.hello.prefetch != "never" or report.prefetch is not None
+    spare = 1 if fetches else 0  # room for what it fetches ahead
+    return member.copy(record.version) is not None or report.copies_left > spare
+
+
+def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
+    return not member.hello.reliable, member.copy(record.version) is None, member.worker
+
+
+def is_another_on_its_way(server: "Server", model: Model, record: VersionRecord, member: Member) -> bool:
+    """Another replica is leaving, or has left, this version for a newer one: it will have that before this one must."""
+    for other in server.members_of(model, member.shard):
+        if other.worker == member.worker or not other.is_connected or other.report.closing:
+            continue
+        wanted = operations.wanted_version(model.replicas[other.hello.replica], other)
+        if wanted is None or wanted <= record.version:
+            continue
+        buffer = other.report.buffer
+        has_left = not isinstance(buffer, Holding | Withdrawing) or buffer.version != record.version
+        if has_left or other.worker > member.worker:  # of those that still withdraw it the first by name stays
+            return True
+    return False
