@@ -66,9 +66,12 @@ class Replica:
 class Cluster:
     """One scenario: a server, replicas of one model, and what its versions are."""
 
-    def __init__(self, name, folder, pool, *, lease_s=2.0, shard_bytes=SHARD_BYTES, shards=SHARDS, retain=0, **more):
-        """`retain` newest versions are kept whoever leaves; with 0, a source waits for its readers instead."""
-        self._more = {"retain": retain, **more}
+    def __init__(self, name, folder, pool, *, lease_s=2.0, shard_bytes=SHARD_BYTES, shards=SHARDS, **keeps):
+        """`retain` newest versions are kept whoever leaves; with 0, a source waits for its readers instead.
+
+        `keep_established`: and the newest that is whole outside its publisher, until a newer one is.
+        """
+        self._keeps = keeps
         self.lease_s = lease_s
         self.shards = shards
         self.shard_bytes = shard_bytes
@@ -76,7 +79,7 @@ class Cluster:
         self._folder, self._pool = folder, pool
         self._processes = []
         self._clean = []
-        self.server = self._add(ServerProcess(folder, lease_s=lease_s, **self._more))
+        self.server = self._add(ServerProcess(folder, lease_s=lease_s, **self._keeps))
 
     @property
     def address(self):
@@ -91,7 +94,9 @@ class Cluster:
     def restart_server(self):
         """Another life of the server at the same address, which remembers nothing."""
         port = int(self.address.rpartition(":")[2])
-        self.server = self._add(ServerProcess(self._folder, lease_s=self.lease_s, port=port, fresh=False, **self._more))
+        self.server = self._add(
+            ServerProcess(self._folder, lease_s=self.lease_s, port=port, fresh=False, **self._keeps)
+        )
 
     def replica(self, name, **options):
         return self.replicas(name, **options)[0]

@@ -150,10 +150,25 @@ class Process:
 class ServerProcess(Process):
     """`tensorhub serve`."""
 
-    def __init__(self, folder, *, lease_s, report_s=0.25, port=0, fresh=True, retain=0, patience_s=UNMOVED_S):
+    def __init__(
+        self,
+        folder,
+        *,
+        lease_s,
+        report_s=0.25,
+        port=0,
+        fresh=True,
+        retain=0,
+        keep_established=False,
+        patience_s=UNMOVED_S,
+    ):
         options = ["--port", str(port), "--lease", str(lease_s), *(["--fresh"] if fresh else [])]
         command = [sys.executable, "-m", "tensorhub.cli", "serve", *options]
-        environ = {"TENSORHUB_REPORT_S": str(report_s), "TENSORHUB_DEFAULT_RETAIN": str(retain)}
+        environ = {
+            "TENSORHUB_REPORT_S": str(report_s),
+            "TENSORHUB_DEFAULT_RETAIN": str(retain),
+            "TENSORHUB_KEEP_ESTABLISHED": str(keep_established),
+        }
         if patience_s is not None:
             environ |= {"TENSORHUB_STALLED_S": str(patience_s), "TENSORHUB_SLOW_S": str(patience_s)}
         super().__init__("server", command, folder, env=environ)
