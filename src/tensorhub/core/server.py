@@ -46,9 +46,7 @@ from .view import Status
 
 Outbox = list[tuple[str, ToWorker]]
 
-LATE = (
-    0.5  # of the time between two reports: to be called later than that is a pause, and none of a timer's or a loop's
-)
+LATE = 0.5  # of the time between two reports: to be called later than that is a pause, not a slow timer or loop
 MOST_SAID = 100  # lines for the log that nobody has fetched
 MOST_ROUNDS = 100  # decisions for one worker in one event: a chain of sources that move takes a few
 
@@ -394,10 +392,8 @@ class Server:
         """Something changed that others of the model may be waiting for."""
         for replica in model.replicas.values():
             for worker in replica.members.values():
-                member = self.members.get(worker)
-                if member is None:
-                    continue
-                is_busy = member.report.operation is not None or self.reads.load(worker) or self.reads.of(worker)
-                is_busy = is_busy or bool(member.report.copies)
+                member = self.known(worker)
+                reads = self.reads.load(worker) or self.reads.of(worker)
+                is_busy = member.report.operation is not None or reads or member.report.copies
                 if is_busy or isinstance(member.report.buffer, Withdrawing):
                     self.touch(worker)
