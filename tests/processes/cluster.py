@@ -66,22 +66,7 @@ class Replica:
 class Cluster:
     """One scenario: a server, replicas of one model, and what its versions are."""
 
-<<<<<<< HEAD
     def __init__(self, name, folder, pool, *, lease_s=2.0, shard_bytes=SHARD_BYTES, shards=SHARDS, **keeps):
-=======
-    def __init__(
-        self,
-        name,
-        folder,
-        pool,
-        *,
-        lease_s=2.0,
-        shard_bytes=SHARD_BYTES,
-        shards=SHARDS,
-        retain=0,
-        keep_established=False,
-    ):
->>>>>>> d2f7cf9 (One SIGKILL of the trainer, with real processes: in time, in mid-transfer, and a close that hands on to a spot rollout)
         """`retain` newest versions are kept whoever leaves; with 0, a source waits for its readers instead.
 
         `keep_established`: and the newest that is whole outside its publisher, until a newer one is.
@@ -109,13 +94,9 @@ class Cluster:
     def restart_server(self):
         """Another life of the server at the same address, which remembers nothing."""
         port = int(self.address.rpartition(":")[2])
-<<<<<<< HEAD
         self.server = self._add(
             ServerProcess(self._folder, lease_s=self.lease_s, port=port, fresh=False, **self._keeps)
         )
-=======
-        self.server = self._add(ServerProcess(self._folder, lease_s=self.lease_s, port=port, fresh=False, **self.keeps))
->>>>>>> d2f7cf9 (One SIGKILL of the trainer, with real processes: in time, in mid-transfer, and a close that hands on to a spot rollout)
 
     def replica(self, name, **options):
         return self.replicas(name, **options)[0]

@@ -27,7 +27,7 @@ class Fleet:
     """`sites` datacenters with so many workers in each; the trainer is in the first. All hold version 1."""
 
     def __init__(self, sites: int, workers: int, *, chunk_s: float = 0.05, step_s: float = 0.05) -> None:
-        self.stage = Stage(Settings(default_retain=0))
+        self.stage = Stage(Settings(default_retain=0, keep_established=False))
         self.chunk_s, self.step_s = chunk_s, step_s
         self.left: Counter[str] = Counter()  # chunks that have left each site
         self.credit: dict[int, float] = {}  # of the chunk under way, by ticket

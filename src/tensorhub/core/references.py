@@ -172,11 +172,16 @@ class Model:
 
     def is_wished(self, version: Version) -> bool:
         """It is to be kept because of how new it is, or by a pin, and not only until a newer one is established."""
-        return version in islice(self.available(), self.retain) or any(version in pins for pins in self.pins.values())
+        return version in self._newest() or any(version in pins for pins in self.pins.values())
+
+    def _newest(self) -> dict[Version, None]:
+        """The newest `retain` versions: of all, and of those that are not lost. Who has the others may be back."""
+        existing = (version for version in reversed(self._ascending) if self.versions[version].exists)
+        return dict.fromkeys([*islice(existing, self.retain), *islice(self.available(), self.retain)])
 
     def retained(self) -> dict[Version, None]:
         """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""
-        found = dict.fromkeys(islice(self.available(), self.retain))
+        found = self._newest()
         established = self.newest_established
         if established is not None:
             found[established] = None

@@ -71,13 +71,22 @@ class ProgressJudge(Judge):
                     self.broken(f"{replica} is dead and still counts as a holder of {what}", "leak")
 
     def copies(self) -> None:
-        """Everybody holds the newest version: no host copy is needed any more but of what is pinned or retained."""
+        """Everybody holds the newest version: no host copy is needed any more but of what is pinned or retained.
+
+        And one of the newest for each shard, made ahead of need: it outlives the birth of the next version.
+        """
         if any(trouble.misfortune.stays for trouble in self.truth.troubles.all):
             return
         for life in self.truth.lives.values():
             pinned = [v for other in self.truth.lives.values() for v in other.pins]
             newest = self.truth.newest(life.me.model)
             for version in life.copies:
-                is_old = newest is None or version == newest or version < newest - 2 * self.conditions.retain
+                kept = [
+                    other.name
+                    for other in self.truth.lives.values()
+                    if (other.me.model, other.me.shard) == (life.me.model, life.me.shard) and version in other.copies
+                ]
+                is_spare = version == newest and len(kept) > 1
+                is_old = newest is None or is_spare or version < newest - 2 * self.conditions.retain
                 if version not in pinned and is_old:
                     self.broken(f"{life.name} still has a host copy of version {version}", "leak")
