@@ -105,7 +105,10 @@ def leave_slow(server: "Server", model: Model, record: VersionRecord, reader: Me
 
 def _note_stuck(server: "Server", reader: Member, read: OpenRead) -> None:
     """It is slow, and nobody would do better, or it was tried in vain."""
-    read.pace.is_stuck = True
+    if not read.pace.is_stuck:
+        read.pace.is_stuck = True
+        for behind in server.reads.from_source(reader.worker):
+            server.touch(behind.reader)  # who need not wait for it any more
     reader.may_move_at = max(reader.may_move_at, server.now + window_s(server))
     if not reader.moves:
         return
