@@ -167,7 +167,7 @@ class ServerProcess(Process):
         environ = {
             "TENSORHUB_REPORT_S": str(report_s),
             "TENSORHUB_DEFAULT_RETAIN": str(retain),
-            "TENSORHUB_KEEP_ESTABLISHED": str(keep_established),
+            "TENSORHUB_KEEP_ESTABLISHED": "yes" if keep_established else "no",
         }
         if patience_s is not None:
             environ |= {"TENSORHUB_STALLED_S": str(patience_s), "TENSORHUB_SLOW_S": str(patience_s)}
