@@ -17,6 +17,7 @@ from tensorhub.core.events import (
     StartServing,
     StopRead,
     StopServing,
+    Warn,
 )
 from tensorhub.core.messages import (
     Answer,
@@ -184,6 +185,8 @@ class Words:
                 return f"{who} drops its host copy of version {version}"
             case Delayed(why=why):
                 return f"{who} WARNS {failure_text(why)}"
+            case Warn(text=text):
+                return f"{who} WARNS: {text}"
             case Finished(version=version, error=None):
                 return f"{who} RETURNS" + ("" if version is None else f" {version}")
             case Finished(error=Failure() as error):

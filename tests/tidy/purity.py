@@ -11,7 +11,19 @@ from .sources import PACKAGE, FunctionNode, Source, dotted, imports_of
 
 PURE_MODULES = frozenset(
     {
-        *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "hashlib", "heapq"),
+        *(
+            "__future__",
+            "abc",
+            "bisect",
+            "collections",
+            "copy",
+            "dataclasses",
+            "enum",
+            "functools",
+            "hashlib",
+            "heapq",
+            "hmac",
+        ),
         *("itertools", "math", "operator", "re", "string", "textwrap", "types", "typing", "msgspec"),
     }
 )

@@ -283,6 +283,13 @@ class Delayed:
 
 
 @dataclass(frozen=True, slots=True)
+class Warn:
+    """Something that nobody asked about has gone wrong here: for the log, once."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """After `Closing`: the connection may be closed. `drained` is False if readers had to be cut off."""
 
@@ -303,4 +310,5 @@ Effect = (
     | Finished
     | Delayed
     | Left
+    | Warn
 )

@@ -105,7 +105,8 @@ def serving_stopped(worker: "Worker", version: Version, now: float) -> None:
     worker.serving, worker.is_stopping_serving, worker.withdrawn_in = None, False, 0
     old = worker.withdrawn
     if isinstance(worker.buffer, Poisoned):
-        worker.buffer = Poisoned()
+        worker.buffer = Empty() if worker.is_disowned else Poisoned()
+        worker.is_disowned = False
     elif old is None or worker.closing is not None:
         worker.buffer = Empty()
     else:

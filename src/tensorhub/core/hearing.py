@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from . import moving, operations
+from . import evidence, moving, operations
 from .groups import Replica
 from .membership import Avoided, Member
 from .messages import (
@@ -36,13 +36,17 @@ WHOLE = Holding | Withdrawing | Vacated  # buffers that have all of a version
 def take_content(server: "Server", model: Model, replica: Replica, member: Member, before: Report) -> None:
     """What the worker has in its buffer and beside it."""
     report, worker = member.report, member.worker
-    is_news = report.newest is not None and model.note_exists(report.newest)
+    is_news = False
+    if report.newest is not None and evidence.believes_newest(server, model, report):
+        is_news = model.note_exists(report.newest)
     buffer = report.buffer
     if type(buffer) is not type(before.buffer) or version_in(buffer) != version_in(before.buffer):
         member.is_drained = False
-    if isinstance(buffer, WHOLE) and not model.pin(worker, buffer.version, buffer.root, report.layout):
+    member.conflict = Digest("")
+    if isinstance(buffer, WHOLE) and not evidence.accepts(server, model, member, buffer.version, buffer.root):
         server.counters["conflicting_holders"] += 1
-        buffer = Poisoned()  # not what that version is: nobody reads it here
+        member.conflict = buffer.root
+        buffer = Poisoned()  # not what that version is: nobody reads it here, and it is told so
         report = member.report = replace(report, buffer=buffer)
     report = member.report = replace(report, copies=_good_copies(server, model, member), pins=report.pins[:MOST_PINS])
     model.move(worker, before, report)
@@ -54,6 +58,10 @@ def take_content(server: "Server", model: Model, replica: Replica, member: Membe
     for copy in report.copies:
         if copy.published:
             model.record(copy.version).publishers[replica.name] = None
+    for version in versions_in(report):
+        for group, other in evidence.holders_in_dispute(server, model, version):
+            take_content(server, model, group, other, other.report)
+            server.touch(other.worker)
     is_news |= _take_wishes(server, model, member, before)
     _count_far(model, member, before)
     if is_news or [c.whole for c in before.copies] != [c.whole for c in report.copies]:
@@ -67,9 +75,10 @@ def _good_copies(server: "Server", model: Model, member: Member) -> tuple[HostCo
     found = []
     for copy in member.report.copies[:MOST_COPIES]:
         if copy.whole and not copy.leaving:
-            if not model.pin(member.worker, copy.version, copy.root, member.report.layout):
+            if not evidence.accepts(server, model, member, copy.version, copy.root):
                 server.counters["conflicting_holders"] += 1
-                copy = replace(copy, whole=False, leaving=True)
+                member.releasing[copy.number] = None
+                copy = replace(copy, whole=False)
             else:
                 model.note_exists(copy.version)
         found.append(copy)
@@ -116,7 +125,7 @@ def take_reads(server: "Server", member: Member) -> None:
     close_reads(server, member, report.closed)
     reading = report.reading
     is_known = reading is None or any(read.ticket == reading.ticket for read in server.reads.of(worker))
-    if reading is not None and not is_known and server.is_recovering and reading.ticket > report.closed:
+    if reading is not None and not is_known and server.is_recovering and _may_adopt(server, report):
         text = "granted before a restart"
         grant = Grant(
             *(reading.ticket, reading.version, Digest(""), reading.source, (), text),
@@ -149,6 +158,12 @@ def _count_failure(server: "Server", reader: Member, failure: TicketFailure) -> 
     if source is not None:
         source.is_doubted = True
     server.counters["failed_reads"] += 1
+
+
+def _may_adopt(server: "Server", report: Report) -> bool:
+    """A server before this one may have granted what the worker reads."""
+    reading = report.reading
+    return reading is not None and reading.ticket > report.closed and server.numbers.is_ours(reading.ticket)
 
 
 def close_reads(server: "Server", member: Member, upto: Ticket | None) -> None:

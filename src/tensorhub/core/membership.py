@@ -52,6 +52,7 @@ class Member:
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
     releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that it was told to let go
     closing_since: float = inf
+    conflict: Digest = Digest("")  # the root of what it holds that is not what its version is
     wakes_at: float = inf  # when to look at it again although nothing was heard
     queued_at: float = inf  # its one valid place in the queue of times
 

@@ -237,6 +237,10 @@ class Report(_Message, frozen=True, tag="report"):
     copy_error: Failure | None = None
     pins: tuple[Version, ...] = ()
     prefetch: Spec | None = None
+    newest_receipt: str = ""  # of the server, for `newest`
+    receipts: dict[int, str] = {}  # of the server, by version: that what is here is what was published
+    ceiling: Number = Number(0)  # no server has ever given out a number above it
+    ceiling_receipt: str = ""
     closing: bool = False
     leaving: bool = False  # close() was called, nobody reads any more: this worker may be forgotten
     claim: Version | None = None  # the number that its last unpublish has claimed
@@ -295,6 +299,11 @@ class Orders(_Message, frozen=True, tag="orders"):
     offload: Version | None = None
     fetch: Version | None = None
     release: tuple[int, ...] = ()
+    newest_receipt: str = ""
+    receipts: dict[int, str] = {}  # for what the worker holds and has none of yet
+    ceiling: Number = Number(0)
+    ceiling_receipt: str = ""
+    conflict: Digest = Digest("")  # content with this root is not what its version is: whoever holds it does not
 
 
 class Refusal(_Message, frozen=True, tag="refusal"):

@@ -49,6 +49,7 @@ def advance(server: "Server", model: Model, replica: Replica, operation: GroupOp
         replica.finished = max(replica.finished, operation.number)
         if operation.verb == "publish" and operation.version is not None:
             model.note_exists(operation.version)
+            model.record(operation.version).proved = dict.fromkeys(operation.arrived)
 
 
 def _missing(replica: Replica) -> Failure | None:

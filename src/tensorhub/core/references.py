@@ -29,6 +29,8 @@ class VersionRecord:
     holders: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
     whole: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
     publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
+    proved: dict[Shard, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
+    disputed: dict[Shard, None] = field(default_factory=dict)  # found to be another content than was believed
     is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
@@ -52,6 +54,7 @@ class Model:
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
+    newest_receipt: tuple[Version | None, str] = (None, "")  # for that number
     is_listening: bool = False  # after a restart: who has what is not known yet, so nothing counts as lost
     keeps_established: bool = True
     retain: int = 0

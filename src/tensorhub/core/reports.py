@@ -21,7 +21,8 @@ def news_of(report: Report) -> Report:
         reading = replace(reading, rate_bytes_per_s=0, arrived_bytes=0, is_opened=False)
     copies = tuple(replace(each, done=0, chunks=0) for each in report.copies)
     counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "far_bytes": {}}
-    return replace(report, buffer=buffer, reading=reading, copies=copies, **counters)
+    carried = replace(report, newest=None, newest_receipt="", receipts={}, ceiling=Number(0), ceiling_receipt="")
+    return replace(carried, buffer=buffer, reading=reading, copies=copies, **counters)
 
 
 def add_up(table: dict[str, int], name: str, amount: int, *, most: int) -> None:

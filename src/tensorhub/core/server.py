@@ -21,7 +21,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from . import admission, establishing, granting, hearing, operations, retention
+from . import admission, establishing, evidence, granting, hearing, operations, retention
 from .errors import InvariantViolation
 from .groups import Replica
 from .invariants import server_contradiction
@@ -38,7 +38,9 @@ from .messages import (
     Withdrawing,
 )
 from .names import Digest, ModelName, Number, Shard, Version, WorkerId
+from .numbers import Numbers
 from .open_reads import OpenReads
+from .receipts import Notary
 from .references import Model
 from .settings import Settings
 from .status import status_of
@@ -66,6 +68,7 @@ class Server:
     now: float
     first_number: int
     fresh: bool = False
+    key: bytes = b""  # of its receipts: the same for all lives of one cluster's server
     models: dict[ModelName, Model] = field(default_factory=dict)
     members: Members = field(default_factory=Members)
     reads: OpenReads = field(default_factory=OpenReads)
@@ -76,7 +79,8 @@ class Server:
         self.paused_s = 0.0  # how far the time awake lags behind the caller's
         self.started = self.now
         self.recovered_at = self.now if self.fresh else self.now + self.settings.lease_s
-        self._number = self.first_number
+        self.notary = Notary(self.key)
+        self.numbers = Numbers(self.first_number, self.notary)
         self._hellos: dict[str, Hello] = {}
         self._dirty: dict[WorkerId, bool] = {}  # True: answer it in any case
         self._has_recovered = self.fresh
@@ -199,8 +203,7 @@ class Server:
         if hello is None:
             return Refusal("refused", "a report before any hello", "is this a TensorHub worker?")
         self.counters["reports"] += 1
-        reading = report.reading
-        self._number = max(self._number, report.seen, report.session, report.closed, reading.ticket if reading else 0)
+        self.counters["odd_numbers"] += not self.numbers.learn(report)
         member = self.members.get(hello.worker)
         if member is not None and member.hello.life != hello.life:
             return admission.taken(self, member)
@@ -312,7 +315,7 @@ class Server:
         member.is_drained = drained is not None
         duties = retention.duties_of(self, model, replica, member)
         orders = self._orders(member, answer, None if self.is_recovering else replica.ended, drained, duties)
-        news = replace(orders, number=Number(0), acknowledged=0, newest=None)
+        news = replace(orders, number=Number(0), acknowledged=0, newest=None, newest_receipt="")
         if not must_answer and news == member.sent:
             return []
         member.sent = news
@@ -338,15 +341,14 @@ class Server:
             answer=answer,
             grant=current.grant if current is not None else None,
             drained=drained,
-            newest=self.models[member.hello.model].newest,
+            **evidence.given(self, self.models[member.hello.model], member)._asdict(),
             **duties._asdict(),
         )
 
     # --- small things -------------------------------------------------------------------------------------------------
 
     def next_number(self) -> Number:
-        self._number += 1
-        return Number(self._number)
+        return self.numbers.next()
 
     def _place(self, member: Member) -> tuple[Model, Replica]:
         model = self.models[member.hello.model]

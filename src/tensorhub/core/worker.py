@@ -65,6 +65,10 @@ class Worker:
         self.serving: Version | None = None  # an export of this version exists
         self.is_stopping_serving = False
         self.withdrawn_in = 0  # the report that first said so
+        self.proved_newest: tuple[Version | None, str] = (None, "")
+        self.ceiling: tuple[Number, str] = (Number(0), "")
+        self.receipts: dict[int, str] = {}  # by version of what is here
+        self.is_disowned = False  # what is being stopped was published here, and is not what its version is
         self.opened: Version | None = None  # in this call: some source had it, and its manifest is known
         self.ended, self.finished = 0, 0
         self.patience_s = inf  # how long a death may remain unknown: the server says
@@ -216,6 +220,8 @@ class Worker:
         self.slot.take_grant(orders.grant)
         self.shelf.take(orders, next_report=self.book.number + 1)
         self.note_newest(orders.newest)
+        self.take_receipts(orders)
+        worker_calls.take_conflict(self, orders.conflict, now)
         call = self.call
         if call is not None and call.take(orders.answer):
             if call.verb in FILLS:  # a version that is being published may yet fail to come into being
@@ -320,7 +326,11 @@ class Worker:
             finished=self.finished,
             reading=self.reading,
             closed=self.slot.raise_watermark(self.seen),
-            newest=self.newest,
+            newest=self.proved_newest[0],
+            newest_receipt=self.proved_newest[1],
+            receipts=self._receipts_here(),
+            ceiling=self.ceiling[0],
+            ceiling_receipt=self.ceiling[1],
             failures=tuple(self.failures),
             received_bytes=dict(self.received_bytes),
             far_bytes=dict(self.far_bytes),
@@ -336,6 +346,19 @@ class Worker:
         if self.connected and (self.is_urgent or self.book.is_due(report, now=now)):
             self.is_urgent = False
             self.effects.append(events.Send(self.book.sent(report, now=now)))
+
+    def take_receipts(self, orders: Orders) -> None:
+        """What the server has said, to be told to the next one."""
+        if orders.newest is not None:
+            self.proved_newest = (orders.newest, orders.newest_receipt)
+        if orders.ceiling > self.ceiling[0]:
+            self.ceiling = (orders.ceiling, orders.ceiling_receipt)
+        self.receipts = {**self._receipts_here(), **orders.receipts}
+
+    def _receipts_here(self) -> dict[int, str]:
+        """Those of what is here."""
+        here = dict.fromkeys([self.held, *self.shelf.copies])
+        return {version: receipt for version, receipt in self.receipts.items() if version in here}
 
     def note_newest(self, version: Version | None) -> None:
         if version is not None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from . import events, filling
 from .calls import FILLS, Call, why_not_begin
 from .messages import Empty, Failure, Filling, Holding, Poisoned, Vacated, Withdrawing
+from .names import Digest
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -118,6 +119,24 @@ def end(worker: "Worker", *, well: bool, now: float) -> None:
         worker.buffer = Holding(worker.buffer.version, worker.buffer.root, worker.buffer.published)
         worker.withdrawn_in = 0
     filling.give_back(worker, now)
+
+
+def take_conflict(worker: "Worker", root: Digest, now: float) -> None:
+    """What is held is not what its version is: another publish of that number was finished. It is not held any more."""
+    buffer = worker.buffer
+    if not root or not isinstance(buffer, Holding | Withdrawing | Vacated) or buffer.root != root:
+        return
+    text = f"what {worker.me} holds as version {buffer.version} is not what was published as version {buffer.version}"
+    hint = "publish it under a higher number" if buffer.published else "replicate the version again"
+    worker.is_disowned = buffer.published
+    if worker.serving is None:
+        worker.buffer = Empty() if buffer.published else Poisoned()
+    else:
+        filling.poison(worker)
+    worker.note(now, text)
+    worker.effects.append(events.Warn(f"{text} ({hint})"))
+    if worker.call is not None:
+        fail(worker, Failure("version-conflict", text, hint), now)
 
 
 def advance_closing(worker: "Worker", now: float) -> None:

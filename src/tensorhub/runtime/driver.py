@@ -36,6 +36,7 @@ from ..core.events import (
     StopServing,
     Tick,
     Trust,
+    Warn,
 )
 from ..core.messages import Failure, Hello, Orders, Refusal
 from ..core.names import Version
@@ -220,6 +221,8 @@ class Driver:
                 self.data.copies.drop(version)
             case StopRead():
                 raise InvariantViolation("the answer to it comes at once: see feed()")
+            case Warn(text=text):
+                _log.warning("%s", text)
             case Finished():
                 if self._finished is not None and not self._finished.done():
                     self._finished.set_result(effect)

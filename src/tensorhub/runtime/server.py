@@ -35,6 +35,7 @@ SWEEP_S = 1.0  # how often that is looked at
 SPARE_CONNECTIONS = 256  # beyond most_workers: those that reconnect before the old line was seen to end
 NEWS_S = 0.02  # a burst of reports wakes the long polls once
 LONGEST_POLL_S = 60.0
+ODD_RETRY_S = 1.0  # a worker whose report was nonsense is back with its next one
 EARLY_S = 0.001  # timers of some loops have a resolution of 1 ms and may come before their time
 
 
@@ -43,7 +44,7 @@ class ServerShell:
 
     def __init__(self, *, settings: Settings, token: str = "", fresh: bool = False) -> None:
         now = time.monotonic()
-        self.machine = Server(settings=settings, now=now, first_number=time.time_ns() // 1000, fresh=fresh)
+        self.machine = Server(settings, now, time.time_ns() // 1000, fresh=fresh, key=token.encode())
         self.settings = settings
         self.failure: Exception | None = None
         self.on_failure = asyncio.Event()
@@ -148,8 +149,8 @@ class ServerShell:
                 continue
             try:
                 message = decode_to_server(frame.data, is_known=line.has_said_hello)
-            except Malformed as error:
-                line.post(_malformed(str(error)))
+            except Malformed as error:  # of a worker that had made sense before, perhaps one report is odd
+                line.post(_malformed(str(error), retry_s=ODD_RETRY_S if line.has_said_hello else 0.0))
                 continue
             refusal = self._why_refuse(line, message) if isinstance(message, Hello) else None
             if refusal is None and not isinstance(message, Hello) and not line.has_said_hello:
@@ -277,5 +278,6 @@ def _spec(text: str) -> Spec:
     return spec
 
 
-def _malformed(why: str) -> Refusal:
-    return Refusal("refused", f"this is no message of {PROTOCOL}: {why[:200]}", "is this a TensorHub worker?")
+def _malformed(why: str, *, retry_s: float = 0.0) -> Refusal:
+    text = f"this is no message of {PROTOCOL}: {why[:200]}"
+    return Refusal("refused", text, "is this a TensorHub worker?", retry_s=retry_s)

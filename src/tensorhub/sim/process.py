@@ -35,6 +35,7 @@ from ..core.events import (
     StopServing,
     Tick,
     Trust,
+    Warn,
     Wished,
 )
 from ..core.manifest import Layout, TensorSpec
@@ -200,6 +201,8 @@ class Process:
                 self.host.drop(version)
             case Finished():
                 self._finished(effect)
+            case Warn(text=text):
+                world.note(self.name, f"warns: {text}")
             case Delayed(why=why):
                 world.note(self.name, f"waits: {why.message}")
             case Left():

@@ -1,0 +1,97 @@
+"""Whom to believe where two workers differ: who carries this server's receipt, or that of a life before it.
+
+A receipt says that the content of a shard is what all shards of a replica have published. A holding without one, left
+by a publish that never finished, yields to one that has it, in whatever order they are heard; its worker is told.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .groups import Replica
+from .membership import Member
+from .messages import Holding, Report, Vacated, Withdrawing
+from .names import Digest, Number, Version, WorkerId
+from .receipts import are_equal
+from .references import Model
+
+if TYPE_CHECKING:
+    from .server import Server
+
+
+class Given(NamedTuple):
+    """What orders carry of it."""
+
+    newest: Version | None
+    newest_receipt: str
+    receipts: dict[int, str]
+    ceiling: Number
+    ceiling_receipt: str
+    conflict: Digest
+
+
+def given(server: "Server", model: Model, member: Member) -> Given:
+    """What this worker is to carry from now on."""
+    if model.newest is not None and model.newest_receipt[0] != model.newest:
+        model.newest_receipt = (model.newest, server.notary.newest(model.name, model.newest))
+    receipt = model.newest_receipt[1] if model.newest is not None else ""
+    numbers = server.numbers
+    return Given(model.newest, receipt, _owed(server, model, member), numbers.ceiling, numbers.receipt, member.conflict)
+
+
+def _owed(server: "Server", model: Model, member: Member) -> dict[int, str]:
+    """Receipts for what it holds and has none of yet."""
+    found: dict[int, str] = {}
+    if server.is_recovering:
+        return found
+    for version, root in _held(member.report):
+        record = model.versions.get(version)
+        is_so = record is not None and record.exists and record.roots.get(member.shard) == root
+        if is_so and version not in member.report.receipts:
+            found[version] = server.notary.content(model.name, version, member.shard, root)
+    return found
+
+
+def _held(report: Report) -> list[tuple[Version, Digest]]:
+    buffer = report.buffer
+    found = [(copy.version, copy.root) for copy in report.copies if copy.whole]
+    if isinstance(buffer, Holding | Withdrawing | Vacated):
+        found.append((buffer.version, buffer.root))
+    return found
+
+
+def believes_newest(server: "Server", model: Model, report: Report) -> bool:
+    """The highest number that the worker has heard of was once taken, and it can show that."""
+    if report.newest is None:
+        return False
+    if model.newest is not None and report.newest <= model.newest:
+        return True
+    return are_equal(server.notary.newest(model.name, report.newest), report.newest_receipt)
+
+
+def accepts(server: "Server", model: Model, member: Member, version: Version, root: Digest) -> bool:
+    """The content that the worker has as that version is what the version is, as far as is known."""
+    record, shard = model.record(version), member.shard
+    receipt = member.report.receipts.get(version, "")
+    is_proved = bool(receipt) and are_equal(server.notary.content(model.name, version, shard, root), receipt)
+    known = record.roots.get(shard)
+    if is_proved and known not in (None, root) and shard not in record.proved:
+        record.roots[shard], record.layouts[shard] = root, member.report.layout
+        record.disputed[shard] = None  # who counts as a holder by the other root is looked at again
+    if is_proved and record.roots.get(shard, root) == root:
+        record.proved[shard] = None
+        model.note_exists(version)
+    return model.pin(member.worker, version, root, member.report.layout)
+
+
+def holders_in_dispute(server: "Server", model: Model, version: Version) -> list[tuple[Replica, Member]]:
+    """Those that count as holders of other content than the version turned out to be."""
+    record = model.versions.get(version)
+    if record is None or not record.disputed:
+        return []
+    shards, record.disputed = list(record.disputed), {}
+    workers: list[WorkerId] = [worker for shard in shards for worker in record.whole.get(shard, {})]
+    members = [server.known(worker) for worker in workers]
+    return [(model.replicas[m.hello.replica], m) for m in members if _differs(m, version, record.roots[m.shard])]
+
+
+def _differs(member: Member, version: Version, root: Digest) -> bool:
+    return any(held == version and other != root for held, other in _held(member.report))

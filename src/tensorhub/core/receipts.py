@@ -1,0 +1,43 @@
+"""Receipts: what a reference server has said, as something that a later life of it can recognise.
+
+The server remembers nothing over a restart; the workers tell it. Most of what they tell shows itself. Three things do
+not: which content a version number stands for where two differ, how high a version number is taken, and how high the
+server's own numbers have come. Of these a worker carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693) with a
+key that outlives the process. Without one a worker is believed as far as nobody with a receipt says otherwise.
+"""
+
+import hmac
+from hashlib import blake2b
+
+from .names import Digest, ModelName, Number, Shard, Version
+
+SIZE = 12  # bytes: 96 bits, nobody guesses them in a fleet's life
+
+
+class Notary:
+    """Gives receipts and recognises them."""
+
+    def __init__(self, key: bytes = b"") -> None:
+        """`key`: the same for all lives of one cluster's server; any length."""
+        self._key = blake2b(key, digest_size=32, person=b"tensorhub").digest()
+
+    def content(self, model: ModelName, version: Version, shard: Shard, root: Digest) -> str:
+        """This is what that shard of the version was published as, by all shards of a replica."""
+        return self._sign("content", model, version, shard, root)
+
+    def newest(self, model: ModelName, version: Version) -> str:
+        """A version of that number has existed."""
+        return self._sign("newest", model, version)
+
+    def ceiling(self, number: Number) -> str:
+        """No number above this one was ever given out."""
+        return self._sign("ceiling", number)
+
+    def _sign(self, *parts: object) -> str:
+        text = "\0".join(map(str, parts)).encode()
+        return blake2b(text, key=self._key, digest_size=SIZE).hexdigest()
+
+
+def are_equal(one: str, other: str) -> bool:
+    """Compares in a time that tells nothing of where they differ."""
+    return hmac.compare_digest(one.encode(), other.encode())

@@ -1,0 +1,121 @@
+"""What one worker tells of numbers: nobody's are taken along, and no version number is taken, without a receipt."""
+
+import pytest
+
+from tensorhub.core.messages import PROTOCOL, Hello, Holding, Operation, Orders, Reading, Refusal, Report
+from tensorhub.core.names import Digest, Number, Ticket, Version
+from tensorhub.core.numbers import BLOCK, Numbers
+from tensorhub.core.receipts import Notary
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
+
+from .kit import worker
+
+SETTINGS = Settings(lease_s=4.0, report_s=1.0)
+HIGHEST = 2**62
+
+
+def server(first: int = 1000, *, fresh: bool = True, key: bytes = b"") -> Server:
+    return Server(SETTINGS, 0.0, first, fresh=fresh, key=key)
+
+
+def hear(found: Server, name: str, now: float = 0.0, **told: object) -> Orders:
+    """The answer to a report of that replica's one worker."""
+    me = worker(name)
+    found.handle(Hello(PROTOCOL, me.model, me.replica, me.shard, 1, name), sender=name, now=now)
+    number = told.pop("number", 1)
+    out = found.handle(Report(number=number, **told), sender=name, now=now)  # type: ignore[arg-type]
+    orders = [message for sender, message in out if sender == name]
+    assert orders, out
+    assert isinstance(orders[-1], Orders), orders
+    return orders[-1]
+
+
+@pytest.mark.parametrize("what", ["seen", "session", "closed"])
+def test_a_number_that_no_server_gave_out_takes_nobody_along(what: str) -> None:
+    found = server()
+    hear(found, "liar", **{what: HIGHEST})
+    assert hear(found, "honest").number < 2000
+    assert found.counters["odd_numbers"] == 1
+
+
+def test_a_restarted_server_goes_on_above_what_was_signed_for() -> None:
+    former = server(5_000_000)
+    known = hear(former, "a")
+    found = server(10, fresh=False)
+    told = {"seen": known.number, "session": known.session}
+    assert hear(found, "a", **told, ceiling=known.ceiling, ceiling_receipt=known.ceiling_receipt).number > known.number
+
+
+def test_far_ahead_is_believed_only_with_a_receipt_of_the_same_key() -> None:
+    far = server(10 * BLOCK, key=b"one")
+    known = hear(far, "a")
+    told = {"seen": known.number, "ceiling": known.ceiling, "ceiling_receipt": known.ceiling_receipt}
+    assert hear(server(10, fresh=False, key=b"one"), "a", **told).number > known.number
+    assert hear(server(10, fresh=False, key=b"other"), "a", **told).number < BLOCK
+
+
+def test_a_new_block_is_signed_when_one_is_used_up() -> None:
+    numbers = Numbers(0, Notary())
+    numbers.last = BLOCK
+    assert numbers.next() == BLOCK + 1
+    assert numbers.ceiling > BLOCK + 1
+    assert numbers.receipt == Notary().ceiling(numbers.ceiling)
+
+
+def test_the_newest_version_is_believed_with_a_receipt_only() -> None:
+    found = server()
+    hear(found, "liar", newest=Version(HIGHEST))
+    assert found.models["policy"].newest is None  # type: ignore[index]
+    receipt = Notary().newest(worker("a").model, Version(7))
+    hear(found, "a", newest=Version(7), newest_receipt=receipt)
+    assert found.models["policy"].newest == 7  # type: ignore[index]
+    hear(found, "b", newest=Version(8), newest_receipt=receipt)
+    assert found.models["policy"].newest == 7  # type: ignore[index]
+
+
+def publish(found: Server, name: str, version: int, root: str) -> None:
+    """One replica of one shard publishes, from its call to its end."""
+    call = Operation(1, "publish", version, Digest(root))
+    hear(found, name, number=2, layout=Digest("l"), operation=call)
+    held = Holding(Version(version), Digest(root), published=True)
+    found.handle(Report(number=3, layout=Digest("l"), operation=call, buffer=held), sender=name, now=0.0)
+    out = found.handle(Report(number=4, layout=Digest("l"), buffer=held, ended=1, finished=1), sender=name, now=0.0)
+    assert not any(isinstance(message, Refusal) for _, message in out)
+
+
+def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
+    former = server()
+    publish(former, "real", 7, "right")
+    receipt = former.notary.content(worker("real").model, Version(7), worker("real").shard, Digest("right"))
+    right, wrong = (Holding(Version(7), Digest(root), published=True) for root in ("right", "wrong"))
+    for first in ("left", "real"):
+        found = server(10, fresh=False)
+        for name in (first, "real" if first == "left" else "left"):
+            told = {"buffer": right, "receipts": {7: receipt}} if name == "real" else {"buffer": wrong}
+            hear(found, name, **told, layout=Digest("l"))
+        orders = hear(found, "left", number=2, buffer=wrong, layout=Digest("l"))
+        assert orders.conflict == "wrong"
+        assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
+        record = found.models["policy"].versions[Version(7)]  # type: ignore[index]
+        assert [each.replica for each in record.holders[worker("real").shard]] == ["real"]
+
+
+def test_a_receipt_is_for_one_content_of_one_shard() -> None:
+    notary, me = Notary(b"key"), worker("a")
+    receipt = notary.content(me.model, Version(7), me.shard, Digest("x"))
+    others = [
+        notary.content(me.model, Version(7), me.shard, Digest("y")),
+        notary.content(me.model, Version(8), me.shard, Digest("x")),
+        Notary(b"other").content(me.model, Version(7), me.shard, Digest("x")),
+        notary.newest(me.model, Version(7)),
+        notary.ceiling(Number(7)),
+    ]
+    assert receipt not in others
+    assert len(dict.fromkeys(others)) == len(others)
+
+
+def test_a_read_under_a_ticket_that_nobody_gave_out_is_not_adopted() -> None:
+    found = server(10, fresh=False)
+    hear(found, "a", reading=Reading(Ticket(HIGHEST), worker("b"), Version(7)))
+    assert found.reads.all() == []
