@@ -96,7 +96,9 @@ def _is_paused(server: "Server", read: OpenRead) -> bool:
     if source is None or is_full(source, read.version, from_host):
         return False
     current = server.reads.current(read.source)
-    return current is None or (current.version, current.grant.to_host) != (read.version, from_host)
+    if current is None or (current.version, current.grant.to_host) != (read.version, from_host):
+        return True
+    return not from_host and retention.leaves_last(server, source)
 
 
 def is_full(member: Member, version: Version, from_host: bool) -> bool:
@@ -228,8 +230,8 @@ def _candidate(
     has_all = is_full(member, version, from_host)
     current = server.reads.current(worker)
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
-    if not has_all and not is_filling:
-        return None  # it waits for a source itself
+    if not has_all and (not is_filling or (not from_host and retention.leaves_last(server, member))):
+        return None  # it waits for a source itself, or for those who would read behind it
     buffer, here, there = member.report.buffer, reader.hello, member.hello
     avoided = reader.avoided.get(worker)
     return Candidate(

@@ -87,6 +87,14 @@ def must_stay(server: "Server", model: Model, member: Member) -> bool:
     return True
 
 
+def leaves_last(server: "Server", member: Member) -> bool:
+    """It begins to fill its buffer only when others have the newer version: nobody may wait for it behind its back."""
+    buffer = member.report.buffer
+    if not isinstance(buffer, Withdrawing) or member.report.closing or not _is_squeezed(buffer.version, member):
+        return False
+    return must_stay(server, server.models[member.hello.model], member)
+
+
 def version_to_offload(server: "Server", model: Model, member: Member) -> Version | None:
     """What it has to copy to its own host memory before its buffer may change."""
     buffer = member.report.buffer

@@ -193,17 +193,15 @@ class Server:
         return None
 
     def _take_layout(self, layout: LayoutInfo) -> None:
-        digest = layout.digest()
-        self.layouts[digest] = self.layouts.pop(digest, layout)  # newest last
-        while len(self.layouts) > self.settings.most_versions:
+        self.layouts[layout.digest()] = self.layouts.pop(layout.digest(), layout)  # newest last
+        if len(self.layouts) > self.settings.most_versions:
             del self.layouts[next(iter(self.layouts))]
 
     def _take_report(self, report: Report, sender: str) -> ToWorker | None:
         hello = self._hellos.get(sender)
         if hello is None:
             return Refusal("refused", "a report before any hello", "is this a TensorHub worker?")
-        self.counters["reports"] += 1
-        self.counters["odd_numbers"] += not self.numbers.learn(report)
+        self.counters.update(reports=1, odd_numbers=int(not self.numbers.learn(report)))
         member = self.members.get(hello.worker)
         if member is not None and member.hello.life != hello.life:
             return admission.taken(self, member)

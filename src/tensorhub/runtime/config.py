@@ -232,12 +232,10 @@ def server_settings(environ: Mapping[str, str] | None = None, **arguments: objec
     found: dict[str, object] = {}
     for each in fields(Settings):
         given = _given(each, environ, arguments)
-        if given is not None and isinstance(each.default, bool):
-            found[each.name] = parse_switch(*given)
-        elif given is not None:
+        if given is not None:
             least = 0 if each.name == "default_retain" else 1
             if isinstance(each.default, bool):
-                found[each.name] = _parse_truth(*given)
+                found[each.name] = parse_switch(*given)
             elif isinstance(each.default, int):
                 found[each.name] = _parse_count(*given, least=least)
             else:
@@ -263,14 +261,6 @@ def table() -> list[Row]:
         for each in fields(Settings)
     ]
     return worker + server
-
-
-def _parse_truth(value: object, name: str) -> bool:
-    known = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
-    found = value if isinstance(value, bool) else known.get(str(value).strip().lower())
-    if found is None:
-        raise UsageError(f"{name}={value!r} is neither yes nor no")
-    return found
 
 
 def _given(
