@@ -1,6 +1,6 @@
 """What the shards of one replica do together."""
 
-from tensorhub.core.groups import Replica
+from tensorhub.core.groups import Replica, some_shards
 from tensorhub.core.messages import Failure
 from tensorhub.core.names import Digest, ReplicaName, Shard, Version
 
@@ -134,3 +134,9 @@ def test_roots_of_a_publish_are_kept_by_shard() -> None:
     group.arrive(ONE, told(1, "publish", 7, root=Digest("b")), now=0.0)
     assert group.operation is not None
     assert group.operation.arrived == {0: "a", 1: "b"}
+
+
+def test_of_many_shards_a_few_are_named() -> None:
+    assert some_shards([]) == ""
+    assert some_shards(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert some_shards(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, …"

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
+from math import inf
 from typing import Any
 
 import msgspec
@@ -26,29 +27,25 @@ from tensorhub.core.settings import Settings
 
 from .actor import Actor
 
-RAW, SKIP, DEADLINE, TICKET, ORDER, SESSION, MARK, REPORT, REPORT_MARK = range(9)
+RAW, SKIP, DEADLINE, RATE, TICKET, ORDER, SESSION, MARK, REPORT, REPORT_MARK = range(10)
 OLD_S = 6.0  # longer ago than every patience in SETTINGS that can come due: long ago
 SUSPICIOUS = 500_000  # numbers of the server start above: one that is not known as such would keep states apart
 
+# Fields by what they are; all others are written as they stand.
 TICKETS = ("ticket", "_of_reader", "_from_source")
-DEADLINES = ("recovered_at", "trust_until", "lease_end", "until", "wakes_at", "avoided_until")  # over, or how long yet
 MARKS = ("seen", "closed", "last_failed")
-REPORT_MARKS = ("withdrawn_in", "leaving_in", "_sent_at", "_since")
+REPORT_MARKS = ("withdrawn_in", "leaving_in", "released_in", "_sent_at", "_since")
+RATES = ("rate", "best", "usual", "must_beat", "unsure")
+DEADLINES = (  # times that are compared with now only
+    *("recovered_at", "trust_until", "lease_end", "until", "wakes_at", "avoided_until", "may_move_at", "slow_until"),
+    *("left", "usual_until"),
+)
 SKIPPED = (
-    *("_story", "effects", "counters", "message", "hint", "reason", "stop_reason", "why", "path", "transport"),
-    *(
-        "received_bytes",
-        "far_bytes",
-        "last_holder",
-        "started",
-        "settings",
-        "layouts",
-        "first_number",
-        "_number",
-        "key",
-        "story",
-    ),
+    *("_story", "effects", "counters", "message", "hint", "reason", "stop_reason", "why", "path", "transport", "story"),
+    *("received_bytes", "far_bytes", "last_holder", "started", "settings", "layouts", "first_number", "_number", "key"),
     *("endpoints", "teller", "budget", "shape", "lives"),
+    *("capacity", "looked_at"),  # for who is slow or rebalanced: nobody here
+    "began",  # of an operation: how long it misses a shard, and there is one shard
 )
 BY_CLASS = {
     (Orders, "number"): ORDER,
@@ -109,7 +106,8 @@ class _Writer:
         elif kind_of is int:
             self._write_int(value, kind, about)
         elif kind_of is float:
-            self.out.append(max(round(value - self.now, 6), 0.0 if kind == DEADLINE else -OLD_S))
+            is_rate = kind == RATE or value in (inf, -inf)
+            self.out.append(value if is_rate else max(round(value - self.now, 6), 0.0 if kind == DEADLINE else -OLD_S))
         elif kind_of is WorkerId:
             self.out.append(value.replica)
         elif isinstance(value, list | tuple | deque):
@@ -173,6 +171,7 @@ def _plan(value: Any) -> list[tuple[str, int]]:
     found = []
     for name in names:
         kind = MARK if name in MARKS else TICKET if name in TICKETS else REPORT_MARK if name in REPORT_MARKS else RAW
+        kind = RATE if name in RATES else kind
         kind = SESSION if name == "session" else DEADLINE if name in DEADLINES else kind
         kind = BY_CLASS.get((kind_of, name), SKIP if name in SKIPPED or name.endswith("_s") else kind)
         if kind != SKIP:

@@ -15,8 +15,7 @@ from explore.telling import told
 from explore.walks import follow
 from mutants.substitute import ROOT
 
-NOT_YET = ("G6 retention", "progress")  # what is established is not retained yet, and "latest" waits for what is lost
-ENOUGH = 15  # pairs of states, in each chapter
+ENOUGH = 8  # pairs of states, in each chapter
 ANYTHING = Faults(losses=1, repeats=1, failures=1, crashes=1)
 
 
@@ -33,7 +32,7 @@ def what_follows(packed: bytes) -> list[object]:
 def test_what_is_taken_for_one_state_has_one_future(chapter: str) -> None:
     """Bisimulation, tried on walks: the next states of both are the same, action for action."""
     chance, compared = random.Random(1), 0
-    start = zlib.compress(Small.begin(Shape(chapter=chapter, excused=NOT_YET), ANYTHING).packed(), 1)
+    start = zlib.compress(Small.begin(Shape(chapter=chapter), ANYTHING).packed(), 1)
     first = {unpack(zlib.decompress(start)).digest(): start}
     while compared < ENOUGH:
         packed = start
@@ -62,25 +61,25 @@ def test_counters_and_time_do_not_make_another_state() -> None:
 
 
 def test_a_small_search_is_whole_and_somebody_is_at_rest() -> None:
-    shape = Shape(rollouts=1, chapter="update", excused=NOT_YET)
+    shape = Shape(rollouts=1, chapter="update")
     found = Search(shape, Faults()).run(until=for_ever)
     assert not found.broken, "\n".join(told(shape, Faults(), found.history))
     assert found.is_whole, found
     assert found.at_rest > 0
-    assert found.states > 100
+    assert found.states > 40
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_the_first_steps_of_every_chapter_keep_every_promise(chapter: str) -> None:
-    found = Search(Shape(chapter=chapter), ANYTHING).run(until=for_ever, deepest=4)
-    assert found.depth == 4
+    found = Search(Shape(chapter=chapter), ANYTHING).run(until=for_ever, deepest=3)
+    assert found.depth == 3
     assert not found.broken, "\n".join(told(Shape(chapter=chapter), ANYTHING, found.history))
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_histories_drawn_at_random_keep_every_promise(chapter: str) -> None:
-    for seed in range(6):
-        shape = Shape(rollouts=1 + seed % 2, chapter=chapter, excused=NOT_YET)
+    for seed in range(4):
+        shape = Shape(rollouts=1 + seed % 2, chapter=chapter)
         broken, history = follow(shape, ANYTHING, seed)
         assert not broken, "\n".join([*told(shape, ANYTHING, history), broken])
         assert len(history) > 20
@@ -108,7 +107,7 @@ from explore.search import Search
 from explore.small import Faults, Shape
 from explore.telling import told
 from explore.walks import follow
-shape = Shape(rollouts=int(sys.argv[5]), chapter=chapter, excused=("G6 retention", "progress"))
+shape = Shape(rollouts=int(sys.argv[5]), chapter=chapter)
 found = Search(shape, Faults()).run(until=lambda: False, deepest=40)
 print(found.states, found.depth, found.broken)
 print("\\n".join(told(shape, Faults(), found.history)))

@@ -78,15 +78,25 @@ def usable_outside(small: "Small") -> dict[int, None]:
     return found
 
 
-def after(small: "Small", had: dict[int, None], *, is_excused: bool) -> None:
-    """G6: what was established outside the trainer is not given up, whatever becomes of the trainer."""
+def after(small: "Small", had: dict[int, None], action: tuple[str, ...]) -> None:
+    """G6: what was whole outside the trainer stays so, whatever becomes of the trainer.
+
+    Once another has crashed or is cut off, nobody knows of that for a lease; then it is enough that somebody has
+    something. And a version that only such as nobody hears have is lost.
+    """
+    is_misfortune = action[0] in ("crashes", "is cut off")
+    is_excused = is_misfortune or small.has_lost_a_rollout
     have = usable_outside(small)
-    if had and not have and not is_excused and small.shape.copies:
-        _broken(small, "G6 retention", f"{list(had)} was whole outside the trainer, now nothing is")
     everywhere = {version: None for actor in small.actors.values() for version in usable(actor)}
+    kept = everywhere if is_excused else have
+    if had and not kept and not is_misfortune and small.shape.copies:
+        _broken(small, "G6 retention", f"{list(had)} was whole outside the trainer, now nothing is")
+    heard = [actor for actor in small.actors.values() if (actor.name,) != action[1:] or not is_misfortune]
+    known = {version: None for actor in heard for version in usable(actor)}
     for version in range(1, small.published + 1):
-        if version not in everywhere and version not in small.lost:
+        if version not in known and version not in small.lost:
             small.lost = sorted([*small.lost, version])
+    small.has_lost_a_rollout |= is_misfortune and action[-1] != "trainer"
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ QUIET = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-p",
 MOST_MEMORY = 4 * 2**30  # bytes of address space of one mutant's process
 SLOWER = 20.0  # a test or seed that takes so many times its usual processor time, and 5 s more, hangs
 PATIENCE_S = 5.0
+ENOUGH_ALIKE = 25  # seeds whose histories are the same to the letter: further ones would be so too
 
 
 @dataclass
@@ -189,7 +190,8 @@ def _judge_by_seeds(seeds: list[Judge], budget_s: float) -> Verdict:
     except Exception as error:  # noqa: BLE001 (a mutant may fail to load in any way)
         return Verdict("killed", "import", repr(error)[:200])
     for each in seeds:
-        if time.process_time() - began > budget_s:
+        seems_equivalent = verdict.seeds >= ENOUGH_ALIKE and not verdict.other_histories
+        if seems_equivalent or time.process_time() - began > budget_s:
             break
         try:
             with hurried(PATIENCE_S + SLOWER * each.cost_s):

@@ -1,0 +1,175 @@
+"""A machine that contradicts itself is found out, and one that does not is left alone."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tensorhub.core import events
+from tensorhub.core.errors import InvariantViolation
+from tensorhub.core.messages import (
+    Empty,
+    Filling,
+    Holding,
+    HostCopy,
+    LayoutInfo,
+    Poisoned,
+    Reading,
+    Report,
+    Vacated,
+    Withdrawing,
+)
+from tensorhub.core.names import Digest, Shard, Ticket, Version, WorkerId
+from tensorhub.core.open_reads import OpenRead
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
+from tensorhub.core.worker import Worker
+
+from .kit import LAYOUT, grant, hello, worker
+
+ROOT = Digest("r")
+ONE, TWO = Version(1), Version(2)
+READING = Reading(Ticket(5), worker("trainer"), TWO)
+
+
+def somebody(**state: object) -> Worker:
+    """A worker in that state; `reading`, `is_opened` and the like are those of its read slot."""
+    found = Worker(worker("rollout"))
+    found.handle(events.Registered(LayoutInfo.of(LAYOUT), LAYOUT.digest(), 16, 1), now=0.0)
+    for name, value in state.items():
+        is_slots = name in ("reading", "is_opened", "is_opening", "is_stopping", "is_barred", "closed")
+        setattr(found.slot if is_slots else found, name, value)
+    return found
+
+
+GOOD: list[dict[str, object]] = [
+    {},
+    {"buffer": Filling(TWO), "serving": TWO, "reading": READING, "closed": Ticket(4)},
+    {"buffer": Vacated(ONE, ROOT), "reading": READING},
+    {"buffer": Holding(ONE, ROOT), "serving": ONE, "reading": READING, "is_opened": True},
+    {"buffer": Holding(ONE, ROOT), "serving": ONE, "reading": READING, "is_opening": True},
+    {"buffer": Holding(ONE, ROOT), "serving": ONE, "reading": READING, "is_stopping": True, "is_barred": True},
+    {"buffer": Withdrawing(ONE, ROOT), "serving": ONE, "reading": READING, "is_opened": True},
+    {"buffer": Poisoned(), "reading": READING, "is_stopping": True},
+    {"buffer": Empty(), "serving": ONE, "is_stopping_serving": True},
+]
+BAD: list[tuple[dict[str, object], str]] = [
+    ({"buffer": Empty(), "reading": READING}, "into a buffer that is"),
+    ({"buffer": Poisoned(), "reading": READING}, "into a buffer that is"),
+    ({"buffer": Vacated(ONE, ROOT), "serving": ONE}, "has vacated 1 and serves 1"),
+    ({"buffer": Filling(TWO), "reading": READING, "closed": Ticket(5)}, "called closed up to 5"),
+    ({"buffer": Filling(TWO), "reading": READING, "closed": Ticket(6)}, "called closed up to 6"),
+    ({"buffer": Empty(), "serving": ONE}, "from an empty buffer"),
+    ({"buffer": Holding(ONE, ROOT)}, "holds 1 and serves None"),
+    ({"buffer": Holding(ONE, ROOT), "serving": TWO}, "holds 1 and serves 2"),
+    ({"buffer": Holding(ONE, ROOT), "serving": ONE, "reading": READING, "is_stopping": True}, "still writes"),
+    ({"buffer": Withdrawing(ONE, ROOT), "reading": READING, "is_stopping": True}, "still writes"),
+]
+
+
+@pytest.mark.parametrize("state", GOOD, ids=str)
+def test_a_sound_worker_is_left_alone(state: dict[str, object]) -> None:
+    somebody(**state).check_invariants()
+
+
+@pytest.mark.parametrize(("state", "what"), BAD, ids=str)
+def test_a_worker_that_contradicts_itself_is_found(state: dict[str, object], what: str) -> None:
+    with pytest.raises(InvariantViolation, match=what):
+        somebody(**state).check_invariants()
+
+
+@pytest.mark.parametrize(("copies", "is_going", "is_wrong"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_no_worker_has_more_host_copies_than_fit(copies: int, is_going: bool, is_wrong: bool) -> None:
+    it = somebody()
+    it.shelf.copies = {Version(n): HostCopy(n, Version(n), ROOT) for n in range(1, copies + 1)}
+    if is_going:
+        it.shelf.leave(ONE)
+    if is_wrong:
+        with pytest.raises(InvariantViolation, match="has 2 host copies where 1 are allowed"):
+            it.check_invariants()
+    else:
+        it.check_invariants()
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+A, B = worker("a"), worker("b")
+
+
+def cluster() -> Server:
+    """A server with two members; the first holds version 1."""
+    server = Server(Settings(), 0.0, 1, fresh=True)
+    for who in (A, B):
+        sender = str(who)
+        server.handle(hello(who, life=sender), sender=sender, now=0.0)
+        buffer = Holding(ONE, ROOT) if who == A else Empty()
+        server.handle(Report(1, buffer=buffer, layout=LAYOUT.digest()), sender=sender, now=0.0)
+    return server
+
+
+def read(ticket: int, reader: WorkerId, source: WorkerId, *, is_void: bool = False, version: int = 1) -> OpenRead:
+    return OpenRead(grant(ticket, source=source, version=version), reader, is_void)
+
+
+def _two_at_once(server: Server) -> None:
+    server.reads.add(read(100, B, A))
+    server.reads.add(read(101, B, A))
+
+
+def _of_nobody(server: Server) -> None:
+    server.reads.add(read(100, worker("nobody"), A))
+
+
+def _in_a_ring(server: Server) -> None:
+    server.reads.add(read(100, B, A))
+    server.reads.add(read(101, A, B))
+
+
+def _held_by_nobody(server: Server) -> None:
+    server.models[A.model].record(ONE).holders[Shard(0)][worker("nobody")] = None
+
+
+def _held_by_who_has_it_not(server: Server) -> None:
+    server.models[A.model].record(ONE).holders[Shard(0)][B] = None
+
+
+def _another_version(server: Server) -> None:
+    _held_by_who_has_it_not(server)
+    server.reads.add(read(100, B, A, version=2))
+
+
+def _gone(server: Server) -> None:
+    server.models[A.model].replicas[A.replica].members[Shard(1)] = worker("a", 1)
+
+
+def _another_shard(server: Server) -> None:
+    server.models[A.model].replicas[A.replica].members[Shard(1)] = A
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (_two_at_once, "may read 100 and 101 at once"),
+        (_of_nobody, "who has no session"),
+        (_in_a_ring, "reads from itself"),
+        (_held_by_nobody, "counts as a holder of 1 and has no session"),
+        (_held_by_who_has_it_not, "counts as a holder of 1 and says"),
+        (_another_version, "counts as a holder of 1 and says"),
+        (_gone, "counts .* as its shard 1"),
+        (_another_shard, "counts .* as its shard 1"),
+    ],
+)
+def test_a_server_that_contradicts_itself_is_found(spoil: Callable[[Server], None], what: str) -> None:
+    server = cluster()
+    server.check_invariants()
+    spoil(server)
+    with pytest.raises(InvariantViolation, match=what):
+        server.check_invariants()
+
+
+def test_a_read_taken_back_contradicts_nothing() -> None:
+    server = cluster()
+    server.reads.add(read(100, B, A, is_void=True))
+    server.reads.add(read(101, B, A))
+    _held_by_who_has_it_not(server)  # it is about to have it
+    server.check_invariants()
