@@ -116,6 +116,8 @@ class Actor:
                 small.finished(self, effect)
             case events.Left():
                 small.has_left(self)
+            case events.Warn(text=text):
+                small.warned(self, text)
 
     def go_on(self, small: "Small") -> None:
         """The oldest thing that its shell was asked for is done."""

@@ -354,6 +354,10 @@ class Small:
         """A caller has got its answer."""
         programs.finished(self, actor, effect)
 
+    def warned(self, actor: Actor, text: str) -> None:
+        """A machine says that something went wrong. Nobody here does what would be a reason."""
+        raise truth.Broken(f"warnings: {actor.name}: {text}")
+
     # --- as a value ---------------------------------------------------------------------------------------------------
 
     def packed(self) -> bytes:
