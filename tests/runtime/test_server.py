@@ -95,6 +95,15 @@ def test_what_makes_no_sense_is_refused_for_good_and_hung_up_on(server, witness,
     assert end in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
 
 
+def test_an_odd_number_is_no_reason_to_give_up_for_good(server, witness):
+    """And nobody else's numbers are touched by it."""
+    *_, refusal, end = conversation(server.address, encode(hello()), encode(Report(1, seen=2**63)))
+    assert isinstance(refusal, Refusal)
+    assert "a number out of range" in refusal.message
+    assert refusal.retry_s > 0
+    assert end in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+
+
 def test_a_frame_over_the_limit_ends_its_connection(server, witness):
     with within(8):
         try:

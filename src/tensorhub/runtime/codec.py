@@ -42,6 +42,10 @@ class Malformed(Exception):
     """The bytes are no message of this protocol."""
 
 
+class OddNumber(Malformed):
+    """A report that is well made but for a number. Its worker may come back: the next one may be right."""
+
+
 def encode(message: ToServer | ToWorker) -> bytes:
     """The message as it travels."""
     return _encoder.encode(message)
@@ -58,6 +62,8 @@ def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
     limit = MOST_LAYOUT_BYTES if isinstance(message, LayoutInfo) else MOST_REPORT_BYTES
     if len(data) > limit:
         raise Malformed(f"a {type(message).__name__} of {len(data)} B, where at most {limit} B are due")
+    if isinstance(message, Report) and not all(0 <= number <= MOST_NUMBER for number in _numbers_of(message)):
+        raise OddNumber("a Report with a number out of range")
     wrong = _nonsense_of(message)
     if wrong:
         raise Malformed(f"a {type(message).__name__} with {wrong}")
@@ -80,8 +86,6 @@ def _nonsense_of(message: ToServer) -> str:
             if len(message.endpoints) > MOST_ENDPOINTS or any(len(word) > MOST_WORD for word in words):
                 return "too many or too long words about its worker"
         case Report():
-            if not all(0 <= number <= MOST_NUMBER for number in _numbers_of(message)):
-                return "a number out of range"
             if len(message.failures) > MOST_FAILURES or any(len(f.message) > MOST_TEXT for f in message.failures):
                 return "too many or too long failures"
             reading = message.reading

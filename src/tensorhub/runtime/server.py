@@ -23,7 +23,7 @@ from ..core.server import Server
 from ..core.settings import Settings
 from ..core.specs import parse_spec
 from ..core.view import Status
-from .codec import Malformed, decode_to_server
+from .codec import Malformed, OddNumber, decode_to_server
 from .lines import Line
 from .questions import VersionExists
 
@@ -35,7 +35,7 @@ SWEEP_S = 1.0  # how often that is looked at
 SPARE_CONNECTIONS = 256  # beyond most_workers: those that reconnect before the old line was seen to end
 NEWS_S = 0.02  # a burst of reports wakes the long polls once
 LONGEST_POLL_S = 60.0
-ODD_RETRY_S = 1.0  # a worker whose report was nonsense is back with its next one
+ODD_RETRY_S = 1.0  # a worker whose report had an odd number may be back with its next one
 EARLY_S = 0.001  # timers of some loops have a resolution of 1 ms and may come before their time
 
 
@@ -149,8 +149,8 @@ class ServerShell:
                 continue
             try:
                 message = decode_to_server(frame.data, is_known=line.has_said_hello)
-            except Malformed as error:  # of a worker that had made sense before, perhaps one report is odd
-                line.post(_malformed(str(error), retry_s=ODD_RETRY_S if line.has_said_hello else 0.0))
+            except Malformed as error:
+                line.post(_malformed(str(error), retry_s=ODD_RETRY_S if isinstance(error, OddNumber) else 0.0))
                 continue
             refusal = self._why_refuse(line, message) if isinstance(message, Hello) else None
             if refusal is None and not isinstance(message, Hello) and not line.has_said_hello:
