@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "workers keep what they know to themselves",
         "core/worker.py",
-        "            newest=self.newest,\n",
+        "            newest=self.proved_newest[0],\n",
         "            newest=None,\n",
         "latest survives a restart of the server",
     ),
@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(
         "reads of a former life are forgotten",
         "core/hearing.py",
-        "    if reading is not None and not is_known and server.is_recovering and reading.ticket > report.closed:\n",
+        "    if reading is not None and not is_known and server.is_recovering and _may_adopt(server, report):\n",
         "    if reading is not None and server is None:\n",
         "reads granted before a restart stay open for their source",
     ),
@@ -270,9 +270,8 @@ MUTANTS = (
     ),
     Mutant(
         "numbers begin anew after a restart",
-        "core/server.py",
-        "        self._number = max(self._number, report.seen, report.session, report.closed,"
-        " reading.ticket if reading else 0)\n",
+        "core/numbers.py",
+        "        self.last = max(self.last, *(number for number in told if self.is_ours(number)), 0)\n",
         "",
         "numbers rise over the lives of the server",
     ),
@@ -591,5 +590,26 @@ MUTANTS = (
         "arrived_bytes >= self._part_bytes + part_bytes:",
         "arrived_bytes > self._part_bytes:",
         "a byte now and then is nothing",
+    ),
+    Mutant(
+        "everybody may cross",
+        "core/sites.py",
+        "    return best is None or best[1] == reader.worker\n",
+        "    return True\n",
+        "one worker of a site reads a version from afar",
+    ),
+    Mutant(
+        "who was promised a version is not waited for",
+        "core/operations.py",
+        "        if not member.holds(record.version):\n            return True\n    return False\n",
+        "        if not member.holds(record.version):\n            return False\n    return False\n",
+        "the last holder stays until whoever was promised the version has it",
+    ),
+    Mutant(
+        "no grants during recovery",
+        "core/granting.py",
+        "    if not server.is_here(member):\n        return\n    wanted = wanted_read",
+        "    if not server.is_here(member) or server.is_recovering:\n        return\n    wanted = wanted_read",
+        "transfers go on while a server that has restarted listens",
     ),
 )

@@ -6,11 +6,14 @@ Each command imports what it needs when it is called, so `tensorhub --help` is q
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .errors import ErrorsAreLines
+
+if TYPE_CHECKING:
+    from ..sim.runner import SeedResult
 
 app = ErrorsAreLines(
     no_args_is_help=True,
@@ -215,27 +218,56 @@ def simulate(
     minutes: Annotated[float | None, typer.Option(help="How long a storm lasts.", min=0.0, show_default=False)] = None,
     jobs: Annotated[int, typer.Option(help="Processes at a time.", min=1, show_default="cores")] = os.cpu_count() or 1,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Of one history, only the closing line.")] = False,
+    shrink: Annotated[
+        int | None, typer.Option(help="Make the plan of a seed that fails as small as it can be.", min=0)
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Run the plan in a file, as --shrink writes it.")] = None,
 ) -> None:
     """Run whole clusters on virtual time, under faults drawn from a seed. Exit status 1 if a promise was broken."""
-    if (seed is not None) + bool(seeds) + storm != 1:
-        raise typer.BadParameter("give exactly one of --seed, --seeds and --storm")
-    if seed is not None:
+    if (seed is not None) + bool(seeds) + storm + (shrink is not None) + (plan is not None) != 1:
+        raise typer.BadParameter("give exactly one of --seed, --seeds, --storm, --shrink and --plan")
+    if shrink is not None:
+        _shrink(shrink)
+    elif plan is not None:
+        _simulate_plan(plan, quiet=quiet)
+    elif seed is not None:
         _simulate_one(seed, quiet=quiet)
     else:
         _simulate_many(seeds, seconds=minutes * 60 if minutes is not None else None, jobs=jobs)
 
 
+def _shrink(seed: int) -> None:
+    from ..sim.draw import draw_plan
+    from ..sim.shrink import shrink
+
+    found = shrink(draw_plan(seed), lambda line: typer.echo(line, err=True))
+    if found is None:
+        typer.echo(f"seed {seed} keeps every promise: nothing to shrink", err=True)
+        raise typer.Exit(1)
+    typer.echo(found.text, nl=False)
+
+
+def _simulate_plan(path: Path, *, quiet: bool) -> None:
+    from ..sim.plantext import parse
+    from ..sim.runner import run_plan
+
+    _say(path.name, run_plan(parse(path.read_text(encoding="utf-8")), trace=not quiet), quiet=quiet)
+
+
 def _simulate_one(seed: int, *, quiet: bool) -> None:
     from ..sim.runner import run_seed
 
-    result = run_seed(seed, trace=not quiet)
+    _say(f"seed {seed}", run_seed(seed, trace=not quiet), quiet=quiet)
+
+
+def _say(name: str, result: "SeedResult", *, quiet: bool) -> None:
     if result.lines and not quiet:
         typer.echo("\n".join(result.lines))
     facts = f"{result.events} events in {result.virtual_s:.1f} s of virtual time, history {result.digest}"
     if not result.ok:
-        typer.echo(f"seed {seed} failed after {facts}\n{result.error}", err=True)
+        typer.echo(f"{name} failed after {facts}\n{result.error}", err=True)
         raise typer.Exit(1)
-    typer.echo(f"seed {seed}: every promise kept; {facts}")
+    typer.echo(f"{name}: every promise kept; {facts}")
 
 
 def _simulate_many(text: str, *, seconds: float | None, jobs: int) -> None:

@@ -164,7 +164,7 @@ class App:
 
     def timeout_s(self) -> float:
         is_long = self.is_calm or not self.step.timeout_s
-        return self.cluster.plan.settings.lease_s * 3 + 3 if is_long else self.step.timeout_s
+        return self.cluster.plan.settings.lease_s * 2 + 3 if is_long else self.step.timeout_s
 
     def again(self, rest_s: float, then: Callable[[], None]) -> None:
         """After the rest, at a whole second if that is how the program runs."""

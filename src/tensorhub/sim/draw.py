@@ -55,7 +55,7 @@ def _conditions(shape: Random, climate: Random, settings: Settings, is_wide: boo
         shards=8 if is_wide else shape.choice((1, 1, 2, 2, 3)),
         chunks=chunks,
         storm_s=shape.uniform(5, 8) if is_wide else shape.uniform(8, 22),
-        calm_s=lease_s * 8 + 12,
+        calm_s=lease_s * 6 + 8,
         chunk_s=shape.choice((0.005, 0.03, 0.15, 1.5 * lease_s / max(chunks, 3))),
         delay_s=shape.choice((0.001, 0.01, 0.1)),
         loss=sometimes(0.4, 0.2),

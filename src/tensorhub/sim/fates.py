@@ -4,6 +4,8 @@ The streams are those of one process and one direction: a message more of one le
 drawn other than well is noted: a history that is to be made smaller takes that list, and tries how much of it it needs.
 """
 
+from random import Random
+
 from .plan import Fate, Plan
 from .world import World
 
@@ -22,27 +24,30 @@ class Fates:
 
     def delays(self, process: str, direction: str) -> tuple[float, ...]:
         """How late each copy of one message to ("down") or from ("up") the process is; no copy: it is lost."""
-        chance, conditions = self.world.stream(f"{direction} {process}"), self.conditions
-        number = self._next(process, direction)
-        well = chance.uniform(0.5, 1.5)
+        conditions, number = self.conditions, self._next(process, direction)
+        usual_s = conditions.delay_s if self.is_stormy else min(conditions.delay_s, 0.02)
+        well = (self.world.stream(f"{direction} {process}").uniform(0.5, 1.5) * usual_s,)
         if self._planned is not None:
             found = self._planned.get((process, direction, number))
-            return found.delays if found is not None else (well * conditions.delay_s,)
+            return found.delays if found is not None else well
         if not self.is_stormy:
-            return (well * min(conditions.delay_s, 0.02),)
-        first = self._delay(chance.uniform(0.5, 1.5), chance.random(), chance.random())
-        second = self._delay(chance.uniform(0.5, 1.5), chance.random(), chance.random())
-        kind = chance.random()
-        delays: tuple[float, ...] = (first,) if kind >= conditions.duplication else (first, second)
-        if chance.random() < conditions.loss:
-            delays = ()
-        if len(delays) != 1 or delays[0] > 2 * conditions.delay_s:
+            return well
+        delays = self._drawn(well[0], self.world.stream(f"fate {direction} {process}"))
+        if delays != well:
             self.noted.append(Fate(process, direction, number, delays))
         return delays
 
-    def _delay(self, factor: float, kind: float, late: float) -> float:
-        is_late = kind < self.conditions.long_delay
-        return factor * self.conditions.delay_s + (2 * self.lease_s * late if is_late else 0.0)
+    def _drawn(self, well_s: float, chance: Random) -> tuple[float, ...]:
+        """As the conditions have it: lost, doubled, late."""
+        conditions, late = self.conditions, []
+        for _ in range(2):
+            kind, leases = chance.random(), 2 * chance.random()
+            late.append(leases * self.lease_s if kind < conditions.long_delay else 0.0)
+        kind, is_lost = chance.random(), chance.random() < conditions.loss
+        if is_lost:
+            return ()
+        first, second = well_s + late[0], 2 * well_s + late[1]
+        return (first, second) if kind < conditions.duplication else (first,)
 
     def fails(self, process: str, what: str, probability: float) -> bool:
         """Whether this chunk or copy of that process goes wrong in that way."""

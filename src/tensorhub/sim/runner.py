@@ -25,15 +25,16 @@ class SeedResult:
 
 def run_seed(seed: int, *, trace: bool = False) -> SeedResult:
     """Run the history of one seed; with `trace`, keep it as readable lines."""
-    return _run(Cluster(draw_plan(seed), trace=trace), seed)
+    return run_cluster(Cluster(draw_plan(seed), trace=trace), seed)
 
 
 def run_plan(plan: Plan, *, trace: bool = False) -> SeedResult:
     """Run the history of one plan."""
-    return _run(Cluster(plan, trace=trace), -1)
+    return run_cluster(Cluster(plan, trace=trace))
 
 
-def _run(cluster: Cluster, seed: int) -> SeedResult:
+def run_cluster(cluster: Cluster, seed: int = -1) -> SeedResult:
+    """Run a cluster that has not begun."""
     error = None
     try:
         cluster.run()

@@ -18,6 +18,7 @@ from .judges.groups import GroupCall
 from .judges.memory import MemoryJudge
 from .judges.progress import ProgressJudge
 from .judges.retention import RetentionJudge
+from .judges.stalls import StallJudge
 from .judges.versions import VersionJudge
 from .plan import Misfortune
 from .truth.life import Call, Life
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .process import Process
 
-LOOK_S = 1.0  # so often the judges look at everybody
+LOOK_S = 0.25  # so often the judges look at everybody
 
 
 class Watch:
@@ -46,6 +47,7 @@ class Watch:
         self.crossings = CrossingJudge(truth, world)
         self.errors = ErrorJudge(self.drains)
         self.progress = ProgressJudge(truth, world)
+        self.stalls = StallJudge(truth, world)
         self.groups: dict[str, GroupCall] = {}
         self._earlier_reads: dict[int, str] = {}
         world.after(LOOK_S, self._look)
@@ -53,6 +55,7 @@ class Watch:
     def _look(self) -> None:
         for life in self.truth.lives.values():
             self.memory.other_content(life)
+            self.stalls.look(life)
         self.cluster.world.after(LOOK_S, self._look)
 
     def newest(self, model: str) -> int:

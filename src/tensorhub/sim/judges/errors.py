@@ -85,8 +85,6 @@ class ErrorJudge(GroupJudge):
 
     def _unavailable(self, life: Life, call: Call) -> str:
         model, since = life.me.model, min(call.began, self.now - self.spread_s) - self.settings.lease_s
-        if self.is_at_deadline(call) and not self.is_judged("deadline"):
-            return ""
         if not isinstance(call.spec, int) and call.resolved is None:
             return self._unavailable_latest(life, call, since)
         version = call.resolved if call.resolved is not None else Version(int(call.spec))
@@ -100,7 +98,7 @@ class ErrorJudge(GroupJudge):
         return f"each shard of version {version} had a holder all the time"
 
     def _unavailable_latest(self, life: Life, call: Call, since: float) -> str:
-        if self.is_judged("deadline") and self.is_at_deadline(call):
+        if self.is_at_deadline(call):
             return "that was its deadline"
         for version in self.truth.existing(life.me.model):
             holders = [self.truth.holders((life.me.model, s), version) for s in range(self.conditions.shards)]
@@ -113,7 +111,7 @@ class ErrorJudge(GroupJudge):
         held, copy, troubles = holder.held, holder.copies.get(version), self.truth.troubles
         is_held = held is not None and held.version == version and held.is_served and held.since < since
         is_copied = copy is not None and copy.since < since and version not in holder.released
-        if (not is_held and not is_copied) or holder.closing < inf or not troubles.server(since):
+        if (not is_held and not is_copied) or holder.closing < inf or not troubles.remembers(since):
             return False
         calls = [*holder.past[-2:], *([holder.call] if holder.call is not None else [])]
         is_leaving = any(c.ended > since and c.had == version and not _stays(c, version) for c in calls)
@@ -122,14 +120,12 @@ class ErrorJudge(GroupJudge):
     def _incomplete(self, life: Life, call: Call) -> str:
         since = call.began - self.settings.lease_s * 1.2
         others = [other for other in self.truth.group(life) if other is not life]
-        if len(others) + 1 < self.conditions.shards or not self.truth.troubles.server(since):
+        if len(others) + 1 < self.conditions.shards or not self.truth.troubles.remembers(since):
             return ""  # somebody is not there, or was not
         for other in self._group_of(life, since):
             if other is not life and (self._gave_up(other, since) or not self.truth.troubles.hears(other, since)):
                 return ""
         if not self.truth.troubles.hears(life, since) or self._gave_up(life, call.began - 1e-9, call):
-            return ""
-        if self.is_at_deadline(call) and not self.is_judged("deadline"):
             return ""
         return "every shard was there and stayed"
 
@@ -193,7 +189,7 @@ class ErrorJudge(GroupJudge):
         if not found:
             return "no read of the replica had failed"
         version = next((c.resolved for c in [call] if c.resolved is not None), None)
-        if version is None or not self.is_judged("untried"):
+        if version is None:
             return ""
         return self._untried(life, version, call.began, [who for _, who in found])
 

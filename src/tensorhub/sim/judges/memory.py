@@ -40,7 +40,7 @@ class MemoryJudge(Judge):
 
     def serving_stops(self, life: Life, version: Version, *, from_host: bool) -> None:
         """From now on the source may change its memory, so nobody may still be able to accept a byte of it."""
-        if not self.conditions.is_one_sided or life.closing < self.now:
+        if not self.conditions.is_one_sided or life.closing <= self.now:
             return  # who leaves without the server's word takes the memory along
         for reader in self.truth.same_shard(life.shard):
             read = reader.read

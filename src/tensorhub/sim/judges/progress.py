@@ -31,7 +31,7 @@ class ProgressJudge(Judge):
             return
         model = replica.partition("/")[0]
         newest = self.newest_to_have(model)
-        if newest is not None and has != newest and not is_refused:
+        if newest is not None and has != newest and not is_refused and self._fits(replica):
             self.broken(f"{replica} has version {has}, the latest is {newest}")
         for me, life in self.truth.lives.items():
             if f"{me.model}/{me.replica}" == replica:
@@ -52,6 +52,11 @@ class ProgressJudge(Judge):
     def _somebody(self, model: str, shard: int, version: Version) -> bool:
         holders = self.truth.holders((model, shard), version)
         return any(not self._is_down(holder) and holder.closing == inf for holder in holders)
+
+    def _fits(self, replica: str) -> bool:
+        """Each of its shards has the tensors that everybody has."""
+        lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
+        return all(other.layout == life.layout for life in lives for other in self.truth.same_shard(life.shard))
 
     def trainer(self, replica: str, published: Version | None, *, is_refused: bool) -> None:
         """It has published something in its life."""
@@ -88,5 +93,7 @@ class ProgressJudge(Judge):
                 ]
                 is_spare = version == newest and len(kept) > 1
                 is_old = newest is None or is_spare or version < newest - 2 * self.conditions.retain
-                if version not in pinned and is_old:
+                publishers = [r for r in self.plan.replicas if r.is_trainer and r.model == life.me.model]
+                is_established = version == self.truth.established.get(life.me.model) or len(publishers) > 1
+                if version not in pinned and is_old and not is_established:
                     self.broken(f"{life.name} still has a host copy of version {version}", "leak")

@@ -31,7 +31,8 @@ class RetentionJudge(Judge):
             return
         if self._is_retained(life, version):
             self.broken(f"{life.name} gave up the last reliable reference of version {version}, {where}")
-        if self.is_judged("established") and truth.established.get(model) == version and self._has_room(life):
+        is_established = truth.established.get(model) == version
+        if is_established and self._had_room(life, where) and not self._is_with_spot(life, version):
             text = f"{life.name} gave up the last reliable reference of version {version}, {where}, and no newer one"
             self.broken(f"{text} is established", "G6 established")
 
@@ -62,6 +63,15 @@ class RetentionJudge(Judge):
     def _has_room(self, life: Life) -> bool:
         return self.conditions.host_copies > len(life.copies) + (1 if life.copying is not None else 0)
 
+    def _is_with_spot(self, life: Life, version: Version) -> bool:
+        """A spot worker has it, and it was established among such: no reliable one lived outside its publisher."""
+        is_any = any(other is not life for other in self.truth.holders(life.shard, version))
+        return is_any and life.me.model in self.truth.established_among_spot
+
+    def _had_room(self, life: Life, where: str) -> bool:
+        """Before it gave the version up, something else could have been kept beside it."""
+        return self._has_room(life) and (self.conditions.host_copies > len(life.copies) + 1 or "host" not in where)
+
     def _was_lost(self, life: Life, version: Version) -> bool:
         """Some other shard of it had been lost before, so there was nothing left to keep."""
         model = life.me.model
@@ -90,7 +100,7 @@ class RetentionJudge(Judge):
 
     def call_ended(self, life: Life, call: Call) -> None:
         """A fill that ended badly before a byte was written gives the old version back."""
-        if not self.is_judged("vacated") or call.verb not in FILLS or call.had is None or call.is_touched:
+        if call.verb not in FILLS or call.had is None or call.is_touched:
             return
         if call.outcome is not None and call.outcome.error is None:
             return

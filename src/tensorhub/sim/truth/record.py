@@ -40,6 +40,7 @@ class Truth:
         self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
         self.lost: dict[tuple[str, Version], float] = {}  # when a shard had no holder, the last time that was so
         self.established: dict[str, Version] = {}  # the newest of each model that is whole outside its publisher
+        self.established_among_spot: dict[str, None] = {}  # models of which that is so by spot workers alone
         self.last_holder_gone: dict[
             tuple[str, int, Version], float
         ] = {}  # when a reliable holder died or was told to go
@@ -148,6 +149,9 @@ class Truth:
             if not any(holder.hello.reliable or not is_reliable for holder in holders):
                 return
         self.established[model] = version
+        self.established_among_spot.pop(model, None)
+        if not is_reliable:
+            self.established_among_spot[model] = None
 
     def note_loss(self, life: Life, version: Version) -> None:
         """The process has it no longer: perhaps nobody has."""
@@ -263,7 +267,8 @@ class Truth:
         is_good = call.outcome is not None and call.outcome.error is None
         if is_good and call.verb == "unpublish":
             life.held = None
-        if not is_good and call.is_touched and life.held is None:
+        is_fill = call.verb in ("replicate", "update")
+        if not is_good and is_fill and life.held is None and (call.is_touched or call.resolved is not None):
             life.poisoned = True
         life.past = [*life.past, call][-MOST_PAST:]
         life.call = None
@@ -282,6 +287,8 @@ class Truth:
         """A server takes in a report."""
         if life.heard_by == self.server_life and life.heard is not None and report.number <= life.heard.number:
             return
+        if life.heard_by != self.server_life:
+            life.heard_since = self.now
         life.heard, life.heard_at, life.heard_by, life.is_connected = report, self.now, self.server_life, True
 
     def ordered(self, life: Life, orders: Orders) -> None:

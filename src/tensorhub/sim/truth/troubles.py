@@ -28,14 +28,14 @@ class Troubles:
         self.all: list[Trouble] = []
         self._open: dict[int, Trouble] = {}
         self.server_until = 0.0  # it was gone, or stood still, or listened after a restart
-        self.server_down = False
+        self.server_back = 0.0  # when it was last started, or went on after standing still
 
     def struck(self, number: int, misfortune: Misfortune, now: float) -> None:
         """It begins."""
         trouble = self._open[number] = Trouble(misfortune, now)
         self.all.append(trouble)
         if misfortune.kind.endswith("server"):
-            self.server_until = inf
+            self.server_until = self.server_back = inf
 
     def passed(self, number: int, now: float) -> None:
         """It is over, and what follows from it will soon be."""
@@ -43,6 +43,7 @@ class Troubles:
         trouble.until = now + self._aftermath(trouble.misfortune.kind)
         if trouble.misfortune.kind.endswith("server"):
             others = [t for t in self._open.values() if t.misfortune.kind.endswith("server")]
+            self.server_back = inf if others else now
             self.server_until = (
                 inf if others else max(t.until for t in self.all if t.misfortune.kind.endswith("server"))
             )
@@ -85,6 +86,11 @@ class Troubles:
             if trouble.until > since and trouble.misfortune.kind == "unplug":
                 return trouble
         return None
+
+    def remembers(self, since: float) -> bool:
+        """The server was not restarted; a pause is no reason to forget anybody."""
+        restarts = (t for t in self.all if t.misfortune.kind == "restart-server")
+        return all(trouble.until <= since for trouble in restarts)
 
     def server(self, since: float) -> bool:
         """The server was there and knew what it can know."""

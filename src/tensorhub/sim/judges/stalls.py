@@ -1,0 +1,69 @@
+"""G7 and G9: who has to read, and says so, is not left without a source while somebody has what it needs.
+
+Also while a server that has just restarted still listens: transfers go on, and who loses its source gets another.
+"""
+
+from math import inf
+
+from ...core.messages import Empty, Filling, Poisoned
+from ...core.names import Version
+from ..truth.life import Life
+from .bench import Judge
+
+FILLS = ("replicate", "update")
+
+
+class StallJudge(Judge):
+    """Looks at everybody now and then."""
+
+    promise = "G7 nobody is left waiting"
+
+    def look(self, life: Life) -> None:
+        """It has been ready to read for a while, and nobody lets it."""
+        version = self._waits_for(life)
+        if version is None:
+            life.idle_since = inf
+            return
+        life.idle_since = min(life.idle_since, self.now)
+        patience_s = 0.4 + 12 * self.conditions.delay_s
+        since = max(life.idle_since, life.heard_since)
+        if self.now < since + patience_s or not self._can_talk(life, since):
+            return
+        for source in self.truth.holders(life.shard, version):
+            if self._could_serve(source, life, version, self.now - patience_s):
+                text = f"{life.name} has waited {self.now - since:.2f} s for somebody to read version {version} from"
+                self.broken(f"{text}, {source.name} has it")
+
+    def _waits_for(self, life: Life) -> Version | None:
+        """What it needs and is ready for, as the server was told."""
+        call, report = life.call, life.heard
+        if call is None or call.verb not in FILLS or call.resolved is None or report is None or life.read is not None:
+            return None
+        if life.has(call.resolved) or life.held is not None or life.closing < inf or life.copying is not None:
+            return None
+        buffer, operation = report.buffer, report.operation
+        is_free = isinstance(buffer, Empty) or (isinstance(buffer, Poisoned) and buffer.version is None)
+        is_ready = is_free or (isinstance(buffer, Filling) and buffer.version == call.resolved)
+        is_told = operation is not None and operation.number == call.number and report.reading is None
+        has_part = any(copy.version == call.resolved for copy in report.copies)
+        return call.resolved if is_ready and is_told and not has_part else None
+
+    def _can_talk(self, life: Life, since: float) -> bool:
+        troubles = self.truth.troubles
+        is_heard = life.is_alive and life.heard_by == self.truth.server_life and life.is_connected
+        is_quiet = (
+            life.bad_until <= since and troubles.of(life, since, ("mute", "deaf", "cut", "disconnect", "pause")) is None
+        )
+        return is_heard and is_quiet and troubles.server_back <= since
+
+    def _could_serve(self, source: Life, reader: Life, version: Version, since: float) -> bool:
+        """It has all of it to give, near enough, and has said so."""
+        held, copy, troubles = source.held, source.copies.get(version), self.truth.troubles
+        is_held = held is not None and held.version == version and held.is_served and held.since < since
+        is_copied = copy is not None and copy.since < since and version not in source.released
+        is_here = source.site == reader.site and source.closing == inf and source.layout == reader.layout
+        if source is reader or not (is_held or is_copied) or not is_here or source.heard_since > since:
+            return False
+        if not self.truth.said_to_have(source, version) or reader.failed_since(-inf, source.me):
+            return False
+        return self._can_talk(source, since) and troubles.serves(source, since)
