@@ -190,6 +190,7 @@ def test_wait_for_ends_when_the_version_comes(join):
 
     def train():
         trainer.publish(1)
+        trainer.pin(1)  # or it would be lost, and no longer the one before the latest
         with trainer.mutating(version=5):
             pass
 
