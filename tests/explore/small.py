@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tensorhub.core import events
 from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Grant, Hello, LayoutInfo, Orders, Refusal, ToServer
+from tensorhub.core.messages import PROTOCOL, Grant, Hello, LayoutInfo, Orders, Refusal, Report, ToServer
 from tensorhub.core.names import ModelName, ReplicaName, Shard
 from tensorhub.core.server import Outbox, Server
 from tensorhub.core.settings import Settings
@@ -77,6 +77,7 @@ class Small:
     actors: dict[str, Actor] = field(default_factory=dict)
     published: int = 0  # the newest version whose publish has returned
     has_lost_a_rollout: bool = False  # one has crashed, or was cut off
+    unheard: str = ""  # who was cut off, until the server hears how things are there
     lost: list[int] = field(default_factory=list)  # versions that at some time nobody had
     teller: "Teller | None" = None  # writes down what happens, for people
 
@@ -260,6 +261,8 @@ class Small:
         """It and the server do not hear each other for longer than a lease; what others say arrives at once."""
         self.faults = self.faults.less("crashes")
         actor.up, actor.down, actor.is_linked = [], [], False
+        self.unheard = actor.name
+        truth.note_lost(self)
         until = self.now + SETTINGS.lease_s + SETTINGS.report_s
         while self.now < until:
             self._pass_a_second(cut_off=actor)
@@ -274,6 +277,8 @@ class Small:
             outbox = self.server.disconnected(actor.hello.life, now=self.now)
         else:
             outbox = self.server.handle(message, sender=actor.hello.life, now=self.now)
+            if isinstance(message, Report) and actor.name == self.unheard:
+                self.unheard = ""
         self._send(outbox)
         self.server.check_invariants()
 

@@ -91,12 +91,17 @@ def after(small: "Small", had: dict[int, None], action: tuple[str, ...]) -> None
     kept = everywhere if is_excused else have
     if had and not kept and not is_misfortune and small.shape.copies:
         _broken(small, "G6 retention", f"{list(had)} was whole outside the trainer, now nothing is")
-    heard = [actor for actor in small.actors.values() if (actor.name,) != action[1:] or not is_misfortune]
+    note_lost(small)
+    small.has_lost_a_rollout |= is_misfortune and action[-1] != "trainer"
+
+
+def note_lost(small: "Small") -> None:
+    """Versions that nobody has, or only one whom the server does not hear."""
+    heard = [actor for actor in small.actors.values() if actor.name != small.unheard]
     known = {version: None for actor in heard for version in usable(actor)}
     for version in range(1, small.published + 1):
         if version not in known and version not in small.lost:
             small.lost = sorted([*small.lost, version])
-    small.has_lost_a_rollout |= is_misfortune and action[-1] != "trainer"
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
