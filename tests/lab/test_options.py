@@ -3,7 +3,10 @@
 import pytest
 
 from tensorhub import UsageError
+from tensorhub.core.settings import Settings
 from tensorhub.lab.run import Options, scenario_of
+from tensorhub.lab.strategies.choose import STRATEGIES
+from tensorhub.runtime.config import server_settings
 
 
 def test_what_is_given_replaces_what_the_scenario_has() -> None:
@@ -23,3 +26,9 @@ def test_what_is_given_replaces_what_the_scenario_has() -> None:
 def test_what_cannot_be_is_refused(name: str, options: Options, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         scenario_of(name, options)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_server_of_each_strategy_takes_its_settings(name: str) -> None:
+    given = dict(setting.split("=", 1) for setting in STRATEGIES[name].server)
+    assert (server_settings(given) != Settings()) == bool(given), "it says what is not so by default"

@@ -37,6 +37,12 @@ def test_a_switch():
     assert not worker_options({"TENSORHUB_PTRACE": "no"}).ptrace
     assert worker_options({"TENSORHUB_PTRACE": "no"}, ptrace=True).ptrace
     assert {row.name: row.default for row in table()}["ptrace"] == "yes"
+    for no in ("no", "0", "False", " off "):
+        assert not server_settings({"TENSORHUB_KEEP_ESTABLISHED": no}).keep_established
+    for yes in ("yes", "1", "TRUE", "on"):
+        assert server_settings({"TENSORHUB_KEEP_ESTABLISHED": yes}).keep_established
+    with pytest.raises(UsageError, match="TENSORHUB_KEEP_ESTABLISHED='maybe'"):
+        server_settings({"TENSORHUB_KEEP_ESTABLISHED": "maybe"})
 
 
 def test_an_empty_variable_is_none():
@@ -65,7 +71,7 @@ BAD = {
     "token": ["a\nb", "x" * 2000],
     "site": ["\x00"],
     "transports": ["smoke", "tcp,tcp", ",", "tcp,", "TCP"],
-    "ptrace": ["maybe", "1", "True"],
+    "ptrace": ["maybe", "2", "", "yes no"],
 }
 
 

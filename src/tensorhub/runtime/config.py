@@ -141,13 +141,17 @@ def parse_retain(value: object, what: str) -> int:
     return check_integer(count if count >= 0 else value, what, least=0, most=256)
 
 
+SWITCHES = {"yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False}
+
+
 def parse_switch(value: object, what: str) -> bool:
-    """True or False; of a variable, "yes" or "no"."""
+    """True or False; of a variable, one of the words in `SWITCHES`, in any case."""
     if isinstance(value, bool):
         return value
-    if value in ("yes", "no"):
-        return value == "yes"
-    raise UsageError(f'{what}={value!r} is neither "yes" nor "no"')
+    found = SWITCHES.get(value.strip().lower()) if isinstance(value, str) else None
+    if found is None:
+        raise UsageError(f'{what}={value!r} is neither "yes" nor "no" (nor true, false, on, off, 1, 0)')
+    return found
 
 
 def _option(default: T, parse: Callable[[object, str], T], text: str) -> T:

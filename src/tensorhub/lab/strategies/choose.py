@@ -28,7 +28,7 @@ STRATEGIES: dict[str, Strategy] = {
     "hub-seed": Strategy('TensorHub, prefetch="seed"', "seed", is_ours=True),
     "hub": Strategy('TensorHub, prefetch="never"', "never", is_ours=True),
     "hub-free": Strategy(
-        "TensorHub, that keeps nothing established", "never", is_ours=True, server=("TENSORHUB_KEEP_ESTABLISHED=0",)
+        "TensorHub, that keeps nothing established", "never", is_ours=True, server=("TENSORHUB_KEEP_ESTABLISHED=no",)
     ),
     "hub-roomless": Strategy("TensorHub, rollouts without room for host copies", "never", is_ours=True, host_bytes=1),
     "ring": Strategy("global stage, pipelined ring", needs_torch=True, is_fixed=True),
