@@ -1,8 +1,9 @@
-"""Who judges a mutant: tests of the core and scenarios, then seeds of the simulator; each in a process of its own.
+"""Who judges a mutant: tests of the core and scenarios, then whole histories; each mutant in a process of its own.
 
 The judges are first run once over the core as it is, which records what each of them executes and how long it takes.
-A mutant is then shown only to those that execute its line, the cheapest first, up to the first that fails. Times are
-processor time, so that a busy machine changes no verdict. Nothing here imports the package before it is substituted.
+A mutant is then shown only to those that execute its line, up to the first that fails: first the one that noticed it
+the last time, then the cheapest. Times are processor time, so that a busy machine changes no verdict. Nothing here
+imports the package before it is substituted.
 """
 
 import contextlib
@@ -21,9 +22,11 @@ import hypothesis  # noqa: F401 (loaded once, before the forks)
 import msgspec  # noqa: F401
 import pytest
 
+from . import histories
 from .substitute import ROOT, Change, Ran, install
 
 TESTS = ("tests/core", "tests/scenarios")
+USUAL_S = 0.5  # of what nobody has measured
 QUIET = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-p", "no:timeout"]
 MOST_MEMORY = 4 * 2**30  # bytes of address space of one mutant's process
 SLOWER = 20.0  # a test or seed that takes so many times its usual processor time, and 5 s more, hangs
@@ -33,12 +36,12 @@ ENOUGH_ALIKE = 25  # seeds whose histories are the same to the letter: further o
 
 @dataclass
 class Judge:
-    """A test by its name, or a seed by its number: what it executes, and the processor seconds that it takes."""
+    """A test or a history by its name: what it executes, and the processor seconds that it takes."""
 
     name: str
-    cost_s: float
-    lines: dict[str, list[int]]
-    digest: str = ""  # of a seed's history
+    cost_s: float = USUAL_S
+    lines: dict[str, list[int]] = field(default_factory=dict)
+    digest: str = ""  # of a history
 
     def sees(self, file: str, line: int) -> bool:
         """It executes that statement; what stands outside functions is executed by all who load the file."""
@@ -78,9 +81,9 @@ def hurried(limit_s: float) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Chosen:
-    """A pytest plugin: runs the tests of these names in this order, each with its limit; says which failed."""
+    """A pytest plugin: runs the tests of these names, or all, the cheapest first. Says which failed or hangs."""
 
-    costs: dict[str, float]
+    costs: dict[str, float] | None
     ran: Ran | None = None
     seen: list[Judge] = field(default_factory=list)
     failed: str = ""
@@ -89,8 +92,9 @@ class _Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self.ran is None:
-            items[:] = sorted((i for i in items if i.nodeid in self.costs), key=lambda i: self.costs[i.nodeid])
+        if self.costs is not None:
+            costs = self.costs
+            items[:] = sorted((i for i in items if i.nodeid in costs), key=lambda i: costs[i.nodeid])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -98,7 +102,7 @@ class _Chosen:
         for lines in (self.ran or {}).values():
             lines.clear()
         try:
-            with hurried(PATIENCE_S + SLOWER * self.costs.get(item.nodeid, 10.0)):
+            with hurried(PATIENCE_S + SLOWER * (self.costs or {}).get(item.nodeid, USUAL_S)):
                 yield
         except Hang:
             self.has_hung = True
@@ -121,8 +125,8 @@ def _prepare() -> None:
     """What is random in tests is the same each time; a mutant that eats memory ends itself alone."""
     os.environ["CI"] = "1"
     os.chdir(ROOT)
-    source = str(ROOT / "src")
-    sys.path[:] = [source, *(path for path in sys.path if path != source)]
+    first = [str(ROOT / "src"), str(ROOT / "tests")]
+    sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
     sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
 
@@ -141,69 +145,83 @@ def record_tests(change: Change, ran: Ran) -> list[Judge]:
     """All tests over the core as it is. Raises if one fails: nothing could be said of a mutant then."""
     _prepare()
     install(change)
-    plugin = _Chosen({}, ran)
+    plugin = _Chosen(None, ran)
     _run_tests(plugin, list(TESTS))
     if plugin.failed:
         raise SystemExit(f"without any mutant {plugin.failed} fails: {plugin.why}")
     return plugin.seen
 
 
-def record_seeds(change: Change, ran: Ran, seeds: list[int]) -> list[Judge]:
-    """These seeds over the core as it is."""
+def record_histories(change: Change, ran: Ran, names: list[str]) -> list[Judge]:
+    """These histories over the core as it is."""
     _prepare()
     install(change)
-    from tensorhub.sim.runner import run_seed
-
     found = []
-    for seed in seeds:
+    for name in names:
         before = time.process_time()
         for lines in ran.values():
             lines.clear()
-        result = run_seed(seed)
-        if not result.ok:
-            raise SystemExit(f"without any mutant seed {seed} fails: {result.error}")
+        told = histories.tell(name)
+        if told.broken:
+            raise SystemExit(f"without any mutant {name} fails: {told.broken}")
         lines_now = {file: sorted(lines) for file, lines in ran.items() if lines}
-        found.append(Judge(str(seed), time.process_time() - before, lines_now, result.digest))
+        found.append(Judge(name, time.process_time() - before, lines_now, told.digest))
     return found
 
 
-def judge(change: Change, tests: list[Judge], seeds: list[Judge], budget_s: float) -> Verdict:
-    """Show the mutant to these, in this order, and stop at the first that notices. `budget_s`: for the seeds."""
+def judge(change: Change, tests: list[Judge], others: list[Judge], budget_s: float, suspect: str = "") -> Verdict:
+    """Show the mutant to these, and stop at the first that notices.
+
+    `others` are histories, told in this order for at most so many seconds. `suspect` is the name of one of either kind,
+    which comes first.
+    """
     began = time.process_time()
     _prepare()
     install(change)
-    if tests:
-        plugin = _Chosen({each.name: each.cost_s for each in tests})
-        _run_tests(plugin, sorted({each.name.partition("::")[0] for each in tests}))
-        if plugin.failed:
-            outcome = "timed out" if plugin.has_hung else "killed"
-            return Verdict(outcome, plugin.failed, plugin.why, time.process_time() - began)
-    verdict = _judge_by_seeds(seeds, budget_s)
+    verdict = _judge_all(tests, others, budget_s, suspect)
     verdict.took_s = time.process_time() - began
     return verdict
 
 
-def _judge_by_seeds(seeds: list[Judge], budget_s: float) -> Verdict:
+def _judge_all(tests: list[Judge], others: list[Judge], budget_s: float, suspect: str) -> Verdict:
+    verdict = _judge_by_histories([each for each in others if each.name == suspect], budget_s)
+    if verdict.outcome == "survived":
+        verdict = _judge_by_tests([each for each in tests if each.name == suspect])
+    if verdict.outcome == "survived":
+        verdict = _judge_by_tests([each for each in tests if each.name != suspect])
+    if verdict.outcome == "survived":
+        verdict = _judge_by_histories(others, budget_s)
+    return verdict
+
+
+def _judge_by_tests(tests: list[Judge]) -> Verdict:
+    if not tests:
+        return Verdict("survived")
+    plugin = _Chosen({each.name: each.cost_s for each in tests})
+    _run_tests(plugin, sorted({each.name.partition("::")[0] for each in tests}))
+    if not plugin.failed:
+        return Verdict("survived")
+    return Verdict("timed out" if plugin.has_hung else "killed", plugin.failed, plugin.why)
+
+
+def _judge_by_histories(others: list[Judge], budget_s: float) -> Verdict:
     began, verdict = time.process_time(), Verdict("survived")
-    try:
-        from tensorhub.sim.runner import run_seed
-    except Exception as error:  # noqa: BLE001 (a mutant may fail to load in any way)
-        return Verdict("killed", "import", repr(error)[:200])
-    for each in seeds:
+    for each in others:
         seems_equivalent = verdict.seeds >= ENOUGH_ALIKE and not verdict.other_histories
         if seems_equivalent or time.process_time() - began > budget_s:
             break
         try:
             with hurried(PATIENCE_S + SLOWER * each.cost_s):
-                result = run_seed(int(each.name))
+                told = histories.tell(each.name)
         except Hang:
-            return Verdict("timed out", f"seed {each.name}", "it takes too long")
-        except Exception as error:  # noqa: BLE001 (a mutant may fail in any way)
-            return Verdict("killed", f"seed {each.name}", repr(error)[:200])
-        verdict.seeds += 1
-        verdict.other_histories += result.digest != each.digest
-        if not result.ok:
-            return Verdict("killed", f"seed {each.name}", str(result.error).splitlines()[0][:200], seeds=verdict.seeds)
+            return Verdict("timed out", each.name, "it takes too long")
+        except Exception as error:  # noqa: BLE001 (a mutant may fail in any way, or fail to load)
+            return Verdict("killed", each.name, repr(error)[:200])
+        if each.name.startswith("seed"):
+            verdict.seeds += 1
+            verdict.other_histories += told.digest != each.digest
+        if told.broken:
+            return Verdict("killed", each.name, told.broken[:200], seeds=verdict.seeds)
     return verdict
 
 

@@ -1,7 +1,7 @@
 """Protective lines of the protocol, each with what stands there when it is removed.
 
-A mutant is one replacement in one file of the package. The simulator must find every one of them within its seeds: a
-mutant that survives is a line that protects nothing, or an oracle that does not bite. `python -m tests.mutants` runs them.
+A mutant is one replacement in the core. A scenario or a seed must find every one of them: a mutant that survives is a
+line that protects nothing, or a judge that does not bite. `python -m tests.mutants` runs them.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` occurs exactly once in `file` (below the package) and becomes `new`."""
+    """`old` occurs exactly once in the core, whichever file that is, and becomes `new`."""
 
     name: str
-    file: str
     old: str
     new: str
     protects: str
@@ -21,77 +20,66 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "a closed ticket may be begun",
-        "core/read_slot.py",
         "        is_closed = grant is not None and grant.ticket <= self.closed\n",
         "        is_closed = False\n",
         "a worker never begins a ticket that it has called closed",
     ),
     Mutant(
         "the lease counts from the answer",
-        "core/worker.py",
         "            self.slot.extend_trust(sent_at + orders.trust_s)\n",
         "            self.slot.extend_trust(now + orders.trust_s)\n",
         "a lease counts from when the acknowledged report was sent",
     ),
     Mutant(
         "reads outlive the lease",
-        "core/read_slot.py",
         "        if now < self.trust_until:\n            return False\n",
         "        if now < self.trust_until + 1e9:\n            return False\n",
         "what is read after the own lease ended does not count",
     ),
     Mutant(
         "drained is believed from before the withdrawal",
-        "core/worker.py",
         "        if is_going and is_answer and self.shelf.copying is None:",
         "        if is_going and self.shelf.copying is None:",
         "drained counts only in answer to a report that said so",
     ),
     Mutant(
         "the word of a dead server counts",
-        "core/reports.py",
         "        return acknowledged >= max(told_in, self._since)\n",
         "        return acknowledged >= told_in\n",
         "drained counts only from a server that heard of the withdrawal over this connection",
     ),
     Mutant(
         "a release is final at once",
-        "core/shelf.py",
         "                self.leaving[copy.version] = Leaving(next_report)\n",
         "                self.leaving[copy.version] = Leaving(None)\n",
         "a host copy goes only after the server that releases it has heard that it is about to go",
     ),
     Mutant(
         "a copy that nobody releases any more goes all the same",
-        "core/shelf.py",
         "            elif is_released:\n                leaving.is_agreed = True\n",
         "            elif is_released or leaving is not None:\n                leaving.is_agreed = True\n",
         "a server that knows nothing of a release keeps the copy",
     ),
     Mutant(
         "who is let in is asked on the hello only",
-        "core/server.py",
         "            refusal = admission.why_refuse(self, hello, report)\n",
         "            refusal = None\n",
         "all who live of a model have one number of shards, whoever said hello when",
     ),
     Mutant(
         "the number of shards is never free",
-        "core/server.py",
         "        model.shards = hello.shards  # as of all who live; free when nobody does\n",
         "",
         "when nobody lives, the next job sets the number of shards",
     ),
     Mutant(
         "after a restart somebody new comes before those who lived",
-        "core/server.py",
         "            for newcomer in admission.giving_way(self, hello, report):\n",
         "            for newcomer in list[Member]():\n",
         "a newcomer gives way to who lived before the restart",
     ),
     Mutant(
         "only who had come is missed when it dies",
-        "core/groups.py",
         '        if self.operation is not None:\n            text = f"shard {shard} of {self.name} {why}',
         "        if self.operation is not None and shard in self.operation.arrived:\n"
         '            text = f"shard {shard} of {self.name} {why}',
@@ -99,49 +87,42 @@ MUTANTS = (
     ),
     Mutant(
         "a shard that was never there is waited for",
-        "core/operations.py",
         '    if server.now >= until:\n        text = f"shard {some_shards(absent)}',
         '    if server.now >= until + 1e9:\n        text = f"shard {some_shards(absent)}',
         "a shard that nobody has seen costs its siblings a lease, not their deadline",
     ),
     Mutant(
         "who waits for a shard that lives says nothing",
-        "core/worker_calls.py",
         "        worker.effects.append(events.Delayed(call.number or 0, why))\n",
         "",
         "who waits for long for a shard that lives says so",
     ),
     Mutant(
         "what is claimed is withdrawn before it is granted",
-        "core/calls.py",
         "        return self.number is not None and (self.claim is None or self.resolved is not None)\n",
         "        return self.number is not None\n",
         "a refused claim has changed nothing",
     ),
     Mutant(
         "a claim binds nobody",
-        "core/operations.py",
         "    conflict = conflict or claims.conflict_with(server, model, replica, version)\n",
         "",
         "nobody else publishes a number that is claimed",
     ),
     Mutant(
         "a claim is forgotten with the call",
-        "core/worker_calls.py",
         "        worker.claim = call.claim  #",
         "        worker.claim = None  #",
         "a claim lasts until it is published",
     ),
     Mutant(
         "a claim is judged while others may be unheard",
-        "core/operations.py",
         "        if server.is_recovering:\n            operation.waiting = _recovering(server)\n        else:\n            claims",
         "        if False:\n            operation.waiting = _recovering(server)\n        else:\n            claims",
         "after a restart nothing is claimed before everybody has told what they have claimed",
     ),
     Mutant(
         "two reads write at once",
-        "core/read_slot.py",
         "        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until\n",
         "        is_free = self.reading is None or self.is_stopping\n"
         "        return self.grant is not None and is_wanted and is_free and now < self.trust_until\n",
@@ -149,14 +130,12 @@ MUTANTS = (
     ),
     Mutant(
         "a failed fill is refilled while it is read",
-        "core/filling.py",
         "    worker.buffer = Poisoned(worker.serving)\n",
         "    worker.buffer, worker.serving = Poisoned(), None\n",
         "nobody reads a buffer when it changes from one version to another",
     ),
     Mutant(
         "publish while readers of the old version remain",
-        "core/worker_calls.py",
         "    if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient and now >= call.impatient_at:\n"
         "        withdraw(worker, impatient=True, now=now)\n",
         "    if isinstance(worker.buffer, Withdrawing) and now >= call.started + 0.2:\n"
@@ -165,21 +144,18 @@ MUTANTS = (
     ),
     Mutant(
         "workers keep what they know to themselves",
-        "core/worker.py",
         "            newest=self.proved_newest[0],\n",
         "            newest=None,\n",
         "latest survives a restart of the server",
     ),
     Mutant(
         "drained right after a restart",
-        "core/granting.py",
         "Withdrawing | Poisoned) or server.is_recovering or",
         "Withdrawing | Poisoned) or",
         "for one lease after a restart nothing is drained: old reads are unknown",
     ),
     Mutant(
         "latest is answered right after a restart",
-        "core/operations.py",
         'def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:\n'
         "    if server.is_recovering:\n",
         'def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:\n    if False:\n',
@@ -187,7 +163,6 @@ MUTANTS = (
     ),
     Mutant(
         "publishing right after a restart",
-        "core/operations.py",
         "        return\n    if server.is_recovering:\n        operation.waiting = _recovering(server)\n        return\n"
         "    version = Version(int(operation.spec))\n",
         "        return\n    version = Version(int(operation.spec))\n",
@@ -195,21 +170,18 @@ MUTANTS = (
     ),
     Mutant(
         "reads of a former life are forgotten",
-        "core/hearing.py",
         "    if reading is not None and not is_known and server.is_recovering and _may_adopt(server, report):\n",
         "    if reading is not None and server is None:\n",
         "reads granted before a restart stay open for their source",
     ),
     Mutant(
         "a read that was taken back counts as closed",
-        "core/granting.py",
         "    read.is_void = True\n",
         "    read.is_void = True\n    server.reads.close(read.reader, read.ticket)\n",
         "a read is open until its reader says that it is closed",
     ),
     Mutant(
         "the end of a source's lease ends the reads from it",
-        "core/server.py",
         "        hearing.close_reads(self, member, None)\n        model.move",
         "        hearing.close_reads(self, member, None)\n"
         "        for read in self.reads.from_source(member.worker):\n"
@@ -219,21 +191,18 @@ MUTANTS = (
     ),
     Mutant(
         "a dead reader is waited for",
-        "core/server.py",
         "        hearing.close_reads(self, member, None)\n        model.move",
         "        model.move",
         "the end of a reader's lease ends its reads",
     ),
     Mutant(
         "old reports are believed",
-        "core/server.py",
         "        if report.number <= member.report.number:\n",
         "        if False:\n",
         "a report that comes late is dropped",
     ),
     Mutant(
         "each shard gets the latest of its own moment",
-        "core/groups.py",
         "        version = operation.version\n        return Answer",
         "        version = operation.version\n"
         '        operation.version = None if operation.verb == "update" else version\n'
@@ -242,119 +211,102 @@ MUTANTS = (
     ),
     Mutant(
         "finished before all shards are",
-        "core/operations.py",
         "        if member is None or told is None or told.number != operation.number:\n            return False\n",
         "        if member is None or told is None or told.number != operation.number:\n            continue\n",
         "an operation is finished when every shard of the replica is",
     ),
     Mutant(
         "a member's death is not told",
-        "core/groups.py",
         '        if self.operation is not None:\n            text = f"shard {shard} of {self.name} {why}',
         '        if False:\n            text = f"shard {shard} of {self.name} {why}',
         "an operation fails on all shards when one of them dies",
     ),
     Mutant(
         "readers form rings",
-        "core/granting.py",
         "        if member is None or worker in behind:\n            continue\n        for from_host",
         "        if member is None or worker == reader.worker:\n            continue\n        for from_host",
         "nobody reads from somebody who reads from him",
     ),
     Mutant(
         "numbers may go back",
-        "core/operations.py",
         "    conflict = model.conflict(replica, version, operation.arrived)\n",
         "    conflict = None\n",
         "a lower number, or the same with other content, is refused",
     ),
     Mutant(
         "numbers begin anew after a restart",
-        "core/numbers.py",
         "        self.last = max(self.last, *(number for number in told if self.is_ours(number)), 0)\n",
         "",
         "numbers rise over the lives of the server",
     ),
     Mutant(
         "what is lost is the latest all the same",
-        "core/references.py",
         "            if record.exists and not self.is_lost(record):\n                yield version\n",
         "            if record.exists:\n                yield version\n",
         "nobody waits for what nobody can have any more",
     ),
     Mutant(
         "the old version is withdrawn before the new one is within reach",
-        "core/worker_calls.py",
         "            if filling.is_opened(worker, call.resolved):\n",
         "            if True:\n",
         "a version is not given up for one that may not come",
     ),
     Mutant(
         "what was vacated is never had back",
-        "core/filling.py",
         "    if not isinstance(buffer, Vacated) or worker.slot.may_write:\n",
         "    if True:\n",
         "a call that fails before it has written anything leaves the old version",
     ),
     Mutant(
         "what was vacated is had back while a read may still write",
-        "core/filling.py",
         "    if not isinstance(buffer, Vacated) or worker.slot.may_write:\n",
         "    if not isinstance(buffer, Vacated):\n",
         "a version that is held does not change",
     ),
     Mutant(
         "the newest established version is not kept",
-        "core/references.py",
         "        if established is not None:\n            found[established] = None\n",
         "",
         "the last usable version is never given up for one that may not come",
     ),
     Mutant(
         "what its publisher has makes it established",
-        "core/establishing.py",
         "        if not any(worker in reliable or not needs_reliable for worker in outside):\n",
         "        if not record.whole.get(shard):\n",
         "a version is established outside its publisher only",
     ),
     Mutant(
         "without room it does not leave last",
-        "core/establishing.py",
         "        if has_left or other.worker > member.worker:  # of those that still withdraw it the first by name stays\n",
         "        if False:\n",
         "where there is no room for a copy, one replica leaves the established version last",
     ),
     Mutant(
         "what was lost is not called again",
-        "core/worker_calls.py",
         "    return is_lost and call.verb in FILLS and not isinstance(call.spec, int)\n",
         "    return False\n",
         "latest is what is not lost, for a call under way too",
     ),
     Mutant(
         "a spot worker is no heir",
-        "core/retention.py",
         "    is_staying = member.is_connected and not report.closing\n",
         "    is_staying = member.hello.reliable and member.is_connected and not report.closing\n",
         "a publisher that closes hands on to a spot worker where nobody reliable is there",
     ),
     Mutant(
         "the rest of the lease is trusted in full",
-        "core/settings.py",
         "        return self.lease_s * (1.0 - self.drift)\n",
         "        return self.lease_s * 1.1\n",
         "a worker's lease ends before the server's, whatever their clocks",
     ),
     Mutant(
         "a drained source is granted again",
-        "core/granting.py",
         "            return not impatient and not member.is_drained and has_heard_us\n",
         "            return not impatient\n",
         "who was told drained is nobody's source any more",
     ),
     Mutant(
         "content is granted that nobody vouched for",
-        "core/granting.py",
         "    if member.shard not in record.roots:\n        return  #",
         "    if member.shard not in record.roots:\n"
         "        record.roots[member.shard] = record.layouts.setdefault(member.shard, member.report.layout)  #",
@@ -362,252 +314,210 @@ MUTANTS = (
     ),
     Mutant(
         "the last reliable holder just leaves",
-        "core/retention.py",
         "        return establishing.is_another_on_its_way(server, model, record, member)\n    return True\n",
         "        return establishing.is_another_on_its_way(server, model, record, member)\n    return False\n",
         "the last reference of a retained version is offloaded before it leaves",
     ),
     Mutant(
         "spot replicas count",
-        "core/retention.py",
         "        if member is None or member.report.closing or not (member.hello.reliable or not leaver.hello.reliable):\n",
         "        if member is None or member.report.closing:\n",
         "only reliable workers count for retention",
     ),
     Mutant(
         "leavers rely on each other",
-        "core/retention.py",
         "        if not is_copy and not is_self and is_keeper and comes_first:\n",
         "        if not is_copy and not is_self and is_keeper:\n",
         "of several that leave together, one keeps the version",
     ),
     Mutant(
         "a copy that was released counts again",
-        "core/membership.py",
         "if copy.version == version and not copy.leaving and copy.number not in self.releasing:\n",
         "if copy.version == version and not copy.leaving:\n",
         "what was once told to go is never relied on",
     ),
     Mutant(
         "copies are released while they are read",
-        "core/retention.py",
         "    if version == version_to_offload(server, model, member) or server.reads.are_from_copy(member.worker, version):\n",
         "    if version == version_to_offload(server, model, member):\n",
         "a host copy goes only when nobody reads it",
     ),
     Mutant(
         "copies are released right after a restart",
-        "core/retention.py",
         "    if server.is_recovering:\n        return Duties()\n",
         "",
         "reads of host copies granted before a restart are unknown to it",
     ),
     Mutant(
         "the tensors change while they are offloaded",
-        "core/worker.py",
         "        if is_going and is_answer and self.shelf.copying is None:",
-        "        if is_going and is_answer_to_withdrawal:",
+        "        if is_going and is_answer:",
         "a buffer is free only once its copy is made",
     ),
     Mutant(
         "sites are one",
-        "core/selection.py",
         "        not candidate.is_same_site,\n",
         "",
         "what a site has is read inside it",
     ),
     Mutant(
         "a pause of the server is time",
-        "core/server.py",
         "        if late_s > LATE * self.settings.report_s:\n",
         "        if late_s > 1e9:\n",
         "a pause of the server lengthens every lease by itself",
     ),
     Mutant(
         "everybody may read across",
-        "core/sites.py",
         "    return best is None or best[1] == reader.worker\n",
         "    return True\n",
         "only the seed of a site reads across, between two sources too",
     ),
     Mutant(
         "a site waits for a seed that has gone",
-        "core/sites.py",
         "        if not server.is_here(member):\n            continue\n",
         "",
         "who is dead keeps its site from nothing",
     ),
     Mutant(
         "a site waits for an elected worker that has gone",
-        "core/sites.py",
         "        if not server.is_silent(other):  #",
         "        if other is not None:  #",
         "who is dead keeps its site from fetching ahead no longer than two reports",
     ),
     Mutant(
         "the dead are elected",
-        "core/sites.py",
         "    is_staying = server.is_here(member) and not report",
         "    is_staying = not report",
         "who is dead is not elected",
     ),
     Mutant(
         "the silent are given reads",
-        "core/granting.py",
         "    if not server.is_here(member):\n        return\n",
         "    if not member.is_connected:\n        return\n",
         "nobody is given a read that would not hear of it",
     ),
     Mutant(
         "between sites load is the worker's",
-        "core/selection.py",
         "        candidate.leaving_site,\n",
         "",
         "about one copy of a version leaves each site",
     ),
     Mutant(
         "who reads from afar is moved to whoever is idle",
-        "core/moving.py",
         "(is_shared and not candidate.leaving_site)",
         "(is_far and not candidate.leaving_site)",
         "about one copy of a version leaves each site",
     ),
     Mutant(
         "the dead are asked first",
-        "core/selection.py",
         "        candidate.is_doubtful,\n",
         "",
         "who seems to be dead is a source after all others",
     ),
     Mutant(
         "what a reader learned of a source is its own",
-        "core/hearing.py",
         "        source.is_doubted = True\n",
         "        source.is_doubted = False\n",
         "a source that failed one reader comes last for the others, until it is heard",
     ),
     Mutant(
         "one failure is held against a source for good",
-        "core/server.py",
         "        member.lease_end, member.is_doubted = self.now + self.settings.lease_s, False\n",
         "        member.lease_end = self.now + self.settings.lease_s\n",
         "a source that is heard again is in doubt no more",
     ),
     Mutant(
         "failures count however much was brought",
-        "core/hearing.py",
         "        reader.chunks, reader.failures = reader.chunks_in_place, 0\n",
         "        reader.chunks = reader.chunks_in_place\n",
         "a call goes on as long as its reads bring chunks",
     ),
     Mutant(
         "a call fails beside a source that it has not tried",
-        "core/operations.py",
         "    is_enough = member.failures > server.settings.most_failures and not _has_hope(server, record, member)\n",
         "    is_enough = member.failures > server.settings.most_failures\n",
         "no call gives up while somebody has the version who was not tried",
     ),
     Mutant(
         "readers are moved to whoever may be dead",
-        "core/granting.py",
         "        if server.is_here(source):\n            others = [c for c in others if not c.is_doubtful]\n",
         "",
         "a source that leaves keeps its readers until there is one who seems to live",
     ),
     Mutant(
         "who stands still is waited for",
-        "core/moving.py",
         "    if pace.is_still(server.now, patience_s(server)):\n        return f",
         "    if False:\n        return f",
         "a source by which nothing comes is left",
     ),
     Mutant(
         "who is slow is waited for",
-        "core/moving.py",
         "    if not is_too_slow(pace, others, times):\n        return None\n",
         "    return None\n",
         "a source that brings less than a third is left",
     ),
     Mutant(
         "who only waits is moved",
-        "core/moving.py",
         "        if its_own is not None and has_no_more and not is_hopeless:\n            read.pace.wait(now)\n",
         "",
         "who waits for what its source waits for stays",
     ),
     Mutant(
         "what a source had is held against it",
-        "core/moving.py",
         "    elif server.now < pace.waited_at + window_s(server):\n        return None  #",
         "    elif server.now < pace.waited_at:\n        return None  #",
         "a read is no slower than what its source had for it",
     ),
     Mutant(
         "who is slow itself is waited for",
-        "core/moving.py",
-        "    read.pace.is_stuck = True\n",
+        "        read.pace.is_stuck = True\n",
         "",
         "those behind a slow reader look for themselves",
     ),
     Mutant(
         "what was tried in vain is tried by all",
-        "core/moving.py",
         "        source.capacity.forget(server.now)  #",
         "        source.capacity.note(server.now, 0.0, 1e9)  #",
         "a publisher that is slow itself is not asked by all",
     ),
     Mutant(
         "a slow source keeps its place",
-        "core/moving.py",
         "            slow.gives_way_to = reader.worker\n",
         "            slow.gives_way_to = None\n",
         "who is slow gives way to whom it held up",
     ),
     Mutant(
         "who gets no more stays",
-        "core/moving.py",
         "            if read.pace.rate < read.must_beat:\n",
         "            if read.pace.rate < 0:\n",
         "a move in vain is undone",
     ),
     Mutant(
         "readers go back and forth",
-        "core/moving.py",
         "    reader.may_move_at = server.now + 2 * window_s(server) * 2.0 ** min(reader.moves, 16)\n",
         "",
         "each move waits twice as long as the one before",
     ),
     Mutant(
         "only whole chunks are progress",
-        "core/pace.py",
         "        if done > self.done or arrived_bytes >= self._part_bytes + part_bytes:\n",
         "        if done > self.done:\n",
         "a slow link with large chunks does not stand still",
     ),
     Mutant(
         "any byte is progress",
-        "core/pace.py",
         "arrived_bytes >= self._part_bytes + part_bytes:",
         "arrived_bytes > self._part_bytes:",
         "a byte now and then is nothing",
     ),
     Mutant(
-        "everybody may cross",
-        "core/sites.py",
-        "    return best is None or best[1] == reader.worker\n",
-        "    return True\n",
-        "one worker of a site reads a version from afar",
-    ),
-    Mutant(
         "who was promised a version is not waited for",
-        "core/operations.py",
         "        if not member.holds(record.version):\n            return True\n    return False\n",
         "        if not member.holds(record.version):\n            return False\n    return False\n",
         "the last holder stays until whoever was promised the version has it",
     ),
     Mutant(
         "no grants during recovery",
-        "core/granting.py",
         "    if not server.is_here(member):\n        return\n    wanted = wanted_read",
         "    if not server.is_here(member) or server.is_recovering:\n        return\n    wanted = wanted_read",
         "transfers go on while a server that has restarted listens",

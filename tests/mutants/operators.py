@@ -56,11 +56,12 @@ class Mechanical:
     new: str
     before: str  # the source lines that it touches, joined
     after: str
+    nth: int = 1  # of those that are the same but for their place
 
     @property
     def key(self) -> str:
-        """Names it as long as the lines themselves stay."""
-        return f"{self.file}::{self.function} | {self.before} => {self.after}"
+        """Names it as long as its lines stay, wherever their function stands."""
+        return f"{self.function} | {self.before} => {self.after}" + (f" #{self.nth}" if self.nth > 1 else "")
 
     def apply(self, source: bytes) -> bytes:
         return source[: self.start] + self.new.encode() + source[self.stop :]

@@ -17,19 +17,21 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "src" / "tensorhub" / "core"
 
 Change = Callable[[str, bytes], CodeType]  # (file below the package, its source) → what is run instead
+PREFIX = "tensorhub.core."
+compiled: dict[str, CodeType] = {}  # files of the core as they are, so that each is compiled once for many mutants
 Ran = dict[str, set[int]]  # by file: first lines of statements inside functions
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
     """Compiles what `change` makes of the source, and keeps nothing on disk."""
 
-    def __init__(self, name: str, path: Path, change: Change) -> None:
-        super().__init__(name, str(path))
+    def __init__(self, name: str, path: str, change: Change) -> None:
+        super().__init__(name, path)
         self.change = change
 
     def get_code(self, fullname: str) -> CodeType:
         path = Path(self.path)
-        return self.change(f"core/{path.name}", path.read_bytes())
+        return self.change(file_of(path), path.read_bytes())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -37,13 +39,33 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.change = change
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        if package != "tensorhub.core":
+        if not fullname.startswith(PREFIX):
             return None
-        file = CORE / f"{name}.py"
-        spec = importlib.machinery.ModuleSpec(fullname, _Loader(fullname, file, self.change), origin=str(file))
+        place = CORE.joinpath(*fullname.removeprefix(PREFIX).split("."))
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        spec = importlib.machinery.ModuleSpec(
+            fullname, _Loader(fullname, str(file), self.change), origin=str(file), is_package=place.is_dir()
+        )
+        if place.is_dir():
+            spec.submodule_search_locations = [str(place)]
         spec.has_location = True
         return spec
+
+
+def file_of(path: Path) -> str:
+    """How a file of the core is called: below the package."""
+    return path.relative_to(CORE.parent).as_posix()
+
+
+def files() -> list[Path]:
+    """Every file of the core, in one order."""
+    return sorted(CORE.rglob("*.py"))
+
+
+def compile_all() -> None:
+    """Now, for all processes that are forked from this one."""
+    for path in files():
+        compiled[file_of(path)] = compile(path.read_bytes(), str(path), "exec")
 
 
 def install(change: Change) -> None:
@@ -53,23 +75,43 @@ def install(change: Change) -> None:
     sys.meta_path.insert(0, _Finder(change))
 
 
+def unchanged(name: str, source: bytes) -> CodeType:
+    """The core as it is."""
+    return compiled.get(name) or cast(CodeType, compile(source, str(CORE.parent / name), "exec"))
+
+
 def mutated(file: str, text: bytes) -> Change:
     """The core with this text in place of that file."""
 
     def change(name: str, source: bytes) -> CodeType:
-        return compile(text if name == file else source, str(CORE / Path(name).name), "exec")
+        return compile(text, str(CORE.parent / name), "exec") if name == file else unchanged(name, source)
 
     return change
+
+
+def where(text: str) -> str:
+    """The file in which this stretch of source stands, once in all of the core. Raises ValueError otherwise."""
+    found = [path for path in files() for _ in range(path.read_text(encoding="utf-8").count(text))]
+    if len(found) != 1:
+        names = ", ".join(file_of(path) for path in found) or "no file"
+        raise ValueError(f"this is to stand once in the core, and stands in {names}: {text!r}")
+    return file_of(found[0])
+
+
+def replaced(old: str, new: str) -> Change:
+    """The core with `new` in the one place where `old` stands, whichever file that is."""
+    file = where(old)
+    return mutated(file, (CORE.parent / file).read_text(encoding="utf-8").replace(old, new).encode())
 
 
 def recording(ran: Ran) -> Change:
     """The core as it is, which notes in `ran` each statement that it begins."""
 
     def change(name: str, source: bytes) -> CodeType:
-        mark = f"__ran_{Path(name).stem}__"
+        mark = "__ran_" + "".join(letter if letter.isalnum() else "_" for letter in name) + "__"
         setattr(builtins, mark, ran.setdefault(name, set()).add)
         tree = _Marker(mark).visit(ast.parse(source))
-        return cast(CodeType, compile(ast.fix_missing_locations(tree), str(CORE / Path(name).name), "exec"))
+        return cast(CodeType, compile(ast.fix_missing_locations(tree), str(CORE.parent / name), "exec"))
 
     return change
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from mutants.mechanical import CLASSED, Plan, classes, drawn, run_all
+from mutants.forks import run_all
+from mutants.mechanical import CLASSED, Plan, classes, drawn
 from mutants.operators import mutants_of
 from mutants.substitute import CORE, ROOT, Ran, recording
 
@@ -69,6 +70,7 @@ def test_a_draw_is_decided_by_its_seed() -> None:
     first, same, other = (drawn(Plan(20, seed, 1)) for seed in (1, 1, 2))
     assert first == same != other
     assert len(first) == 20
+    assert drawn(Plan(30, 1, 1))[:20] == first
 
 
 ALONE = """
@@ -76,22 +78,25 @@ import json, sys
 from dataclasses import asdict
 from tests.mutants import judging, substitute
 old, new = sys.argv[1], sys.argv[2]
-source = (substitute.CORE / "specs.py").read_text()
-assert source.count(old) == 1
 names = ["test_steps_back", "test_prefetched_is_for_updates_alone"]
 tests = [judging.Judge("tests/core/test_specs.py::" + name, 0.01, {}) for name in names]
-change = substitute.mutated("core/specs.py", source.replace(old, new).encode())
-print(json.dumps(asdict(judging.judge(change, tests, [judging.Judge("0", 1.0, {})], 60.0))))
+change = substitute.replaced(old, new)
+print(json.dumps(asdict(judging.judge(change, tests, [judging.Judge("walk 0"), judging.Judge("seed 0", 1.0)], 60.0))))
 """
 
 
 @pytest.mark.parametrize(
     ("old", "new", "outcome", "by"),
     [
-        ("or 0)", "or 1)", "killed", "tests/core/test_specs.py::test_steps_back"),
+        (
+            "return int(found.group(1) or 0)",
+            "return int(found.group(1) or 1)",
+            "killed",
+            "tests/core/test_specs.py::test_steps_back",
+        ),
         ("assert found is not None", "while True: pass", "timed out", "tests/core/test_specs.py::test_steps_back"),
         ("assert found is not None", "assert found", "survived", ""),
-        ("import re", "import nothing_of_that_name", "killed", "tests/core/test_specs.py"),
+        ("\nimport re\n", "\nimport nothing_of_that_name\n", "killed", "tests/core/test_specs.py"),
         ('r"latest(?:', 'r"newest(?:', "killed", "tests/core/test_specs.py::test_steps_back"),
     ],
 )
