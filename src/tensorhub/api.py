@@ -115,7 +115,8 @@ class Weights:
         """Take these tensors in place, instead of any before; nothing is copied.
 
         Torch tensors (CPU or CUDA, any dtype, dense) and numpy arrays, by name. Their memory belongs to the caller,
-        who changes it only while nothing is published or held, and keeps each tensor's memory where it is. Raises
+        who changes it only while nothing is published or held, and keeps each tensor's memory where it is. Copies of
+        versions in host memory stay as long as somebody needs them, and count against `host_bytes`. Raises
         `UsageError` naming the tensor that cannot be taken, `NotDrained` while a version is held.
         """
         self._aio._check_process()

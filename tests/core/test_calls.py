@@ -1,6 +1,7 @@
 """What a caller may not do, said before anything is changed; and what an update to "prefetched" comes to at once."""
 
 import pytest
+from msgspec.structs import replace
 
 from tensorhub.core import events
 from tensorhub.core.calls import update_at_once, why_not_begin
@@ -129,7 +130,7 @@ PREFETCHED = Called("update", "prefetched", 60.0)
 
 def holder(*copies: HostCopy, wishes: bool = True) -> Worker:
     it = somebody(Holding(Version(2), ROOT))
-    it.shelf.copies = {copy.version: copy for copy in copies}
+    it.shelf.copies = {copy.version: replace(copy, layout=it.shelf.layout) for copy in copies}
     it.shelf.prefetch = "latest" if wishes else None
     return it
 
@@ -162,7 +163,13 @@ def test_only_a_whole_and_newer_copy_needs_the_server(copy: HostCopy, expected: 
 
 def test_a_copy_that_goes_is_none() -> None:
     it = holder(HostCopy(1, Version(3), ROOT, whole=True))
-    it.shelf.leave(Version(3))
+    it.shelf.leave(Version(3), next_report=1)
+    assert update_at_once(it, rollout(), PREFETCHED) == 2
+
+
+def test_a_copy_of_other_tensors_fills_nothing() -> None:
+    it = holder(HostCopy(1, Version(3), ROOT, whole=True))
+    it.shelf.layout = Digest("of others")
     assert update_at_once(it, rollout(), PREFETCHED) == 2
 
 

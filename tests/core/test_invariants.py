@@ -80,14 +80,20 @@ def test_a_worker_that_contradicts_itself_is_found(state: dict[str, object], wha
 @pytest.mark.parametrize(("copies", "is_going", "is_wrong"), [(1, False, False), (2, False, True), (2, True, False)])
 def test_no_worker_has_more_host_copies_than_fit(copies: int, is_going: bool, is_wrong: bool) -> None:
     it = somebody()
-    it.shelf.copies = {Version(n): HostCopy(n, Version(n), ROOT) for n in range(1, copies + 1)}
+    it.shelf.copies = {Version(n): HostCopy(n, Version(n), ROOT, layout=it.shelf.layout) for n in range(1, copies + 1)}
     if is_going:
-        it.shelf.leave(ONE)
+        it.shelf.leave(ONE, next_report=1)
     if is_wrong:
         with pytest.raises(InvariantViolation, match="has 2 host copies where 1 are allowed"):
             it.check_invariants()
     else:
         it.check_invariants()
+
+
+def test_copies_of_former_tensors_do_not_count_as_those_of_the_present_ones() -> None:
+    it = somebody()
+    it.shelf.copies = {Version(n): HostCopy(n, Version(n), ROOT, layout=Digest("former")) for n in (1, 2)}
+    it.check_invariants()
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -338,9 +338,70 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released while they are read",
-        "    if version == version_to_offload(server, model, member) or server.reads.are_from_copy(member.worker, version):\n",
-        "    if version == version_to_offload(server, model, member):\n",
+        "        if copy.number in member.releasing and not _is_read(server, member, copy):\n",
+        "        if copy.number in member.releasing:\n",
         "a host copy goes only when nobody reads it",
+    ),
+    Mutant(
+        "readers are driven from a copy that nobody else needs",
+        "    if version == version_to_offload(server, model, member) or _is_read(server, member, copy):\n",
+        "    if version == version_to_offload(server, model, member):\n",
+        "who reads from a host copy reads on from there",
+    ),
+    Mutant(
+        "a bad copy is dropped at once",
+        "            self.leave(version, next_report=next_report)\n        else:\n",
+        "            self.leaving[version] = Leaving(0, is_final=True, is_agreed=True)\n        else:\n",
+        "what a worker has no use for any more may be read by others",
+    ),
+    Mutant(
+        "a bad copy stays a source",
+        "            member.releasing[copy.number] = None\n            for read in",
+        "            for read in",
+        "who reads a copy that goes is given another source",
+    ),
+    Mutant(
+        "a worker that closes drops its copies at once",
+        "        worker.shelf.leave_all(next_report=worker.book.number + 1)\n",
+        "        worker.shelf.leave_all(next_report=0)\n        for each in worker.shelf.leaving.values():\n"
+        "            each.is_agreed = True\n",
+        "copies go only when the server has moved their readers",
+    ),
+    Mutant(
+        "other tensors drop the copies of the former ones",
+        "            if copy.layout != layout and not copy.whole:\n",
+        "            if copy.layout != layout:\n",
+        "the last copy of a version is kept, whatever is registered",
+    ),
+    Mutant(
+        "other tensors are filled from a copy of the former ones",
+        "        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MOST_TRIES\n",
+        "        return self.failed.get(copy.version, 0) >= MOST_TRIES\n",
+        "a copy fills only the tensors of which it is one",
+    ),
+    Mutant(
+        "copying that fails is tried for ever",
+        "        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MOST_TRIES\n",
+        "        return copy.layout != self.layout\n",
+        "who cannot copy reads from peers",
+    ),
+    Mutant(
+        "a copy of former tensors counts as one of the present ones",
+        "copy.version, copy.root, copy.layout):\n",
+        "copy.version, copy.root):\n",
+        "a server learns the layout of a version from whoever has it",
+    ),
+    Mutant(
+        "copies are counted, not weighed",
+        "        return max(0, min(MOST_COPIES - len(self.copies), room_bytes // self.size_bytes))\n",
+        "        return max(0, self.most - len(self.copies))\n",
+        "copies of larger tensors count as what they are",
+    ),
+    Mutant(
+        "a copy fills tensors behind which others read",
+        "                filling.poison(self)  # a read had begun",
+        "                self.stop_serving(now)  # a read had begun",
+        "tensors are drained before they are filled otherwise",
     ),
     Mutant(
         "copies are released right after a restart",

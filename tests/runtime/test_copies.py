@@ -1,13 +1,15 @@
 """Host copies of a worker: what their threads do when the worker closes, or when the unexpected happens."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tensorhub.core.events import CopiedOut, Event
+from tensorhub.core.events import CopiedOut, CopyDropped, Event
 from tensorhub.core.manifest import Manifest
 from tensorhub.core.names import Version, worker_id
 from tensorhub.memory.digests import build_manifest
@@ -93,5 +95,38 @@ def test_an_error_that_nobody_thought_of_ends_the_copy_and_is_told(error: Except
         assert isinstance(told[0], CopiedOut)
         assert told[0].failure is not None
         assert repr(error) in told[0].failure.message
+
+    asyncio.run(run())
+
+
+def test_a_copy_outlives_the_tensors_of_which_it_is_one() -> None:
+    async def run() -> None:
+        tensor = np.arange(1000, dtype=np.float64)
+        expected, former = tensor.tobytes(), weakref.ref(tensor)
+        registration = register({"w": tensor})
+        manifest = build_manifest(registration, CHUNK)
+        content = Content(Version(1), manifest.root(), "m/1/0", registration)
+        content.manifest = manifest
+        told, is_told = [], asyncio.Event()
+        found = copies(registration, told, is_told)
+        found.copy_out(content)
+        async with asyncio.timeout(DEADLINE_S):
+            await is_told.wait()
+        assert told == [CopiedOut(Version(1))]
+        assert found.register(register({"b": np.zeros(10)})) > 0
+        del tensor, registration, content
+        await asyncio.sleep(0)  # the task that copied lets go of what it copied
+        gc.collect()
+        assert former() is None
+        assert found.used_bytes == 8000
+        copy = found.content(Version(1), manifest.root()).registration
+        with copy.stream.reading(0, 8000) as views:
+            assert b"".join(views) == expected
+        is_told.clear()
+        found.drop(Version(1))
+        async with asyncio.timeout(DEADLINE_S):
+            await is_told.wait()
+        assert told[1:] == [CopyDropped(Version(1))]
+        assert found.used_bytes == 0  # nothing is kept for the next: it would be of tensors that are gone
 
     asyncio.run(run())

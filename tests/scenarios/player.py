@@ -77,7 +77,12 @@ class Player:
         self.trust_until = -inf
         self.retry_at = inf
         self.worker = Worker(self.me)
-        self._layout = layout
+        self.register(layout, copies)
+
+    def register(self, layout: Layout, copies: int) -> None:
+        """Tensors, for the first time or others; nothing of what they have is known to anybody."""
+        assert self.worker.may_register, f"{self.name} may not register: {self.worker.buffer}"
+        self.memory = ["-"] * CHUNKS
         self.tell(Registered(LayoutInfo.of(layout), layout.digest(), layout.size_bytes, copies))
 
     # --- events in, effects out ---------------------------------------------------------------------------------------
@@ -149,9 +154,9 @@ class Player:
         self.waiting.append(event)
         return []
 
-    def copies_end(self, failure: Failure | None = None) -> None:
+    def copies_end(self, failure: Failure | None = None, *, next_is_slow: bool = False) -> None:
         """What was being copied is there now, or was found to be bad."""
-        self.is_copying_slow = False
+        self.is_copying_slow = next_is_slow
         waiting, self.waiting = self.waiting, []
         for event in waiting:
             self.tell(replace(event, failure=failure))

@@ -21,6 +21,7 @@ from .states import content_of, state_of
 WIDTH = 112
 INDENT = "    "
 USUAL_TIMEOUT_S = 60.0
+TENSORS = "w:float32[4]"
 
 
 class ScriptError(Exception):
@@ -112,7 +113,7 @@ def _server(stage: Stage, words: list[str]) -> None:
 
 
 def _worker(stage: Stage, words: list[str]) -> None:
-    tensors = "w:float32[4]"
+    tensors = TENSORS
     if "with" in words:
         at = words.index("with")
         words, tensors = words[:at], " ".join(words[at + 1 :])
@@ -195,6 +196,14 @@ def _close(stage: Stage, words: list[str]) -> None:
         stage.pump()
 
 
+def _register(stage: Stage, words: list[str]) -> None:
+    at = words.index("with") if "with" in words else len(words)
+    plain, options = _options(words[:at], ("copies",))
+    for player in _players(stage, plain[0]):
+        player.register(_layout(" ".join(words[at + 1 :]) or TENSORS), int(options.get("copies", "0")))
+        stage.pump()
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +249,11 @@ def _copied(stage: Stage, words: list[str]) -> None:
 
 def _spoil(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).copies_end(Failure("corrupt-transfer", "chunk 1 is ??, which is not as published"))
+
+
+def _stumble(stage: Stage, words: list[str]) -> None:
+    failure = Failure("error", "copying to or from host memory failed")
+    _player(stage, words[0]).copies_end(failure, next_is_slow=True)
 
 
 def _prefetch(stage: Stage, words: list[str]) -> None:
@@ -341,6 +355,7 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "cancel": _cancel,
     "give-back": _give_back,
     "close": _close,
+    "register": _register,
     "read": _read,
     "corrupt": _corrupt,
     "fail": _fail,
@@ -350,6 +365,7 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "slow": _slow,
     "copied": _copied,
     "spoil": _spoil,
+    "stumble": _stumble,
     "prefetch": _prefetch,
     "pin": _pin,
     "write": _write,

@@ -213,6 +213,8 @@ def buffer_text(buffer: Buffer) -> str:
 
 def copy_text(copy: HostCopy) -> str:
     state = "about to go" if copy.leaving else "whole" if copy.whole else "filling"
+    if copy.unfit and not copy.leaving:
+        state += ", unfit for the tensors"
     return f"copy {copy.number} of {copy.version} {state}"
 
 

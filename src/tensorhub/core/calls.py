@@ -164,6 +164,8 @@ def _how_far(worker: "Worker", call: Call) -> Iterator[str]:
         yield f"no source of version {call.resolved} has answered; version {buffer.version} is still held"
     elif isinstance(buffer, Vacated) and call.verb in FILLS:
         yield f"not a byte of version {call.resolved} had come; version {buffer.version} is held again"
+    for version, times in worker.shelf.failed.items():
+        yield f"copying version {version} from host memory failed {times} times"
     if isinstance(buffer, Filling):
         done, chunks = worker.progress
         source = f" from {worker.reading.source}" if worker.reading is not None else ""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .server import Server
 
 
+NO_LAYOUT = Digest("")
+
+
 class Given(NamedTuple):
     """What orders carry of it."""
 
@@ -67,19 +70,25 @@ def believes_newest(server: "Server", model: Model, report: Report) -> bool:
     return are_equal(server.notary.newest(model.name, report.newest), report.newest_receipt)
 
 
-def accepts(server: "Server", model: Model, member: Member, version: Version, root: Digest) -> bool:
-    """The content that the worker has as that version is what the version is, as far as is known."""
+def accepts(
+    server: "Server", model: Model, member: Member, version: Version, root: Digest, layout: Digest = NO_LAYOUT
+) -> bool:
+    """The content that the worker has as that version is what the version is, as far as is known.
+
+    `layout` is that of a copy of tensors that were registered before.
+    """
+    layout = layout or member.report.layout
     record, shard = model.record(version), member.shard
     receipt = member.report.receipts.get(version, "")
     is_proved = bool(receipt) and are_equal(server.notary.content(model.name, version, shard, root), receipt)
     known = record.roots.get(shard)
     if is_proved and known not in (None, root) and shard not in record.proved:
-        record.roots[shard], record.layouts[shard] = root, member.report.layout
+        record.roots[shard], record.layouts[shard] = root, layout
         record.disputed[shard] = None  # who counts as a holder by the other root is looked at again
     if is_proved and record.roots.get(shard, root) == root:
         record.proved[shard] = None
         model.note_exists(version)
-    return model.pin(member.worker, version, root, member.report.layout)
+    return model.pin(member.worker, version, root, layout)
 
 
 def holders_in_dispute(server: "Server", model: Model, version: Version) -> list[tuple[Replica, Member]]:

@@ -116,8 +116,10 @@ def serving_stopped(worker: "Worker", version: Version, now: float) -> None:
 
 
 def copied_in(worker: "Worker", version: Version, failure: Failure | None, now: float) -> None:
-    """The buffer is as the host copy, or the copy was no good."""
-    root = worker.shelf.copied_in(version, failure)
+    """The buffer is as the host copy, or it is not: the copy was no good, or copying failed."""
+    root = worker.shelf.copied_in(version, failure, next_report=worker.book.number + 1)
+    if failure is not None:
+        worker.note(now, f"filling from the host copy of version {version} failed: {failure.message}")
     if root is not None and isinstance(worker.buffer, Filling) and worker.buffer.version == version:
         worker.buffer = Holding(version, root)
         worker.serving = version

@@ -31,12 +31,12 @@ class Wanted(NamedTuple):
 def wanted_read(server: "Server", model: Model, replica: Replica, member: Member) -> Wanted | None:
     """What this worker should be reading now, and can. Its caller's operation comes before what is fetched ahead."""
     version = operations.wanted_version(replica, member)
-    if version is None or member.holds(version) or member.has_whole_copy(version):  # the buffer is filled from that
+    if version is None or member.holds(version) or member.fills_itself(version):
         version = retention.version_to_fetch(server, model, replica, member)
         is_whole = version is not None and member.has_whole_copy(version)
         return Wanted(version, True) if version is not None and not is_whole else None
     copy, current = member.copy(version), server.reads.current(member.worker)
-    if copy is not None:
+    if copy is not None and not copy.unfit:
         return Wanted(version, True)
     is_coming = current is not None and current.version == version and current.grant.to_host
     if is_coming and not member.loses_copy(version):
@@ -160,14 +160,8 @@ def _has_readers(server: "Server", source: Member, version: Version) -> bool:
     """Somebody must be waited for before the source may change its buffer.
 
     Who has opened there what the buffer is to be filled with next reads nothing of what it has now.
-    A source that can cut its readers off itself waits neither for those whose read was taken back (they have another
-    source, or none can help them) nor for those who seem to be gone; the others wait for everybody's word.
     """
-    reads = server.reads.from_buffer(source.worker, version)
-    if not source.hello.revocable:
-        return bool(reads)
-    readers = [server.members.get(read.reader) for read in reads if not read.is_void]
-    return any(reader is not None and server.is_here(reader) for reader in readers)
+    return retention.must_wait(server, source, server.reads.from_buffer(source.worker, version))
 
 
 def full_sources(server: "Server", record: VersionRecord, reader: Member) -> Iterator[Member]:

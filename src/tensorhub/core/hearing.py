@@ -75,12 +75,16 @@ def _good_copies(server: "Server", model: Model, member: Member) -> tuple[HostCo
     found = []
     for copy in member.report.copies[:MOST_COPIES]:
         if copy.whole and not copy.leaving:
-            if not evidence.accepts(server, model, member, copy.version, copy.root):
+            if not evidence.accepts(server, model, member, copy.version, copy.root, copy.layout):
                 server.counters["conflicting_holders"] += 1
                 member.releasing[copy.number] = None
                 copy = replace(copy, whole=False)
             else:
                 model.note_exists(copy.version)
+        elif member.gives_up(copy) and copy.number not in member.releasing:
+            member.releasing[copy.number] = None
+            for read in server.reads.from_copy(member.worker, copy.version):
+                server.touch(read.reader)  # it is given another source
         found.append(copy)
     kept = dict.fromkeys(copy.number for copy in found)
     member.releasing = {number: None for number in member.releasing if number in kept}

@@ -26,8 +26,10 @@ def worker_contradiction(worker: "Worker") -> str | None:
         return f"holds {buffer.version} and serves {serving}"
     if isinstance(buffer, Holding | Withdrawing) and may_write:
         return f"holds {buffer.version} while {reading} still writes"
-    if len(worker.shelf.copies) > worker.shelf.most and not worker.shelf.leaving:
-        return f"has {len(worker.shelf.copies)} host copies where {worker.shelf.most} are allowed"
+    shelf = worker.shelf
+    count = sum(copy.layout == shelf.layout for copy in shelf.copies.values())
+    if count > shelf.most and not shelf.leaving:
+        return f"has {count} host copies where {shelf.most} are allowed"
     return None
 
 

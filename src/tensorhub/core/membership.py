@@ -50,7 +50,7 @@ class Member:
     last_failed: Ticket = Ticket(0)
     sent: Orders | None = None
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
-    releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that it was told to let go
+    releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that are to go: no more sources
     closing_since: float = inf
     conflict: Digest = Digest("")  # the root of what it holds that is not what its version is
     wakes_at: float = inf  # when to look at it again although nothing was heard
@@ -96,6 +96,15 @@ class Member:
     def has_whole_copy(self, version: Version) -> bool:
         copy = self.copy(version)
         return copy is not None and copy.whole
+
+    def fills_itself(self, version: Version) -> bool:
+        """It has a whole host copy of the version, from which it fills its buffer."""
+        copy = self.copy(version)
+        return copy is not None and copy.whole and not copy.unfit
+
+    def gives_up(self, copy: HostCopy) -> bool:
+        """That host copy of its own is to go, whatever anybody else would do with it."""
+        return copy.leaving and (not copy.whole or self.report.closing)
 
     def filled(self, version: Version, *, to_host: bool) -> tuple[int, int, bool]:
         """Of its buffer or host copy: (chunks in place, chunks in all, whether it is filled with that version)."""

@@ -93,7 +93,9 @@ Buffer = Empty | Filling | Holding | Withdrawing | Vacated | Poisoned
 class HostCopy(_Message, frozen=True):
     """A version beside the buffer, in host memory: verified up to `done` of `chunks`, or whole; or about to go.
 
-    `number` rises with each copy that a worker makes: a copy that was released and one that was made again differ.
+    `number` rises with each copy that a worker makes: a copy that was released and one that was made again differ. One
+    that is `leaving` and not whole is of no use any more. `layout` is named where it is not that of the tensors that
+    are registered now. `unfit`: it can be read by others, and cannot fill the buffer here.
     """
 
     number: int
@@ -104,6 +106,8 @@ class HostCopy(_Message, frozen=True):
     whole: bool = False
     leaving: bool = False
     published: bool = False  # by this worker itself: offloaded from what it had published
+    layout: Digest = Digest("")
+    unfit: bool = False
 
 
 # --- from a worker ----------------------------------------------------------------------------------------------------

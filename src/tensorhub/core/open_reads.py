@@ -62,11 +62,10 @@ class OpenReads:
         reads = self._from_source.get(source, {}).values()
         return [read for read in reads if not read.grant.from_host and read.version == version]
 
-    def are_from_copy(self, source: WorkerId, version: Version) -> bool:
-        """Somebody may be reading its host copy of that version."""
-        return any(
-            read.grant.from_host and read.version == version for read in self._from_source.get(source, {}).values()
-        )
+    def from_copy(self, source: WorkerId, version: Version) -> list[OpenRead]:
+        """Those of its host copy of that version."""
+        reads = self._from_source.get(source, {}).values()
+        return [read for read in reads if read.grant.from_host and read.version == version]
 
     def load(self, source: WorkerId) -> int:
         """How many reads are open on it."""

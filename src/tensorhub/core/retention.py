@@ -22,6 +22,7 @@ from .groups import Replica
 from .membership import Member
 from .messages import Failure, Filling, Holding, HostCopy, Withdrawing
 from .names import Shard, Version, WorkerId
+from .open_reads import OpenRead
 from .references import Model, VersionRecord
 
 if TYPE_CHECKING:
@@ -45,7 +46,30 @@ def duties_of(server: "Server", model: Model, replica: Replica, member: Member) 
         offload = _ahead(server, model, member)
     fetch = version_to_fetch(server, model, replica, member)
     member.releasing.update(dict.fromkeys(_not_needed(server, model, replica, member)))
-    return Duties(offload, fetch, tuple(member.releasing))
+    return Duties(offload, fetch, tuple(_unread(server, member)))
+
+
+def _unread(server: "Server", member: Member) -> Iterator[int]:
+    """Of the host copies that are to go those, by number, that nobody can be reading any more."""
+    for copy in member.report.copies:
+        if copy.number in member.releasing and not _is_read(server, member, copy):
+            yield copy.number
+
+
+def _is_read(server: "Server", member: Member, copy: HostCopy) -> bool:
+    return must_wait(server, member, server.reads.from_copy(member.worker, copy.version))
+
+
+def must_wait(server: "Server", source: Member, reads: list[OpenRead]) -> bool:
+    """The source has to keep what these read.
+
+    One that can cut its readers off itself waits neither for those whose read was taken back (they have another source,
+    or none can help them) nor for those who seem to be gone; the others wait for everybody's word.
+    """
+    if not source.hello.revocable:
+        return bool(reads)
+    readers = [server.members.get(read.reader) for read in reads if not read.is_void]
+    return any(reader is not None and server.is_here(reader) for reader in readers)
 
 
 def _ahead(server: "Server", model: Model, member: Member) -> Version | None:
@@ -299,10 +323,11 @@ def _is_needed(
     version, reading = copy.version, server.reads.current(member.worker)
     if copy.number in member.releasing:
         return False
-    if version == version_to_offload(server, model, member) or server.reads.are_from_copy(member.worker, version):
+    if version == version_to_offload(server, model, member) or _is_read(server, member, copy):
         return True
     is_read = reading is not None and reading.grant.to_host and reading.version == version
-    is_used = operations.wanted_version(replica, member) == version and not member.holds(version)
+    is_wanted = operations.wanted_version(replica, member) == version and not member.holds(version)
+    is_used = is_wanted and not copy.unfit
     if not is_squeezed and (is_read or is_used or version == version_to_fetch(server, model, replica, member)):
         return True
     record = model.record(version)

@@ -246,7 +246,8 @@ class Worker:
             raise InvariantViolation(f"{self.me} was given other tensors while {self.buffer}")
         self.layout = event
         self.buffer = Empty()
-        self.shelf.resize(event.most_copies)
+        next_report = self.book.number + 1
+        self.shelf.register(event.digest, event.size_bytes, event.most_copies, next_report=next_report)
         if self.connected:
             self.effects.append(events.Send(event.layout))
 
@@ -298,9 +299,10 @@ class Worker:
         if isinstance(self.buffer, Holding | Withdrawing) and not self.is_stopping_serving:
             step = self.shelf.copy_out(self.buffer)
         elif isinstance(self.buffer, Filling) and self.call is not None and not self._is_written:
-            if self.shelf.whole(self.buffer.version) is not None:
-                self.stop_serving(now)  # a read into the buffer may have begun before the copy was known of
-            step = self.shelf.copy_in(self.buffer.version) if self.is_untouched else None
+            if self.is_untouched:
+                step = self.shelf.copy_in(self.buffer.version)
+            elif self.serving is not None and self.shelf.whole(self.buffer.version) is not None:
+                filling.poison(self)  # a read had begun before the copy was known of: who reads behind it goes first
         if step is not None:
             self.note(now, f"begins: {step}")
             self.effects.append(step)

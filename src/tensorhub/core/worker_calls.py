@@ -19,6 +19,7 @@ def take(worker: "Worker", event: events.Called, now: float) -> None:
         return
     worker.call = Call(event.verb, event.spec, event.root, now, event.deadline, event.claim)
     worker.failures, worker.shelf.error, worker.opened = [], None, None
+    worker.shelf.failed = {}
     worker.note(now, f"called {event.verb} {event.spec}")
 
 
@@ -148,7 +149,7 @@ def advance_closing(worker: "Worker", now: float) -> None:
         withdraw(worker, impatient=False, now=now)
     if now >= closing.impatient_at:
         worker.is_hurried = True
-        worker.shelf.leave_all()
+        worker.shelf.leave_all(next_report=worker.book.number + 1)
         if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient:
             withdraw(worker, impatient=True, now=now)
     if now >= closing.deadline or not worker.connected:

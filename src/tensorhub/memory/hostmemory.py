@@ -1,9 +1,10 @@
 """Host memory for copies of a shard: as many as the limit allows, laid out as the registered tensors' stream.
 
-One that is given back is kept for the next, because memory that was never touched costs more than the copy; so a worker
-never takes more than the limit says, and gives all of it back when other tensors are registered.
+One that is given back is kept for the next, because memory that was never touched costs more than the copy. When other
+tensors are registered none is kept any more, and what is in use goes as its copies do: they count against the limit.
 
-Never: take memory beyond the limit, or hand out memory that somebody else has.
+Never: take memory beyond the limit, or hand out memory that somebody else has; or keep alive the tensors whose layout
+the memory has.
 """
 
 import os
@@ -29,18 +30,24 @@ class HostMemory:
 
     def __init__(self, registration: Registration, limit_bytes: int | None) -> None:
         """`limit_bytes` for all copies together; None: two copies of the shard."""
-        self._registration = registration
         size_bytes = registration.size_bytes
+        self._shape = _over(registration, HostStream(()), ())
         self.most = DEFAULT_COPIES if limit_bytes is None else limit_bytes // max(1, size_bytes)
         self._free: Registration | None = None
         self._used = 0
+        self._is_retired = False
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
         """Taken now, whether there is something in it or not."""
         with self._lock:
-            return (self._used + (self._free is not None)) * self._registration.size_bytes
+            return (self._used + (self._free is not None)) * self._shape.size_bytes
+
+    def retire(self) -> None:
+        """Other tensors are registered: what is free, or will be, is given back."""
+        with self._lock:
+            self._free, self._is_retired = None, True
 
     def take(self) -> Registration:
         """Memory for one copy, as a registration of the same layout. Raises `HostMemoryFull`."""
@@ -52,18 +59,18 @@ class HostMemory:
         if free is not None:
             return free
         try:
-            return on_host(self._registration)
+            return on_host(self._shape)
         except MemoryError as error:
             with self._lock:
                 self._used -= 1
-            text = f"this host has no {self._registration.size_bytes} B left for a host copy"
+            text = f"this host has no {self._shape.size_bytes} B left for a host copy"
             raise HostMemoryFull(text, hint="lower host_bytes, or give the host more memory") from error
 
     def give(self, copy: Registration) -> None:
         """The copy is not needed any more."""
         with self._lock:
             self._used -= 1
-            self._free = self._free or copy
+            self._free = None if self._is_retired else self._free or copy
 
 
 def on_host(registration: Registration) -> Registration:
@@ -71,7 +78,12 @@ def on_host(registration: Registration) -> Registration:
     size_bytes = registration.size_bytes
     memory = np.empty(size_bytes, dtype=np.uint8)
     pieces = (Piece(0, size_bytes, int(memory.ctypes.data), "cpu", 0, (memory,)),) if size_bytes else ()
-    return replace(registration, stream=HostStream(pieces), pieces=pieces, devices=("cpu",), _in_place=InPlace([], []))
+    return _over(registration, HostStream(pieces), pieces)
+
+
+def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, ...]) -> Registration:
+    """The same layout over other memory."""
+    return replace(registration, stream=stream, pieces=pieces, devices=("cpu",), _in_place=InPlace([], []))
 
 
 def copy_stream(

@@ -47,13 +47,17 @@ class HostCopies:
         self._tell = tell
         self._withdraw = withdraw
         self._pool: HostMemory | None = None
+        self._former: list[HostMemory] = []  # of tensors registered before, while there are copies of those
         self._contents: dict[Version, tuple[HostMemory, Content]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = threading.Event()
         self._copying = threading.Lock()  # held by the thread that copies: one at a time, as the machine has it
 
     def register(self, registration: Registration) -> int:
-        """Other tensors: from now on copies are of these. Returns how many the limit allows."""
+        """From now on copies are made of these tensors. Returns how many the limit allows where there are no others."""
+        if self._pool is not None:
+            self._pool.retire()
+            self._former = [pool for pool in (*self._former, self._pool) if pool.used_bytes]
         self._pool = HostMemory(registration, self._limit_bytes)
         return self._pool.most
 
@@ -73,7 +77,8 @@ class HostCopies:
 
     @property
     def used_bytes(self) -> int:
-        return self._pool.used_bytes if self._pool is not None else 0
+        pools = self._former if self._pool is None else [*self._former, self._pool]
+        return sum(pool.used_bytes for pool in pools)
 
     def close(self) -> None:
         """Blocks until no thread copies any more; any thread may call it."""

@@ -156,14 +156,12 @@ class Watch:
 
     def wants(self, process: "Process", effect: events.Effect) -> None:
         life, call = self.life(process), self.life(process).call
-        had, own_will = life.held.version if life.held is not None else None, False
+        had = life.held.version if life.held is not None else None
         match effect:
             case events.StopServing(version):
                 self.memory.serving_stops(life, version, from_host=False)
             case events.DropCopy(version):
-                own_will = version in life.own_will
-                if not own_will or self.memory.is_judged("own will"):
-                    self.memory.serving_stops(life, version, from_host=True)
+                self.memory.serving_stops(life, version, from_host=True)
             case events.StartServing(version, root):
                 where = "the published buffer" if call is not None and call.verb == "publish" else "what was copied in"
                 self.memory.whole(life, version, root, process.memory, where)
@@ -172,8 +170,7 @@ class Watch:
             case events.Send(message) if isinstance(message, Report):
                 self.truth.said(life, message)
                 self.memory.said(life, message)
-        is_judged = not own_will or self.memory.is_judged("own will")
-        was_whole = is_judged and isinstance(effect, events.DropCopy) and effect.version in life.copies
+        was_whole = isinstance(effect, events.DropCopy) and effect.version in life.copies
         if isinstance(effect, events.Finished) and call is not None:
             self._finishes(life, call, effect, had)
         self.truth.wants(life, effect)

@@ -5,7 +5,6 @@ from ..world import OracleViolation, World
 
 # Rules that the core does not keep yet. Each is switched on with the change that makes it so.
 NOT_YET = (
-    "own will",  # a copy that its worker drops by itself (other tensors, a failed copy) is given up as any other
     "slow",  # a lone reader of a slow source that stays slow is moved to a better one
 )
 

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from ...core.names import Version
+from ...core.names import Digest, Version
 from ..truth.life import Call, Life
 from .bench import Judge
 
@@ -49,14 +49,15 @@ class RetentionJudge(Judge):
             if self._was_lost(life, version) or self._was_left_lately(life, version):
                 continue
             since = life.closing - self.settings.lease_s
-            heirs = [o for o in truth.same_shard(life.shard) if o is not life and self._could_inherit(o, life, since)]
+            layout = made.layouts[life.me.shard]
+            heirs = [o for o in truth.same_shard(life.shard) if o is not life and self._could_inherit(o, layout, since)]
             if heirs and truth.troubles.server(since) and truth.troubles.hears(life, since):
                 self.broken(
                     f"{life.name} left with the last reference of version {version}, {heirs[0].name} could have it"
                 )
 
-    def _could_inherit(self, heir: Life, leaver: Life, since: float) -> bool:
-        is_able = heir.closing == inf and self._has_room(heir) and heir.layout == leaver.layout
+    def _could_inherit(self, heir: Life, layout: Digest, since: float) -> bool:
+        is_able = heir.closing == inf and self._has_room(heir) and heir.layout == layout
         troubles = self.truth.troubles
         return is_able and troubles.hears(heir, since) and troubles.serves(heir, since) and not heir.failed_since(since)
 

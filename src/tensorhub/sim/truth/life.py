@@ -100,7 +100,6 @@ class Life:
     bad_until: float = 0.0  # a message of its own was lost or is late
     layout: Digest = Digest("")
     pins: tuple[Version, ...] = ()
-    own_will: dict[Version, None] = field(default_factory=dict)  # copies that nobody but itself lets go
     released: dict[Version, None] = field(default_factory=dict)  # copies that a server has asked it to let go
     pinned_at: float = inf
     registered: float = 0.0

@@ -23,6 +23,7 @@ class Made:
     version: Version
     replica: ReplicaName
     roots: dict[int, Digest] = field(default_factory=dict)
+    layouts: dict[int, Digest] = field(default_factory=dict)
     exists: float = inf  # since when all shards had it
     known: float = inf  # since when a server had said so
 
@@ -91,7 +92,7 @@ class Truth:
         mine = made.get(life.me.replica)
         if mine is None or mine.roots.get(life.me.shard, root) != root:
             mine = made[life.me.replica] = Made(life.me.model, version, life.me.replica)
-        mine.roots[life.me.shard] = root
+        mine.roots[life.me.shard], mine.layouts[life.me.shard] = root, life.layout
         group = list(self.group(life))
         if len(group) == self.plan.conditions.shards and mine.exists == inf:
             helds = [each.held for each in group]
@@ -206,15 +207,11 @@ class Truth:
             case events.Registered(digest=digest):
                 life.layout, life.held, life.poisoned, life.registered = digest, None, False, self.now
                 self.layouts.setdefault(life.shard, {})[digest] = None
-                if life.said is not None:
-                    life.own_will.update(dict.fromkeys(copy.version for copy in life.said.copies))
             case events.Wished(pins=pins):
                 life.pinned_at = life.pinned_at if pins == life.pins else self.now
                 life.pins = pins
             case events.ReadEnded(complete=complete, failure=failure):
                 self._read_ended(life, complete, failure.code if failure is not None else "")
-            case events.CopiedIn(version, failure) if failure is not None:
-                life.own_will[version] = None
             case events.CopiedOut(version, failure):
                 if failure is None and life.copying is not None:
                     life.copies[version] = Copied(version, life.copying[1], self.now)
@@ -249,7 +246,6 @@ class Truth:
                 life.copying = (version, life.held.root if life.held is not None else Digest(""))
             case events.DropCopy(version):
                 life.copies.pop(version, None)
-                life.own_will.pop(version, None)
                 life.released.pop(version, None)
             case events.Trust(until):
                 life.trust_until = until
