@@ -9,7 +9,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import control, fan_out, faults, footprint, machine, one_reader, plots, processes, report, sizes
+from . import (
+    control,
+    decisions,
+    fan_out,
+    faults,
+    footprint,
+    lateness,
+    machine,
+    one_reader,
+    plots,
+    processes,
+    report,
+    sizes,
+)
 from .links import NoLinks
 from .section import GIB, MIB, Options, Section
 
@@ -22,7 +35,10 @@ PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
     "fanout": ("N readers on N shaped links, beside the star (root)", (fan_out.run,)),
     "faults": ("the source is killed at 10, 50 and 90 % (root)", (faults.run,)),
     "memory": ("peak beyond the tensors; growth over many updates", (footprint.run, footprint.run_growth)),
-    "server": ("what a report costs the reference server", (control.run,)),
+    "server": (
+        "what a report, a version, a death, a restart cost the reference server as the fleet grows; its lateness",
+        (control.run, decisions.run, lateness.run),
+    ),
 }
 OUT = processes.ROOT / "out" / "bench"
 
@@ -33,6 +49,10 @@ def _size(text: str) -> int:
         if text.endswith(unit):
             return int(float(text.removesuffix(unit)) * factor)
     return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -47,6 +67,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rate", type=int, default=800, help="Mbit/s of each link (800)")
     parser.add_argument("--link-size", type=_size, default=512 * MIB, help="of the model on links (512MiB)")
     parser.add_argument("--updates", type=int, default=200, help="successive updates of part memory (200)")
+    parser.add_argument("--fleets", default="64,512,2048,8192", help="workers of part server (64,512,2048,8192)")
+    parser.add_argument("--crowds", default="100,500,2000", help="of them with real connections (100,500,2000)")
+    parser.add_argument(
+        "--most-cpu", type=float, default=60.0, help="of the server for one figure, in s; more is extrapolated (60)"
+    )
     parser.add_argument(
         "--peers-venv", action="append", default=[], help="environment with peers' packages; repeatable"
     )
@@ -63,7 +88,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def options_of(given: argparse.Namespace) -> Options:
     """What was chosen."""
-    readers = tuple(int(word) for word in given.readers.split(","))
+    readers, fleets, crowds = (_counts(text) for text in (given.readers, given.fleets, given.crowds))
     options = Options(
         rounds=given.rounds,
         size_bytes=given.size,
@@ -74,10 +99,15 @@ def options_of(given: argparse.Namespace) -> Options:
         peers=tuple(given.peers_venv),
         updates=given.updates,
         has_star=not given.no_star,
+        fleets=fleets,
+        crowds=crowds,
+        most_cpu_s=given.most_cpu,
     )
     if given.quick:
         options.rounds, options.largest_bytes = min(3, given.rounds), min(256 * MIB, given.largest)
         options.size_bytes, options.link_bytes = min(256 * MIB, given.size), min(128 * MIB, given.link_size)
+        options.fleets, options.crowds = fleets[:3], crowds[:1]
+        options.most_cpu_s = min(5.0, given.most_cpu)
     if given.selfcheck:
         options = Options(
             rounds=1, is_tiny=True, size_bytes=4 * MIB, largest_bytes=4 * MIB, readers=(1, 2), link_bytes=4 * MIB

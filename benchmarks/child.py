@@ -6,11 +6,9 @@ the monotonic clock, which all processes of a machine share. It ends when its st
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import resource
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,8 +25,8 @@ from tensorhub.runtime.opening import make_transport
 from tensorhub.transport.base import Export, Transport
 from tensorhub.transport.progress import Progress
 
+from .converse import converse
 from .plain import MIB, RawReader, RawSource, read_and_hash, read_memory
-from .serve import die_with_parent
 
 PATIENCE_S = 120.0
 KEY = "benchmark"
@@ -285,29 +283,5 @@ def _by_source(weights: tensorhub.Weights) -> dict[str, int]:
     return found
 
 
-def _carry_out(actor: Actor, command: dict[str, object], say: Callable[[dict[str, object]], None]) -> None:
-    answer: dict[str, object] = {"id": command.pop("id")}
-    try:
-        answer["value"] = getattr(actor, str(command.pop("do")))(**command)
-    except BaseException as error:  # noqa: BLE001 - the top of a thread: told to the parent
-        answer["error"] = f"{type(error).__name__}: {error}"
-    say(answer)
-
-
-def main() -> None:
-    """Until stdin ends."""
-    die_with_parent()
-    actor, saying = Actor(), threading.Lock()
-
-    def say(answer: dict[str, object]) -> None:
-        with saying:
-            print(json.dumps(answer), flush=True)
-
-    say({"id": 0, "value": os.getpid()})
-    for line in sys.stdin:
-        threading.Thread(target=_carry_out, args=(actor, json.loads(line), say), daemon=True).start()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    converse(Actor())

@@ -104,15 +104,22 @@ class Pending:
 
 
 class Child(Process):
-    """A `benchmarks.child`; `wrapper` goes before its command (`ip netns exec …`)."""
+    """A `benchmarks.child`, or another module of its kind; `wrapper` goes before its command (`ip netns exec …`)."""
 
-    def __init__(self, name: str, *, wrapper: Sequence[str] = (), env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        module: str = "benchmarks.child",
+        wrapper: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
         self._pending: dict[int, Pending] = {0: Pending(self, "start", START_S)}
         self._started = self._pending[0]
         self._next = 0
         self._lock = threading.Lock()
         self._is_over = False
-        super().__init__(name, [*wrapper, sys.executable, "-m", "benchmarks.child"], env=env)
+        super().__init__(name, [*wrapper, sys.executable, "-m", module], env=env)
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait_started(self) -> "Child":
@@ -157,9 +164,16 @@ class Child(Process):
 
 
 class Server(Process):
-    """`tensorhub serve` as a process; `address` is where."""
+    """`tensorhub serve` as a process, or the stand-in that decides nothing; `address` is where."""
 
-    def __init__(self, host: str = "127.0.0.1", *, wrapper: Sequence[str] = (), lease_s: float | None = None) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        wrapper: Sequence[str] = (),
+        lease_s: float | None = None,
+        is_ideal: bool = False,
+    ) -> None:
         lease = [] if lease_s is None else ["--lease", str(lease_s)]
         serve = [
             "-m",
@@ -174,12 +188,18 @@ class Server(Process):
             "warning",
             *lease,
         ]
-        super().__init__("server", [*wrapper, sys.executable, *serve])
+        command = ["-m", "benchmarks.ideal"] if is_ideal else serve
+        super().__init__("server", [*wrapper, sys.executable, *command])
         line = _first_line(self)
         if not line.startswith("reference server at "):
             self.kill()
             raise Failed(f"the reference server did not start: {line} {self.complaint}")
         self.address = line.split()[3].rstrip(";")
+
+    def resident_bytes(self) -> int:
+        """Memory that it has now."""
+        words = Path(f"/proc/{self.pid}/statm").read_text().split()
+        return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def cpu_s(self) -> float:
         """Seconds of CPU so far, to 10 ms."""

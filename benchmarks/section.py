@@ -21,6 +21,9 @@ class Options:
     link_bytes: int = 64 * MIB
     peers: tuple[str, ...] = ()  # virtual environments of the peers
     updates: int = 200
+    fleets: tuple[int, ...] = (64, 512, 2048, 8192)  # workers whose reports are handed to the decisions directly
+    crowds: tuple[int, ...] = (100, 500, 2000)  # workers with real connections
+    most_cpu_s: float = 60.0  # of the server for one figure; what would take more is extrapolated
     has_star: bool = True
     say: "object" = None
 

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = {"one_reader", "sizes", "chunks", "many_tensors", "fan_out", "faults", "memory", "growth", "server"}
+PARTS = {
+    "one_reader",
+    "sizes",
+    "chunks",
+    "many_tensors",
+    "fan_out",
+    "faults",
+    "memory",
+    "growth",
+    "server",
+    "decisions",
+    "lateness",
+}
 
 
 @pytest.mark.processes
