@@ -94,9 +94,11 @@ def test_half_a_frame_and_garbage_harm_nobody(inbox: Inbox, address: str) -> Non
 
 def test_a_rollout_may_come_before_the_trainer(address: str) -> None:
     started: list[Inbox] = []
-    threading.Timer(0.3, lambda: started.append(Inbox(address))).start()
+    trainer = threading.Timer(0.3, lambda: started.append(Inbox(address)))
+    trainer.start()
     with Outbox(address, timeout_s=DEADLINE_S) as outbox:
         outbox.send(batch_of())
+    trainer.join(DEADLINE_S)
     assert started[0].take(DEADLINE_S) == batch_of()
     started[0].close()
 

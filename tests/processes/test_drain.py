@@ -58,12 +58,15 @@ def test_a_reader_that_stands_still_cannot_keep_its_source_and_accepts_no_byte_o
     release(reader)
     assert trainer.call("publish", version=2) == 2
     found = [call.outcome() for call in reads]
-    assert all(isinstance(each, tensorhub.Unavailable) for each in found), found  # what it read is gone for good
+    # what it read is gone for good: it is told so, or its call goes on to the next version, on both shards alike
+    assert all(isinstance(each, tensorhub.Unavailable) for each in found) or found == [2, 2], found
+    if found == [2, 2]:
+        cluster.judge(reader, 2)
     assert reader.call("replicate", spec="latest") == 2
     cluster.judge(reader, 2)
     figures(
         f"reader stopped at {at:.0f} %: unpublish returned after {took_s:.2f} s, the lease is {cluster.lease_s} s; "
-        f"back again, the reader got {type(found[0]).__name__} and then version 2",
+        f"back again, the reader got {found[0]!r:.40} and then version 2",
         took_s=took_s,
     )
 
