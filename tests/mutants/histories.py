@@ -56,7 +56,6 @@ def _tell_walk(number: int) -> Told:
     shape = Shape(
         rollouts=1 + (turn % 3 > 0),
         copies=int(turn % 4 != 1),
-        revocable=turn % 5 == 2,
         closes=turn % 2 == 1,
         chapter=list(CHAPTERS)[place],
     )

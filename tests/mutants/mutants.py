@@ -583,4 +583,10 @@ MUTANTS = (
         "    if not server.is_here(member) or server.is_recovering:\n        return\n    wanted = wanted_read",
         "transfers go on while a server that has restarted listens",
     ),
+    Mutant(
+        "who leaves last keeps its readers from a source that is leaving",
+        "        others = [c for c in candidates(server, model, record, member) if waits_for_us or not c.is_withdrawing]\n",
+        "        others = [c for c in candidates(server, model, record, member) if not c.is_withdrawing]\n",
+        "nobody reads for ever at who waits for that very reader",
+    ),
 )

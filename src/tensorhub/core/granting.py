@@ -70,7 +70,8 @@ def decide_read(server: "Server", model: Model, replica: Replica, member: Member
             return
         if not (_is_leaving(source, current.version, current.grant.from_host) or _is_paused(server, current)):
             return
-        others = [c for c in candidates(server, model, record, member) if not c.is_withdrawing]
+        waits_for_us = _waits_for_its_readers(server, current)
+        others = [c for c in candidates(server, model, record, member) if waits_for_us or not c.is_withdrawing]
         if server.is_here(source):
             others = [c for c in others if not c.is_doubtful]
         is_cut = _is_impatient(source, current.version) and not current.grant.from_host
@@ -98,7 +99,15 @@ def _is_paused(server: "Server", read: OpenRead) -> bool:
     current = server.reads.current(read.source)
     if current is None or (current.version, current.grant.to_host) != (read.version, from_host):
         return True
-    return not from_host and retention.leaves_last(server, source)
+    return _waits_for_its_readers(server, read)
+
+
+def _waits_for_its_readers(server: "Server", read: OpenRead) -> bool:
+    """Its source has only a part of the version, and goes on only when others have it all: they must get it elsewhere."""
+    source = server.members.get(read.source)
+    if source is None or read.grant.from_host or is_full(source, read.version, from_host=False):
+        return False
+    return retention.leaves_last(server, source)
 
 
 def is_full(member: Member, version: Version, from_host: bool) -> bool:
