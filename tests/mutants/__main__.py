@@ -32,7 +32,9 @@ def main() -> int:
         seeds = 150 if options.seeds is None else options.seeds
         plan = Plan(options.draw, options.seed, options.jobs, options.only, seeds, minutes=options.minutes)
         return run(plan)
-    return run_list(options.only, 2000 if options.seeds is None else options.seeds, options.jobs, scenarios=not options.no_scenarios)
+    return run_list(
+        options.only, 2000 if options.seeds is None else options.seeds, options.jobs, scenarios=not options.no_scenarios
+    )
 
 
 if __name__ == "__main__":

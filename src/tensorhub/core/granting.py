@@ -103,7 +103,7 @@ def _is_paused(server: "Server", read: OpenRead) -> bool:
 
 
 def _waits_for_its_readers(server: "Server", read: OpenRead) -> bool:
-    """Its source has only a part of the version, and goes on only when others have it all: they must get it elsewhere."""
+    """Its source has a part of the version, and goes on only when others have it all: they must get it elsewhere."""
     source = server.members.get(read.source)
     if source is None or read.grant.from_host or is_full(source, read.version, from_host=False):
         return False
