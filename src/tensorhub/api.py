@@ -134,7 +134,8 @@ class Weights:
         """Take the promise back: returns when nobody reads these tensors any more and they may be changed.
 
         Readers are moved to other holders, else awaited; those who still read after half of the timeout are cut off.
-        With nothing published it does nothing.
+        With nothing published it does nothing. Raises `NotDrained` if it was to keep the last copy of a version whose
+        tensors were freed: that version is withdrawn, and lost.
         """
         self._wait(self._aio.unpublish(timeout=timeout), timeout, "unpublish()")
 

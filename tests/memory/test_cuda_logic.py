@@ -8,6 +8,7 @@ import torch
 
 from tensorhub.core.errors import TransferError, UsageError
 from tensorhub.memory import cuda
+from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import Piece
 from tensorhub.memory.staging import StagingRing
 
@@ -115,3 +116,18 @@ def test_a_piece_is_bytes_over_the_storage_that_contains_it() -> None:
     assert torch.equal(cuda._as_bytes(piece), memory[30:50])
     with pytest.raises(UsageError, match="belong to different storages"):
         cuda._as_bytes(Piece(0, 20, memory.data_ptr() + 90, "cpu", start, (memory,)))
+
+
+def test_storage_that_was_freed_is_not_copied_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that was told to would fail in all that it does afterwards."""
+    device = Device(monkeypatch)
+    memory, pieces = pieces_on("cuda:0", "cuda:0")
+    stream = cuda.CudaStream(pieces, StagingRing(200, 1))
+    memory[1].untyped_storage().resize_(0)
+    with stream.reading(0, 100) as views:
+        assert bytes(views[0]) == bytes(memory[0].numpy())
+    copies = device.waited
+    with pytest.raises(Freed, match="byte 100"), stream.reading(50, 150):
+        pass
+    assert device.waited == copies + 1  # the piece before it was on its way
+    assert stream.ring.free_count == 1

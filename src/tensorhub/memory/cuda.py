@@ -16,6 +16,7 @@ from contextlib import ExitStack
 import torch
 
 from ..core.errors import TransferError, UsageError
+from .guarded import Freed
 from .host import Piece, host_view
 from .staging import Copy, StagedStream, StagingRing
 
@@ -49,6 +50,7 @@ class CudaCopier:
     """Copies between pieces of device memory and pinned staging memory."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
         self._bytes = [_as_bytes(piece) if piece.device != "cpu" else None for piece in pieces]
         self._devices = [torch.device(piece.device) for piece in pieces]
         self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
@@ -68,8 +70,15 @@ class CudaCopier:
         return host_view(self._staging.data_ptr(), size_bytes, self._staging)
 
     def memory_of(self, piece: int) -> torch.Tensor | None:
-        """A piece's bytes on its device; None for one on the host."""
-        return self._bytes[piece]
+        """A piece's bytes on its device; None for one on the host. Raises `Freed` if its storage is not there any more.
+
+        A device that is told to copy from there would fail in all that it does afterwards. What is freed once the copy
+        is launched waits for it.
+        """
+        memory, known = self._bytes[piece], self._pieces[piece]
+        if memory is not None and memory.data_ptr() != known.address:
+            raise Freed(known.start)
+        return memory
 
     def to_host(self, copies: Sequence[Copy]) -> None:
         """Device to pinned memory; returns when the bytes are there."""
@@ -97,7 +106,7 @@ class CudaCopier:
                     with torch.cuda.stream(stream):
                         in_flight.callback(_wait_for_all, stream)  # also on the way out of an error
                         for one in its:
-                            memory = self._bytes[one.piece]
+                            memory = self.memory_of(one.piece)
                             assert memory is not None, "a host piece is handed out, never copied"
                             copy(
                                 memory[one.inside : one.inside + one.size_bytes],

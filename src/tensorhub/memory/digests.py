@@ -9,13 +9,17 @@ Rules:
    for their microseconds.
 3. It detects faults and mistakes, not malice: xxh3 is no cryptographic hash.
 
+4. Memory that is freed meanwhile is an error of the call, never the end of the process (`guarded`).
+
 Never: change a byte, hash what a device may still be writing (`Registration.settle` comes first).
 """
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -24,6 +28,7 @@ import xxhash
 from ..core.errors import LayoutMismatch, UsageError
 from ..core.manifest import Layout, Manifest, chunk_count
 from ..transport.base import ByteStream
+from .guarded import Freed, addresses_of, parts, room_for
 from .registration import Registration
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ ALGORITHM: Algorithm = "xxh3-128"
 MULTILINEAR: Algorithm = "multilinear-128"
 ALGORITHMS: tuple[Algorithm, ...] = (ALGORITHM, MULTILINEAR)
 NO_ALGORITHM = "none"
+NAMES_SHOWN = 5  # tensors in an error
 MAX_THREADS = 8  # 8 cores at 20-30 GiB/s read more than the memory bus of one socket gives
 
 
@@ -70,7 +76,8 @@ def digest(views: Iterable[memoryview], algorithm: str = ALGORITHM) -> bytes:
         from .multilinear import Multilinear  # with numpy, which nothing else here needs
 
         summing = Multilinear()
-        summing.update(views)
+        for view in views:
+            summing.update([view])
         return summing.digest()
     hashing = Hashing()
     hashing.update(views)
@@ -96,7 +103,8 @@ def build_manifest(
 
     With verify="none" nothing is read, and `salt` must be unique to this content; with "full" it is left out, so that
     equal bytes have equal roots. `threads` is at most this process's cores and 8 by default. Bytes that all lie on one
-    device are hashed there with `multilinear-128`; otherwise everything is hashed on the host.
+    device are hashed there with `multilinear-128`; otherwise everything is hashed on the host. Raises `UsageError`
+    that names the tensors whose memory was freed.
     """
     check_verify(verify)
     if algorithm not in ALGORITHMS:
@@ -110,8 +118,14 @@ def build_manifest(
             raise UsageError('verify="none" needs a salt, so that this content is never taken for other content')
         return Manifest(layout, size_bytes, chunk_bytes, NO_ALGORITHM, b"", salt)
     chunks = range(chunk_count(size_bytes, chunk_bytes))
-    digests = b"".join(_each_digest(registration.stream, chunk_bytes, chunks, threads, algorithm))
-    return Manifest(layout, size_bytes, chunk_bytes, algorithm, digests)
+    gone: list[int] = []
+    digests = _each_digest(registration.stream, chunk_bytes, chunks, threads, algorithm, gone)
+    if gone:
+        raise UsageError(
+            f"the memory of these tensors was freed while they were hashed: {some(freed(registration, gone))}",
+            hint="register() again what was given other memory, and free it only after unpublish()",
+        )
+    return Manifest(layout, size_bytes, chunk_bytes, algorithm, b"".join(digests))
 
 
 def changed_chunks(registration: Registration, manifest: Manifest, *, threads: int | None = None) -> list[int]:
@@ -125,9 +139,8 @@ def changed_chunks(registration: Registration, manifest: Manifest, *, threads: i
     if mine != manifest.layout or registration.size_bytes != manifest.size_bytes:
         raise LayoutMismatch(f"the manifest is of layout {manifest.layout}, the registered tensors are of {mine}")
     registration.settle()
-    found = _each_digest(
-        registration.stream, manifest.chunk_bytes, range(manifest.chunk_count), threads, manifest.algorithm
-    )
+    chunks = range(manifest.chunk_count)
+    found = _each_digest(registration.stream, manifest.chunk_bytes, chunks, threads, manifest.algorithm, [])
     return [chunk for chunk, value in enumerate(found) if value != manifest.digest_of(chunk)]
 
 
@@ -146,6 +159,21 @@ def tensors_of(layout: Layout, manifest: Manifest, chunks: Iterable[int]) -> lis
     ]
 
 
+def freed(registration: Registration, offsets: Sequence[int]) -> list[str]:
+    """Names of the tensors that have no memory any more, of which these bytes could not be copied."""
+    found = dict.fromkeys(registration.moved())
+    for spec in registration.layout.tensors:
+        if any(spec.offset_bytes <= at < spec.offset_bytes + spec.size_bytes for at in offsets):
+            found[spec.name] = None
+    return list(found)
+
+
+def some(names: Sequence[str]) -> str:
+    """A few of these names, and how many more there are, as errors show them."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:NAMES_SHOWN])) + more
+
+
 @runtime_checkable
 class OnDevice(Protocol):
     """A stream whose bytes a device can hash."""
@@ -156,17 +184,28 @@ class OnDevice(Protocol):
 
 
 def _each_digest(
-    stream: ByteStream, chunk_bytes: int, chunks: Sequence[int], threads: int | None, algorithm: str
+    stream: ByteStream, chunk_bytes: int, chunks: Sequence[int], threads: int | None, algorithm: str, gone: list[int]
 ) -> list[bytes]:
+    """Of each chunk; empty for one whose memory is not all there any more, of which `gone` gets the first byte."""
     if algorithm == MULTILINEAR and chunks and isinstance(stream, OnDevice):
-        found = _on_device(stream, stream.size_bytes, chunk_bytes, chunks)
-        if found is not None:
-            return found
+        with suppress(Freed):  # chunk by chunk then, to find out which
+            found = _on_device(stream, stream.size_bytes, chunk_bytes, chunks)
+            if found is not None:
+                return found
+
+    rooms = threading.local()
 
     def one(chunk: int) -> bytes:
         start = chunk * chunk_bytes
-        with stream.reading(start, min(start + chunk_bytes, stream.size_bytes)) as views:
-            return digest(views, algorithm)
+        stop = min(start + chunk_bytes, stream.size_bytes)
+        if not hasattr(rooms, "mine"):
+            rooms.mine = room_for(chunk_bytes)
+        try:
+            with stream.reading(start, stop) as views:
+                return digest(parts(addresses_of(stream, views, start), start, stop, rooms.mine), algorithm)
+        except Freed as error:
+            gone.append(error.at)
+            return b""
 
     return _in_threads(one, chunks, _thread_count(len(chunks), threads))
 

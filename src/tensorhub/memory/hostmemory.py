@@ -17,6 +17,7 @@ import numpy as np
 
 from ..core.errors import Closed, HostMemoryFull
 from ..transport.base import ByteStream
+from . import guarded
 from .host import HostStream, Piece
 from .in_place import InPlace
 from .registration import Registration
@@ -90,15 +91,16 @@ def copy_stream(
     source: ByteStream,
     target: ByteStream,
     chunk_bytes: int,
-    on_chunk: Callable[[int, Sequence[memoryview]], None],
+    on_chunk: Callable[[int, Sequence[memoryview], Sequence[memoryview]], None],
     *,
     is_over: Callable[[], bool] = lambda: False,
     threads: int | None = None,
 ) -> None:
     """Copy one stream into another of the same size, in parallel. Blocks; raises `Closed` once `is_over`.
 
-    `on_chunk` gets each chunk's number and its views in the target as soon as it is copied, in several threads; what it
-    raises ends the copy and is raised here.
+    `on_chunk` gets each chunk's number, its views in the source and those in the target as soon as it is copied, in
+    several threads; what it raises ends the copy and is raised here. Raises `Freed` if memory on either side is not
+    there any more; of the two only what is not registered memory may be looked at in `on_chunk`.
     """
     chunks = range(-(-source.size_bytes // chunk_bytes))
 
@@ -107,8 +109,10 @@ def copy_stream(
             raise Closed("the copy was given up")
         start, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, source.size_bytes)
         with source.reading(start, stop) as theirs, target.writing(start, stop) as mine:
-            _copy_views(theirs, mine)
-            on_chunk(chunk, mine)
+            guarded.copy(
+                guarded.addresses_of(source, theirs, start), guarded.addresses_of(target, mine, start), start, stop
+            )
+            on_chunk(chunk, theirs, mine)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = max(1, min(threads or min(cores, MOST_THREADS), len(chunks)))
@@ -119,18 +123,3 @@ def copy_stream(
     with ThreadPoolExecutor(count, thread_name_prefix="tensorhub-copy") as pool:
         for _ in pool.map(one, chunks):
             pass
-
-
-def _copy_views(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
-    """Byte by byte in order, wherever the views' borders lie. numpy lets go of the GIL meanwhile."""
-    theirs = iter(source)
-    rest = np.empty(0, dtype=np.uint8)
-    for view in target:
-        mine = np.frombuffer(view, dtype=np.uint8)
-        at = 0
-        while at < mine.size:
-            if not rest.size:
-                rest = np.frombuffer(next(theirs), dtype=np.uint8)
-            count = min(rest.size, mine.size - at)
-            np.copyto(mine[at : at + count], rest[:count])
-            rest, at = rest[count:], at + count

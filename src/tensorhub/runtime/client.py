@@ -21,7 +21,7 @@ from ..core.manifest import Manifest
 from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
 from ..core.specs import PREFETCHED, parse_spec
-from ..memory.digests import algorithm_of, build_manifest, changed_chunks, tensors_of
+from ..memory.digests import algorithm_of, build_manifest, changed_chunks, some, tensors_of
 from ..memory.registration import Registration
 from ..transport.base import Transport
 from .callers import Callers
@@ -33,8 +33,6 @@ from .questions import check_held, wait_for_version
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-NAMES_SHOWN = 5  # tensors in an error
 
 living: "WeakSet[Client]" = WeakSet()  # of this process; kept alive by the loop
 
@@ -78,11 +76,20 @@ class Client:
                 raise failed(known)
             if known is not None:
                 return known
-            before = worker.held
+            before, copies = worker.held, self.driver.data.copies
+            copies.spoiled = None
             version = await self.driver.call(called)
+            if verb == "unpublish" and copies.spoiled is not None:
+                raise self._lost(before, copies.spoiled)
             if verb != "unpublish" and worker.shelf.prefetch is not None and (spec != PREFETCHED or version != before):
                 self._wish(prefetch=None)  # what was fetched ahead has served its purpose
             return version
+
+    def _lost(self, version: Version | None, why: Failure) -> NotDrained:
+        """What was unpublished had to be kept here, and was not there any more. All else is as after any unpublish."""
+        self.drop_claim()
+        text = f"version {version} of {self.me} is withdrawn, and lost unless others have it: {why.message}"
+        return NotDrained(text, hint=why.hint)
 
     def drop_claim(self) -> None:
         """What the last unpublish has claimed will not be published. Any moment will do, and it never fails."""
@@ -126,6 +133,7 @@ class Client:
                 raise failed(wrong)
             self._check_in_place()
             manifest = await self._hashed(version, deadline)
+            self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, has been hashed
             self.driver.data.prepare(manifest)
             return await self.driver.call(Called("publish", version, deadline, manifest.root()))
 
@@ -150,7 +158,7 @@ class Client:
         }
         if changed:
             raise NotDrained(
-                f"{self.me} holds version {held}, but these tensors were changed since: {_some(list(changed))}",
+                f"{self.me} holds version {held}, but these tensors were changed since: {some(list(changed))}",
                 hint="unpublish() before changing tensors, or use mutating(version=...)",
             )
 
@@ -247,7 +255,7 @@ class Client:
         registration = self.driver.data.registration
         moved = registration.moved() if registration is not None else []
         if moved:
-            text = f"tensors of {self.me} no longer are the registered memory: {_some(moved)}"
+            text = f"tensors of {self.me} no longer are the registered memory: {some(moved)}"
             raise UsageError(text, hint="change tensors in place (copy_), or register() again after replacing them")
 
     async def _hashed(self, version: Spec, deadline: float) -> Manifest:
@@ -277,8 +285,3 @@ class Client:
         except TimeoutError as error:
             text = f"{what} did not end within {time.monotonic() - began:.3g} s"
             raise DeadlineExceeded(text, hint="retry with a longer timeout") from error
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(map(repr, names[:NAMES_SHOWN])) + more

@@ -9,12 +9,14 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-from ..core.errors import CorruptTransfer, TensorHubError
+from ..core.errors import CorruptTransfer, TensorHubError, UsageError
 from ..core.events import CopiedIn, CopiedOut, CopyDropped, Event
 from ..core.manifest import Manifest
 from ..core.messages import Failure
 from ..core.names import Digest, Version, WorkerId
+from ..memory.digests import freed, some
 from ..memory.fill import FillSink
+from ..memory.guarded import Freed
 from ..memory.hostmemory import HostMemory, copy_stream
 from ..memory.registration import Registration
 from ..transport.base import Transport
@@ -24,6 +26,8 @@ from .content import Content
 from .loops import in_thread
 
 _log = logging.getLogger(__name__)
+
+UNPUBLISH = "unpublish() before tensors are freed or given other memory, or use mutating(version=...)"
 
 
 class HostCopies:
@@ -50,6 +54,7 @@ class HostCopies:
         self._former: list[HostMemory] = []  # of tensors registered before, while there are copies of those
         self._contents: dict[Version, tuple[HostMemory, Content]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.spoiled: Failure | None = None  # why what the tensors held could not be kept: they were freed
         self._is_closed = threading.Event()
         self._copying = threading.Lock()  # held by the thread that copies: one at a time, as the machine has it
 
@@ -93,20 +98,36 @@ class HostCopies:
         manifest = held.manifest
         assert manifest is not None, "offload of what has no manifest"
 
+        gone: list[str] = []  # tensors whose memory is not there any more
+
         def copy() -> None:
             held.registration.settle()
-            copy_stream(
-                held.registration.stream,
-                content.registration.stream,
-                manifest.chunk_bytes,
-                self._judge(content.registration, manifest),
-                is_over=self._is_closed.is_set,
-            )
+            judge = self._judge(content.registration, manifest)
+            streams = held.registration.stream, content.registration.stream
+            try:
+                copy_stream(
+                    *streams,
+                    manifest.chunk_bytes,
+                    lambda chunk, _, mine: judge(chunk, mine),
+                    is_over=self._is_closed.is_set,
+                )
+            except Freed as error:
+                gone.extend(freed(held.registration, [error.at]))
+            except CorruptTransfer:  # or freed, and its memory kept by the allocator
+                gone.extend(held.registration.moved())
+                if not gone:
+                    raise
+            else:
+                gone.extend(held.registration.moved() if not manifest.digests else ())
+            if gone:  # to the server as if it had been changed: there is nothing left to keep
+                text = f"the memory of these tensors was freed while version {held.version} was published: {some(gone)}"
+                raise CorruptTransfer(text, hint=UNPUBLISH)
 
         async def run() -> None:
             failure = await self._try(copy)
             if failure is None:
                 content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
+            self.spoiled = failure if gone else None
             self._tell(CopiedOut(held.version, failure))
 
         try:
@@ -127,7 +148,20 @@ class HostCopies:
             target.settle()
             judge = self._judge(target, manifest)
             streams = content.registration.stream, target.stream
-            copy_stream(*streams, manifest.chunk_bytes, judge, is_over=self._is_closed.is_set)
+            try:
+                copy_stream(
+                    *streams,
+                    manifest.chunk_bytes,
+                    lambda chunk, ours, _: judge(chunk, ours),  # theirs may be freed at any moment
+                    is_over=self._is_closed.is_set,
+                )
+            except Freed as error:
+                text = (
+                    f"the memory of these tensors was freed while they were filled: {some(freed(target, [error.at]))}"
+                )
+                raise UsageError(
+                    text, hint="register() again what was given other memory, and update once more"
+                ) from error
 
         async def run() -> None:
             failure = await self._try(copy)
@@ -172,7 +206,7 @@ class HostCopies:
                 _log.exception("%s: copying to or from host memory failed", self.me)
                 return Failure("error", f"copying to or from host memory failed: {error!r}")
             hint = error.hint or ""
-            if isinstance(error, CorruptTransfer):
+            if isinstance(error, CorruptTransfer) and not hint:
                 hint = "were the published tensors changed in place? weights.check() tells"
             _log.warning("%s: %s", self.me, error)
             return Failure(error.code, str(error), hint)

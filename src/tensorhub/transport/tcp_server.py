@@ -26,7 +26,7 @@ from .located import Scattered
 from .signals import block_sigpipe
 from .tcp_lend import Lending
 from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
-from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
+from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
 
 _log = logging.getLogger(__name__)
 
@@ -163,9 +163,7 @@ class TcpServer:
         if not 0 < export.chunk_bytes <= tcp_wire.MAX_CHUNK_BYTES:
             raise UsageError(f"export {export.key!r}: chunk_bytes is {export.chunk_bytes}, not in 1..2**30")
         if len(export.manifest) > tcp_wire.MAX_MANIFEST_BYTES:
-            raise UsageError(
-                f"export {export.key!r}: a manifest of {len(export.manifest)} B is over the limit of 64 MiB"
-            )
+            raise UsageError(f"export {export.key!r}: a manifest of {len(export.manifest)} B is over 64 MiB")
         served = self.make_served(export)
         if served.chunk_count != export.progress.chunk_count:
             progress_count = export.progress.chunk_count
@@ -208,6 +206,14 @@ class TcpServer:
         for wire in served.inside:
             wire.wake()
         served.export.progress.wake()
+
+    def _spoil(self, served: Served, reason: str) -> None:
+        """Its memory is gone, though nobody has withdrawn it: whoever asks is told."""
+        _log.warning("%s, of %s", reason, served.export.key)
+        with self._changed:
+            served.end(reason)
+            for wire in served.inside:
+                wire.wake()
 
     def served_bytes(self, key: str) -> int:
         """Payload bytes sent of the present export of this key."""
@@ -335,7 +341,7 @@ class TcpServer:
                 return Refusal("gone", "it was withdrawn or replaced")
             if served is None:
                 return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
-            refusal = self.why_not(served)
+            refusal = self.why_not(served) if served.ended is None else Refusal("gone", served.ended)
             if refusal is not None:
                 return refusal
             served.inside[wire] = 0
@@ -356,6 +362,9 @@ class TcpServer:
                     return "gone", reason
         except Garbled as error:
             return error.code, str(error)
+        except Unreadable as error:
+            self._spoil(served, str(error))
+            raise
         except WireError:
             if served.ended is None:
                 raise

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from ..core.errors import CorruptTransfer, Refused, SourceLost, TensorHubError
+from ..core.errors import CorruptTransfer, Refused, SourceLost, TensorHubError, UsageError
 from . import tcp_wire
 from .base import Look, Sink
 from .located import Scattered
 from .tcp_settings import TcpSettings, parse_endpoint
-from .tcp_wire import Garbled, Hello, Refusal, Silent, Vanished, Welcome, Wire, WireError
+from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
 from .views import blocks_of
 
 _MAX_ADDRESSES = 4  # of one host name; each may cost `connect_s`
@@ -161,6 +161,8 @@ def opened(job: Job, index: int, dial: Callable[[Job], Wire], kind: type[AnyStre
         yield kind(job, wire, index)
     except Silent as error:
         raise job.lost(f"{error} for {job.settings.silence_s:g} s") from error
+    except Unreadable as error:
+        raise UsageError(f"{job.key!r} cannot be received here: {error}", hint="register() again") from error
     except WireError as error:
         raise job.lost(str(error)) from error
     finally:

@@ -34,6 +34,12 @@ from . import tcp_vectors, views
 from .tcp_lend import Lending, Pipe, Unlendable
 from .tcp_settings import TcpSettings, limit_waits, tune
 from .vectors import IOV_MAX, Addresses
+from .wire_errors import Garbled as Garbled
+from .wire_errors import Silent as Silent
+from .wire_errors import Unreadable as Unreadable
+from .wire_errors import Vanished as Vanished
+from .wire_errors import WireError as WireError
+from .wire_errors import lost
 
 MAGIC = b"\x93THubTCP"  # the first byte is not text: no HTTP, TLS or SSH client begins like this
 VERSION = 1
@@ -92,26 +98,6 @@ _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting
 _refusals = msgspec.msgpack.Decoder(Refusal)
 _ranges = msgspec.msgpack.Decoder(list[tuple[int, int]])
 _encode = msgspec.msgpack.Encoder().encode
-
-
-class WireError(Exception):
-    """This connection is over. Never leaves the transport: the reader turns it into `SourceLost`."""
-
-
-class Vanished(WireError):
-    """The peer closed the connection, or the network broke it."""
-
-
-class Silent(WireError):
-    """Not a byte moved for the whole limit."""
-
-
-class Garbled(WireError):
-    """The peer does not speak this protocol; `code` is what to refuse it with."""
-
-    def __init__(self, message: str, code: str = "malformed") -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Wire:
@@ -214,7 +200,7 @@ class Wire:
         except BlockingIOError as error:
             raise Silent("the peer takes no byte") from error
         except OSError as error:
-            raise Vanished(f"connection lost: {error}") from error
+            raise lost(error) from error
 
     def receive_into(self, buffers: Sequence[memoryview], deadline: float | None = None) -> None:
         """Fill all of it, straight into the given memory. Goes on as long as bytes come, or until the deadline."""
@@ -236,7 +222,7 @@ class Wire:
         except BlockingIOError as error:
             raise Silent("the peer sends no byte") from error
         except OSError as error:
-            raise Vanished(f"connection lost: {error}") from error
+            raise lost(error) from error
 
     def send_located(self, addresses: Addresses, start: int, stop: int) -> None:
         """Send bytes [start, stop) from where they lie. Goes on as long as bytes move."""
@@ -287,7 +273,7 @@ class Wire:
         except BlockingIOError as error:
             raise Silent(silence) from error
         except OSError as error:
-            raise Vanished(f"connection lost: {error}") from error
+            raise lost(error) from error
 
     def _receive_one(self, view: memoryview) -> None:
         """As most chunks come: thousands of calls for a GiB, so nothing else is in the loop."""
@@ -302,7 +288,7 @@ class Wire:
         except BlockingIOError as error:
             raise Silent("the peer sends no byte") from error
         except OSError as error:
-            raise Vanished(f"connection lost: {error}") from error
+            raise lost(error) from error
 
     def _receive(self, size_bytes: int, deadline: float | None = None) -> bytearray:
         buffer = bytearray(size_bytes)
@@ -342,7 +328,7 @@ class Wire:
         except BlockingIOError as error:
             raise Silent("the peer takes no byte") from error
         except OSError as error:
-            raise Vanished(f"connection lost: {error}") from error
+            raise lost(error) from error
 
     def receive_header(self) -> tuple[int, int, int]:
         """(kind, length, number); the length is not yet compared with anything."""

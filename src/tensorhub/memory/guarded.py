@@ -1,0 +1,146 @@
+"""Copies registered memory that may be freed at any moment: the kernel does it, and answers where we would crash.
+
+A tensor's storage can be given back while tensors still name it (`untyped_storage().resize_(0)`, as FSDP does between
+steps), and a mapped file can be cut short. Whoever then reads there himself dies: SIGSEGV, SIGBUS. No look at the
+addresses before helps, for it may happen a moment later. So whatever we read, or write, of the caller's memory goes
+through `process_vm_readv` on this very process, which says EFAULT; where a filter forbids that, through a pipe.
+
+What it costs, on one core: to hash a GiB 0.16 s in place of 0.12, to copy one 0.18 in place of 0.16 (numpy).
+
+It cannot tell that memory was freed which the allocator has kept: there the digests, and `Registration.moved`, do.
+It must never: touch a byte of registered memory itself, or take a byte for copied that the kernel did not count.
+"""
+
+import ctypes
+import errno
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+from ..transport.base import ByteStream
+from ..transport.located import Located
+from ..transport.vectors import IOV_MAX, Addresses
+
+PART_BYTES = 4 << 20  # a chunk of the usual size at once: each part waits twice for the interpreter where it is busy
+PIPE_BYTES = 1 << 16  # what every pipe holds
+
+
+class Freed(Exception):
+    """Registered memory is not there any more. `at` is the first byte of the stream that could not be copied."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(f"byte {at} of the registered memory is not there any more")
+        self.at = at
+
+
+def copy(source: Addresses, target: Addresses, start: int, stop: int) -> None:
+    """Bytes [start, stop) of a stream, from where they are in one memory to where they belong in another.
+
+    Both are of this process. Raises `Freed` if either is not there.
+    """
+    while start < stop:
+        moved = _moved(source.part(start, stop, IOV_MAX), target.part(start, stop, IOV_MAX))
+        if moved <= 0:
+            raise Freed(start)
+        start += moved
+
+
+def parts(source: Addresses, start: int, stop: int, room: bytearray) -> Iterator[memoryview]:
+    """Bytes [start, stop), copied into `room` one part after another. Each is valid until the next. Raises `Freed`."""
+    view = memoryview(room)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    while start < stop:
+        size_bytes = min(len(room), stop - start)
+        copy(source, Addresses.of_ranges([(address, size_bytes)], start), start, start + size_bytes)
+        yield view[:size_bytes]
+        start += size_bytes
+
+
+def addresses_of(stream: ByteStream, views: Sequence[memoryview], start: int) -> Addresses:
+    """Where bytes of a stream are, of which a block has given these views from `start` on."""
+    return stream.addresses() if isinstance(stream, Located) else Addresses.of_views(views, start)
+
+
+def room_for(size_bytes: int) -> bytearray:
+    """What `parts` of so many bytes need. For one thread."""
+    return bytearray(max(1, min(PART_BYTES, size_bytes)))
+
+
+_is_refused = False  # no process_vm_readv here
+
+
+def refuse() -> None:
+    """From now on through a pipe: for tests of what a filter would do."""
+    global _is_refused
+    _is_refused = True
+
+
+def _moved(source: "array[int]", target: "array[int]") -> int:
+    """One call: how many bytes were copied, or -1 where the first is not there."""
+    if not _is_refused:
+        theirs, ours = source.buffer_info()[0], target.buffer_info()[0]
+        moved = _calls()[0](os.getpid(), ours, len(target) // 2, theirs, len(source) // 2, 0)
+        if moved >= 0 or ctypes.get_errno() == errno.EFAULT:
+            return moved
+        refuse()
+    return _through_pipe(source, target)
+
+
+def _through_pipe(source: "array[int]", target: "array[int]") -> int:
+    """The same with two copies. The pipe is made anew: what is left in it after an error is nobody's."""
+    _, write, read = _calls()
+    out, into = os.pipe()
+    try:
+        source = _first(source, PIPE_BYTES)
+        wrote = write(into, source.buffer_info()[0], len(source) // 2)
+        if wrote <= 0:
+            return _told(wrote)
+        target = _first(target, wrote)
+        return _told(read(out, target.buffer_info()[0], len(target) // 2))
+    finally:
+        os.close(out)
+        os.close(into)
+
+
+def _told(moved: int) -> int:
+    number = ctypes.get_errno()
+    if moved < 0 and number != errno.EFAULT:
+        raise OSError(number, os.strerror(number))
+    return moved
+
+
+def _first(pairs: "array[int]", most_bytes: int) -> "array[int]":
+    """The first so many bytes of what the iovecs name."""
+    found, left = array("Q"), most_bytes
+    for at in range(0, len(pairs), 2):
+        size_bytes = min(pairs[at + 1], left)
+        found.extend((pairs[at], size_bytes))
+        left -= size_bytes
+        if not left:
+            break
+    return found
+
+
+@cache
+def _calls() -> tuple[Callable[..., int], Callable[..., int], Callable[..., int]]:
+    """process_vm_readv, writev and readv, which let go of the GIL."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    vectors = (ctypes.c_void_p, ctypes.c_ulong)
+    found = []
+    for name, arguments in (
+        ("process_vm_readv", (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)),
+        ("writev", (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)),
+        ("readv", (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)),
+    ):
+        function = getattr(libc, name, None)
+        if function is not None:
+            function.argtypes, function.restype = arguments, ctypes.c_ssize_t
+        found.append(function or _missing)
+    return found[0], found[1], found[2]
+
+
+def _missing(*_: object) -> int:
+    """This C library has no process_vm_readv."""
+    ctypes.set_errno(errno.ENOSYS)
+    return -1

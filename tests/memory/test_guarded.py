@@ -1,0 +1,68 @@
+"""Memory of our own that the kernel copies for us: whole where it is there, an error where it is not."""
+
+import mmap
+
+import pytest
+
+from tensorhub.memory import guarded
+from tensorhub.transport.vectors import Addresses
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(params=["kernel", "pipe"], autouse=True)
+def way(request, monkeypatch):
+    """Both ways: as usual, and where a filter forbids that."""
+    monkeypatch.setattr(guarded, "_is_refused", request.param == "pipe")
+
+
+def scattered(memory: bytearray, sizes: list[int]) -> Addresses:
+    """Of pieces of these sizes, with a byte between each and the next."""
+    views, at = [], 0
+    for size in sizes:
+        views.append(memoryview(memory)[at : at + size])
+        at += size + 1
+    return Addresses.of_views(views, 0)
+
+
+def content(memory: bytearray, sizes: list[int]) -> bytes:
+    found, at = b"", 0
+    for size in sizes:
+        found += memory[at : at + size]
+        at += size + 1
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[300_000], [1, 7, 100_000, 3, 199_989], [100] * 3000])
+def test_bytes_go_where_they_belong_however_both_sides_are_cut(sizes: list[int]) -> None:
+    source = bytearray(index * 7 % 251 for index in range(310_000))
+    other = [123_456, 1, 176_543]
+    target = bytearray(310_000)
+    guarded.copy(scattered(source, sizes), scattered(target, other), 5, 299_990)
+    assert content(target, other)[5:299_990] == content(source, sizes)[5:299_990]
+    assert content(target, other)[:5] == bytes(5)
+    assert not any(target[at] for at in (123_456, 123_458))  # between the pieces
+
+
+@pytest.mark.parametrize("room", [1000, 70_001, 300_000])
+def test_parts_are_the_bytes_in_order(room: int) -> None:
+    source = bytearray(index * 7 % 251 for index in range(310_000))
+    sizes = [100_000, 3, 199_997]
+    found = b"".join(bytes(part) for part in guarded.parts(scattered(source, sizes), 17, 299_000, bytearray(room)))
+    assert found == content(source, sizes)[17:299_000]
+
+
+def test_what_is_not_there_is_told_with_its_place(tmp_path) -> None:
+    path = tmp_path / "pages"
+    path.write_bytes(bytes(8 * PAGE))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 8 * PAGE) as pages:
+        view, room = memoryview(pages), bytearray(8 * PAGE)
+        lost, kept = Addresses.of_views([view], 0), Addresses.of_views([memoryview(room)], 0)
+        guarded.copy(lost, kept, 0, 8 * PAGE)
+        file.truncate(5 * PAGE)
+        for source, target in ((lost, kept), (kept, lost)):
+            guarded.copy(source, target, 0, 5 * PAGE)
+            with pytest.raises(guarded.Freed) as caught:
+                guarded.copy(source, target, PAGE, 8 * PAGE)
+            assert caught.value.at == 5 * PAGE
+        view.release()

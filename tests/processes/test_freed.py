@@ -1,0 +1,236 @@
+"""Storage that is freed while it is published, as FSDP does between steps: nobody crashes, and nobody takes it for it.
+
+`untyped_storage().resize_(0)` gives the memory back to the kernel although tensors still name it, and a file that was
+mapped can be cut short: whoever reads there dies of it, unless the kernel does the reading.
+"""
+
+import pytest
+
+import tensorhub
+
+from .script import run
+
+pytestmark = pytest.mark.processes
+
+BEGIN = """
+import torch
+MIB = 1 << 20
+def free(tensor):
+    tensor.untyped_storage().resize_(0)
+
+def join(replica, value, **options):
+    weights = tensorhub.open("m", replica=replica, server=address, timeout=30, call_timeout=30, **options)
+    tensors = {name: torch.full((8 * MIB,), value) for name in ("kept", "freed")}  # 32 MiB each
+    weights.register(tensors)
+    return weights, tensors
+"""
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+        yield running
+
+
+def test_check_names_the_tensor_that_was_freed_and_the_one_that_was_changed(server):
+    story = """
+weights, tensors = join("trainer", 1.0)
+weights.publish(1)
+tensors["kept"][0] = 7.0
+free(tensors["freed"])
+say(check=error_of(weights.check))
+"""
+    found = run(BEGIN + story, server.address).only()["check"]
+    assert found["kind"] == "NotDrained"
+    assert "'freed'" in found["text"]
+    assert "'kept'" in found["text"]
+    assert "unpublish()" in found["hint"]
+
+
+@pytest.mark.parametrize("which", [["freed"], ["kept", "freed"]])
+def test_unpublish_of_the_last_copy_says_what_was_lost_and_the_trainer_goes_on(server, which):
+    story = f"""
+weights, tensors = join("trainer", 1.0)
+weights.publish(1)
+for name in {which}:
+    free(tensors[name])
+say(unpublish=error_of(weights.unpublish))
+tensors = {{name: torch.full((8 * MIB,), 2.0) for name in tensors}}
+weights.register(tensors)
+with weights.mutating(version=2):
+    tensors["kept"] += 1
+say(version=weights.version, check=error_of(weights.check))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["unpublish"]["kind"] == "NotDrained"
+    assert f"'{which[0]}'" in found["unpublish"]["text"]
+    assert "version 1" in found["unpublish"]["text"]
+    assert found["version"] == 2
+    assert found["check"] == {"value": None}
+
+
+def test_what_a_reader_holds_is_kept_though_the_trainer_has_freed_it(server):
+    """The version is not lost, so there is nothing that `mutating` must stop for."""
+    story = """
+trainer, tensors = join("trainer", 1.0)
+trainer.publish(1)
+reader, target = join("reader", 0.0)
+reader.replicate(1)
+free(tensors["freed"])
+say(unpublish=error_of(trainer.unpublish))
+late, last = join("late", 0.0)
+say(replicate=error_of(late.replicate, 1), is_right=bool((last["freed"] == 1.0).all()))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["unpublish"] == {"value": None}
+    assert found["replicate"] == {"value": 1}
+    assert found["is_right"]
+
+
+@pytest.mark.parametrize("transports", ["tcp", "local", "local,tcp"])
+def test_a_reader_takes_nothing_from_there(server, transports):
+    story = f"""
+trainer, tensors = join("trainer", 1.0, transports="{transports}")
+trainer.publish(1)
+reader, target = join("reader", 0.0, transports="{transports}")  # before: it must not get the memory that is freed
+free(tensors["freed"])
+say(replicate=error_of(reader.replicate, 1, timeout=5), version=reader.version)
+reader.close(timeout=1)
+say(unpublish=error_of(trainer.unpublish))
+trainer.register(target)
+say(again=error_of(trainer.publish, 2))
+"""
+    ended = run(BEGIN + story, server.address)
+    found = ended.only()
+    assert found["replicate"]["kind"] in ("SourceLost", "TransportMissing", "DeadlineExceeded", "VersionUnavailable")
+    if "tcp" in transports:  # it is the source that has read; over `local` it hears nothing of what its readers see
+        assert "can no longer be read or written: it was freed, of m/1/0" in ended.log
+    assert found["version"] is None
+    assert found["unpublish"]["kind"] == "NotDrained"
+    assert found["again"] == {"value": 2}
+
+
+def test_memory_that_is_lent_to_a_socket_is_freed_in_mid_transfer(server):
+    """The kernel keeps the pages that it was lent: what arrives is what was published, or it does not count."""
+    story = """
+os.environ["TENSORHUB_TRANSPORTS"] = "tcp"
+from tensorhub.transport import tcp_lend
+begin = tcp_lend.Lending.__init__
+def begin_fast(self, *arguments):
+    begin(self, *arguments)
+    self._is_fast = True
+tcp_lend.Lending.__init__ = begin_fast
+trainer, tensors = join("trainer", 1.0)
+trainer.publish(1)
+lent = tcp_lend.Pipe.send
+state = dict(calls=0)
+def send(self, descriptor, vectors):
+    moved = lent(self, descriptor, vectors)
+    state["calls"] += 1
+    if state["calls"] == 3:
+        free(tensors["freed"])
+        free(tensors["kept"])
+    return moved
+tcp_lend.Pipe.send = send
+reader, target = join("reader", 0.0)
+say(replicate=error_of(reader.replicate, 1, timeout=5), calls=state["calls"], version=reader.version)
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["calls"] >= 3
+    assert found["replicate"].get("kind") in ("SourceLost", "DeadlineExceeded", "VersionUnavailable")
+    assert found["version"] is None
+
+
+def test_storage_that_is_freed_a_moment_after_the_check(server):
+    """Between the look at the addresses and the reading there is always time enough for another thread."""
+    story = """
+from tensorhub.memory.registration import Registration
+weights, tensors = join("trainer", 1.0)
+settle = Registration.settle
+def free_first(self):
+    settle(self)
+    free(tensors["freed"])
+Registration.settle = free_first
+say(publish=error_of(weights.publish, 1), version=weights.version)
+Registration.settle = settle
+tensors["freed"] = torch.full((8 * MIB,), 2.0)
+weights.register(tensors)
+weights.publish(1)
+Registration.settle = free_first
+say(unpublish=error_of(weights.unpublish))
+Registration.settle = settle
+tensors["freed"] = torch.full((8 * MIB,), 3.0)
+weights.register(tensors)
+say(again=error_of(weights.publish, 2))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["publish"]["kind"] == "UsageError"
+    assert "'freed'" in found["publish"]["text"]
+    assert found["version"] is None
+    assert found["unpublish"]["kind"] == "NotDrained"
+    assert found["again"] == {"value": 2}
+
+
+def test_a_mapped_file_that_is_cut_short(server, tmp_path):
+    """Its pages are there and are not: SIGBUS, for who reads them himself."""
+    story = """
+import numpy as np
+path = sys.argv[2]
+with open(path, "wb") as file:
+    file.truncate(16 << 20)
+weights = tensorhub.open("m", replica="trainer", server=address, timeout=30, call_timeout=30)
+weights.register({"mapped": np.memmap(path, dtype=np.uint8, mode="r+"), "kept": np.ones(1 << 20)})
+weights.publish(1)
+os.truncate(path, 0)
+say(check=error_of(weights.check), unpublish=error_of(weights.unpublish))
+say(publish=error_of(weights.publish, 2))
+"""
+    found = run(story, server.address, str(tmp_path / "weights")).only()
+    assert found["check"]["kind"] == "NotDrained"
+    assert "'mapped'" in found["check"]["text"]
+    assert found["unpublish"]["kind"] == "NotDrained"
+    assert found["publish"]["kind"] == "UsageError"
+    assert "'mapped'" in found["publish"]["text"]
+
+
+def test_a_host_copy_is_not_written_where_the_tensors_were(server):
+    """What was fetched ahead lies beside them; the call fails, the process lives."""
+    story = """
+from tensorhub.memory.registration import Registration
+trainer, tensors = join("trainer", 1.0)
+trainer.publish(1)
+reader, target = join("reader", 0.0, prefetch="always")
+reader.replicate(1)
+with trainer.mutating(version=2):
+    tensors["kept"] += 1
+def ahead():
+    replicas = tensorhub.connect(address).replicas("m")
+    return [v for replica in replicas if replica.name == "reader" for worker in replica.workers for v in worker.copies]
+while 2 not in ahead():
+    time.sleep(0.05)
+settle = Registration.settle
+def free_first(self):
+    settle(self)
+    free(target["freed"])
+Registration.settle = free_first
+say(update=error_of(reader.update, 2, timeout=10), version=reader.version)
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert "kind" in found["update"]
+    assert found["version"] is None
+
+
+def test_where_the_kernel_does_not_copy_between_processes_a_pipe_does(server):
+    """A filter forbids `process_vm_readv` in many a container."""
+    story = """
+from tensorhub.memory import guarded
+guarded.refuse()
+weights, tensors = join("trainer", 1.0)
+weights.publish(1)
+say(whole=error_of(weights.check))
+free(tensors["freed"])
+say(check=error_of(weights.check), unpublish=error_of(weights.unpublish))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["whole"] == {"value": None}
+    assert found["check"]["kind"] == found["unpublish"]["kind"] == "NotDrained"
