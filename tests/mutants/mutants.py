@@ -525,8 +525,8 @@ MUTANTS = (
     ),
     Mutant(
         "what a source had is held against it",
-        "    elif server.now < pace.waited_at + window_s(server):\n        return None  #",
-        "    elif server.now < pace.waited_at:\n        return None  #",
+        "    if server.now < pace.waited_at + window_s(server) and not is_hopeless:\n",
+        "    if server.now < pace.waited_at and not is_hopeless:\n",
         "a read is no slower than what its source had for it",
     ),
     Mutant(
@@ -558,6 +558,36 @@ MUTANTS = (
         "    reader.may_move_at = server.now + 2 * window_s(server) * 2.0 ** min(reader.moves, 16)\n",
         "",
         "each move waits twice as long as the one before",
+    ),
+    Mutant(
+        "a lone reader has nothing to compare with",
+        "        if lately > others:\n",
+        "        if lately < 0:\n",
+        "a lone reader leaves a source that is far slower than usual",
+    ),
+    Mutant(
+        "each reader of a shared source is owed all of the usual rate",
+        "    return lately * (read.pace.rate or 0.0) / total if total else lately\n",
+        "    return lately\n",
+        "who shares a source with others is not slow for that",
+    ),
+    Mutant(
+        "who has moved once never moves again",
+        "        if is_looked_for:\n            reader.may_move_at = server.now + window_s(server)\n",
+        "        reader.may_move_at = max(reader.may_move_at, server.now + window_s(server))\n",
+        "a reader that got a slow source again leaves that too, later",
+    ),
+    Mutant(
+        "a source that stood still is forgotten",
+        "            source.slow_until = server.now + server.settings.leave_s  # there will",
+        "            pass  # there will",
+        "the next version is read from another source",
+    ),
+    Mutant(
+        "who waited for a source that is whole by now is slow",
+        "    if server.now < pace.waited_at + window_s(server) and not is_hopeless:\n",
+        "    if its_own is not None and server.now < pace.waited_at + window_s(server) and not is_hopeless:\n",
+        "what came was what the source had",
     ),
     Mutant(
         "only whole chunks are progress",

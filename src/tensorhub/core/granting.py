@@ -279,7 +279,8 @@ def give(
         to_host=to_host,
         is_far=server.known(best.worker).hello.site != member.hello.site,
     )
-    read = OpenRead(grant, member.worker, looked_at=server.now)
+    done, chunks, _ = member.filled(record.version, to_host=to_host)
+    read = OpenRead(grant, member.worker, looked_at=server.now, began_at=server.now, had=done / max(chunks, done, 1))
     server.reads.add(read)
     record.holders.setdefault(member.shard, {})[member.worker] = None  # others may read behind it from now on
     server.counters["grants"] += 1

@@ -176,6 +176,7 @@ def close_reads(server: "Server", member: Member, upto: Ticket | None) -> None:
     for read in server.reads.close(member.worker, upto):
         server.touch(read.source)
         record = model.versions.get(read.version)
+        moving.note_ended(server, model, member, read)
         still = server.reads.current(member.worker)
         is_read = still is not None and still.version == read.version
         if record is not None and not is_read and read.version not in versions_in(member.report):

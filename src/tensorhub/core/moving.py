@@ -3,17 +3,19 @@
 Rules:
 - A source from which nothing comes for two reports is left for any that would do better, the publisher too.
 - So is one from which far less comes than it receives itself, if it is filling; else than other readers of the version
-  get, or this reader got from it before.
+  get, or this reader got before, or reads of the model that have ended brought lately.
 - Who merely waits for what its source waits for stays: the one nearest to the root moves. If that one has moved and is
   slow still, or has nowhere to go, it is slow itself, and those behind it look for themselves.
 - Who leaves a filling source for that one's own source, and gets more there, takes its place: the slow one gives way,
   and reads behind the others. If it gets no more it goes back.
 - A source that was left is the reader's last choice for a while, and each move of a reader waits twice as long as the
   one before. A source that serves others is taken only if it has brought more, of late, than it brings now.
+- One by which nothing came is remembered, though there was nobody to go to: the next version is read from another.
 
 It must never: move all readers of a source at once to another one that serves already.
 """
 
+from collections import deque
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 BETTER = 1.25  # times what came from the slow one, though they share its source now: half is at least 1.5 times a third
 WORTH = 2.0  # times what comes now: less is not worth a chunk that has to come again
 MOST_HOPS = 64  # of a chain; who is further from the root is nobody's way out
+MOST_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
 REPORTS = 1.75  # without anything: two, less what the second may come early
 
 
@@ -53,6 +56,7 @@ def note_pace(server: "Server", reader: Member) -> None:
     done, chunks, is_filled = reader.filled(read.version, to_host=read.grant.to_host)
     if told.is_opened and not is_filled:
         read.pace.rest(now)  # it has the manifest, and waits for its buffer
+        read.began_at = now
         return
     chunk_bytes = reader.report.size_bytes // chunks if chunks > 0 else 0
     arrived = max(0, told.arrived_bytes)
@@ -72,19 +76,32 @@ def note_pace(server: "Server", reader: Member) -> None:
         source.capacity.note(now, sum(rates), 4 * window_s(server))
 
 
+def note_ended(server: "Server", model: Model, reader: Member, read: OpenRead) -> None:
+    """A read is over. If it has brought all that was missing, those that come later are compared with it."""
+    is_whole = reader.has_whole_copy(read.version) if read.grant.to_host else reader.holds(read.version)
+    took_s = server.now - read.began_at
+    if read.is_void or not is_whole or took_s <= 0.0 or server.members.get(read.source) is None:
+        return
+    rates = model.lately.setdefault(_tier(server, read), deque(maxlen=MOST_LATELY))
+    rates.append(reader.report.size_bytes * (1.0 - read.had) / took_s)
+
+
 def leave_slow(server: "Server", model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
     """Move the reader if its source stands still or is far too slow, and another one would do better."""
     if reader.shard not in record.roots:
         return False
     if _settle_places(server, model, record, reader, read):
         return True
-    found = _why_leave(server, record, reader, read)
+    found = _why_leave(server, model, record, reader, read)
     if found is None:
         read.pace.is_stuck = read.pace.is_stuck and read.pace.rate is None
         return False
     why, needed = found
-    choice = _way_out(server, model, record, reader, read, needed) if server.now >= reader.may_move_at else None
+    is_looked_for = server.now >= reader.may_move_at
+    choice = _way_out(server, model, record, reader, read, needed) if is_looked_for else None
     if choice is None:
+        if is_looked_for:
+            reader.may_move_at = server.now + window_s(server)
         _note_stuck(server, reader, read)
         return False
     best, reason = choice
@@ -109,14 +126,16 @@ def _note_stuck(server: "Server", reader: Member, read: OpenRead) -> None:
         read.pace.is_stuck = True
         for behind in server.reads.from_source(reader.worker):
             server.touch(behind.reader)  # who need not wait for it any more
-    reader.may_move_at = max(reader.may_move_at, server.now + window_s(server))
+    source = server.members.get(read.source)
     if not reader.moves:
+        is_whole = source is not None and granting.is_full(source, read.version, read.grant.from_host)
+        if source is not None and is_whole and read.pace.is_still(server.now, patience_s(server)):
+            source.slow_until = server.now + server.settings.leave_s  # there will be others to choose from again
         return
     for worker in reader.left:
         left = server.members.get(worker)
         if left is not None:
             left.slow_until = -inf  # it was not that one who is slow
-    source = server.members.get(read.source)
     if source is not None:
         source.capacity.forget(server.now)  # nor has this one more to give
 
@@ -135,17 +154,23 @@ def _way_out(
     return choose_source(first or better, now=server.now)
 
 
-def _why_leave(server: "Server", record: VersionRecord, reader: Member, read: OpenRead) -> tuple[str, float] | None:
+def _why_leave(
+    server: "Server", model: Model, record: VersionRecord, reader: Member, read: OpenRead
+) -> tuple[str, float] | None:
     """(the reason in words, how much another source must bring), or None: it stays."""
     pace, name = read.pace, read.source.replica
     if pace.is_still(server.now, patience_s(server)):
         return f"left {name}: nothing came for {server.now - pace.moved_at:.1f} s", 0.0
     its_own = _its_own(server, read)
-    if its_own is None or its_own.pace.is_stuck:
+    is_hopeless = its_own is not None and its_own.pace.is_stuck
+    if server.now < pace.waited_at + window_s(server) and not is_hopeless:
+        return None  # what came was what its source had
+    if its_own is None or is_hopeless:
         best = reader.best.get(_tier(server, read), 0.0)
         others, whose = max(best, _usual(server, record, read) or 0.0), "others get, or it got before,"
-    elif server.now < pace.waited_at + window_s(server):
-        return None  # what came was what its source had
+        lately = _lately(server, model, read)
+        if lately > others:
+            others, whose = lately, "reads brought lately"
     else:
         others, whose = its_own.pace.rate or 0.0, "it receives"
     times, rate = server.settings.slow_times, pace.rate or 0.0
@@ -276,6 +301,26 @@ def _usual(server: "Server", record: VersionRecord, read: OpenRead) -> float | N
         record.usual = {each: usual(rates) for each, rates in found.items()}
         record.usual_until = server.now + server.settings.report_s
     return record.usual.get(tier)
+
+
+def _lately(server: "Server", model: Model, read: OpenRead) -> float:
+    """What reads of the model that have ended brought over such a distance, 0.0 where that is not known.
+
+    Of a source that serves others too a read can get no more than its present share of that.
+    """
+    tier = _tier(server, read)
+    lately = usual(list(model.lately.get(tier, ())))
+    rates = [one.pace.rate for one in _beside(server, read) if _tier(server, one) == tier]
+    known = [rate for rate in rates if rate is not None]
+    if lately is None or len(known) < len(rates):
+        return 0.0
+    total = sum(known)
+    return lately * (read.pace.rate or 0.0) / total if total else lately
+
+
+def _beside(server: "Server", read: OpenRead) -> list[OpenRead]:
+    """Those that its source serves now, itself too."""
+    return [one for one in server.reads.from_source(read.source) if not one.is_void]
 
 
 def to_idle(server: "Server", model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:

@@ -23,6 +23,8 @@ class OpenRead:
     reader: WorkerId
     is_void: bool = False
     looked_at: float = inf  # when it was granted, or a better source was last looked for
+    began_at: float = inf  # when it could bring something
+    had: float = 0.0  # the share of the version that was in place by then
     pace: Pace = field(default_factory=Pace)
     instead_of: WorkerId | None = None  # a slow source that was left for its own source
     must_beat: float = 0.0  # at this rate it was that one's fault

@@ -6,7 +6,7 @@ with nobody who has a session. `latest` is the newest version that exists and is
 """
 
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -64,6 +64,9 @@ class Model:
     reliable: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
     changed: dict[Version, None] = field(default_factory=dict)  # who has all of them is not what it was
     lost: dict[Version, None] = field(default_factory=dict)  # as was said last
+    lately: dict[tuple[bool, bool], deque[float]] = field(
+        default_factory=dict
+    )  # rates of reads that ended, by distance
     _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
 
     def record(self, version: Version) -> VersionRecord:

@@ -3,11 +3,6 @@
 from ..truth.record import Truth
 from ..world import OracleViolation, World
 
-# Rules that the core does not keep yet. Each is switched on with the change that makes it so.
-NOT_YET = (
-    "slow",  # a lone reader of a slow source that stays slow is moved to a better one
-)
-
 
 class Judge:
     """One who watches one promise."""
@@ -29,10 +24,6 @@ class Judge:
     def spread_s(self) -> float:
         """By then news have got about among those who can be heard."""
         return 2 * self.settings.report_s + 6 * self.conditions.delay_s + 0.1
-
-    def is_judged(self, rule: str) -> bool:
-        """The core is held to that rule."""
-        return rule not in NOT_YET
 
     def broken(self, what: str, promise: str = "") -> None:
         """The history ends here."""

@@ -26,8 +26,7 @@ class ProgressJudge(Judge):
 
     def rollout(self, replica: str, has: Version | None, last: GroupCall | None, *, is_refused: bool) -> None:
         """`has` is what its latest call that succeeded gave it."""
-        kinds = [trouble.misfortune.kind for trouble in self.truth.troubles.all if trouble.misfortune.stays]
-        if not self.healthy(replica) or (not self.is_judged("slow") and ("slow" in kinds or "stutter" in kinds)):
+        if not self.healthy(replica):
             return
         model = replica.partition("/")[0]
         newest = self.newest_to_have(model)

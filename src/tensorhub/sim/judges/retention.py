@@ -39,7 +39,7 @@ class RetentionJudge(Judge):
     def leaves(self, life: Life) -> None:
         """After close(): it goes before its time is over. Somebody who could have it has all that must be kept."""
         truth, model = self.truth, life.me.model
-        if not self.is_judged("heirs") or life.closing == inf or self.now >= life.close_deadline - 0.1:
+        if life.closing == inf or self.now >= life.close_deadline - 0.1:
             return
         for version in truth.existing(model)[:1]:
             made = truth.exists(model, version)
