@@ -13,8 +13,8 @@ from .fleet import GONE, IDLE, READ_S, TICK, Fleet, TooDear
 from .section import Goal, Options, Section
 
 SHARDS = (1, 8)
-STEEPEST, FLATTEST = 3.0, 1.0  # powers of the size that an extrapolation may assume
-UNKNOWN = 2.0  # after one size only
+STEEPEST, FLATTEST = 3.0, 0.0  # powers of the size that an extrapolation may assume
+UNKNOWN = 2.0  # after one size only: what it was when this was first measured
 IDLE_S = 3.0
 MIDWAY_S = 1.5  # after the first call of an update: all have called, and nobody is done
 
@@ -30,12 +30,14 @@ COLUMNS = {
     "bytes": "memory per worker",
 }
 PER_WORKER = ("version",)  # taken for the whole fleet, shown for one worker
+OF_ONE = ("idle", "bytes")  # taken for one worker: expected to stay as they are
 
 
 @dataclass
 class Curve:
     """One figure over the sizes: seconds, or bytes; and which of them were only expected."""
 
+    unknown: float = UNKNOWN
     found: dict[int, float] = field(default_factory=dict)
     expected: dict[int, float] = field(default_factory=dict)
 
@@ -44,7 +46,7 @@ class Curve:
         known = sorted(self.found.items())
         if not known:
             return None
-        last, power = known[-1], UNKNOWN
+        last, power = known[-1], self.unknown
         if len(known) > 1 and known[-2][1] > 0:
             before = known[-2]
             power = math.log(last[1] / before[1]) / math.log(last[0] / before[0])
@@ -57,7 +59,9 @@ class Curves:
 
     shards: int
     most_cpu_s: float
-    of: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in COLUMNS})
+    of: dict[str, Curve] = field(
+        default_factory=lambda: {name: Curve(0.0 if name in OF_ONE else UNKNOWN) for name in COLUMNS}
+    )
     notes: list[str] = field(default_factory=list)
 
     def take(self, size: int, name: str, measure: Callable[[], float]) -> bool:

@@ -1,13 +1,13 @@
 """What the part `server` of the benchmarks measures with: each piece once, tiny. Not how fast anything is."""
 
 import pytest
+
 from benchmarks import decisions, ideal, lateness
 from benchmarks.decisions import Curve, Curves
 from benchmarks.deep import deep_size
 from benchmarks.fleet import BUSY, GONE, IDLE, Fleet, TooDear
 from benchmarks.section import Options
 from benchmarks.thin import hello_of, root_of
-
 from tensorhub.core.messages import Holding, Operation, Report
 from tensorhub.core.names import Version, worker_id
 

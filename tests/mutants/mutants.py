@@ -441,7 +441,7 @@ MUTANTS = (
     ),
     Mutant(
         "a site waits for an elected worker that has gone",
-        "        if not server.is_silent(other):  #",
+        "        if not other.is_silent(server.now, server.settings):  #",
         "        if other is not None:  #",
         "who is dead keeps its site from fetching ahead no longer than two reports",
     ),
@@ -483,8 +483,8 @@ MUTANTS = (
     ),
     Mutant(
         "one failure is held against a source for good",
-        "        member.lease_end, member.is_doubted = self.now + self.settings.lease_s, False\n",
-        "        member.lease_end = self.now + self.settings.lease_s\n",
+        "        member.lease_end, member.is_doubted = max(self.now, arrived) + self.settings.lease_s, False\n",
+        "        member.lease_end = max(self.now, arrived) + self.settings.lease_s\n",
         "a source that is heard again is in doubt no more",
     ),
     Mutant(

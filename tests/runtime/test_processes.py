@@ -105,13 +105,27 @@ def test_a_stopped_server_makes_nobody_wait_beyond_the_deadline(server):
         trainer.close(timeout=4)
 
 
-def test_a_silent_server_is_left_and_named_as_the_reason(server, monkeypatch):
+def test_a_server_that_stands_still_is_named_as_the_reason_and_not_left(server, monkeypatch):
     monkeypatch.setattr("tensorhub.runtime.connection.SILENCE_S", 0.5)
+    trainer, _ = worker(server, "t", 1.0)
+    server.send(signal.SIGSTOP)
+    with within(4), pytest.raises(tensorhub.DeadlineExceeded, match=r"has not answered for [23][.0-9]* s"):
+        trainer.publish(1, timeout=3)
+    server.send(signal.SIGCONT)
+    assert trainer.publish(1, timeout=5) == 1
+    assert trainer.statistics()["connects"] == 1
+    trainer.close(timeout=5)
+
+
+def test_a_server_that_stands_still_for_too_long_is_left(server, monkeypatch):
+    monkeypatch.setattr("tensorhub.runtime.connection.SILENCE_S", 0.5)
+    monkeypatch.setattr("tensorhub.runtime.connection.PATIENCE_S", 1.0)
     monkeypatch.setattr("tensorhub.runtime.connection.CONNECT_S", 0.5)
     trainer, _ = worker(server, "t", 1.0)
     server.send(signal.SIGSTOP)
-    with within(4), pytest.raises(tensorhub.DeadlineExceeded, match="does not answer"):
-        trainer.publish(1, timeout=3)
+    eventually(lambda: not trainer.statistics()["is_connected"], "the line is given up")
+    with pytest.raises(tensorhub.DeadlineExceeded, match="does not answer"):
+        trainer.publish(1, timeout=0.5)
     server.send(signal.SIGCONT)
     eventually(lambda: trainer.statistics()["is_connected"], "the line is back")
     assert trainer.publish(1, timeout=5) == 1

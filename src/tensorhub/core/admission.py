@@ -46,7 +46,7 @@ def why_refuse(server: "Server", hello: Hello, report: Report | None = None) -> 
 def taken(server: "Server", member: Member) -> Refusal:
     """Somebody lives who is that shard already, or has perhaps died."""
     text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
-    if _is_heard(server, member):
+    if server.is_here(member):
         return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
     left_s = member.lease_end - server.now
     hint = f"if that one has died, its place is free in {left_s:.1f} s"
@@ -73,7 +73,7 @@ def _of_another_count(server: "Server", model: Model, hello: Hello) -> Refusal |
     if not members:
         return None  # the number of shards is free: whoever comes first sets it
     text = f"{hello.worker} has {hello.shards} shards, the other replicas of {hello.model} have {model.shards}"
-    if any(_is_heard(server, member) for member in members):
+    if any(server.is_here(member) for member in members):
         return Refusal("layout-mismatch", text, "use the same number of shards, or another model name")
     left_s = max(member.lease_end for member in members) - server.now
     hint = f"if those have died, the number of shards is free in {left_s:.1f} s"
@@ -83,12 +83,6 @@ def _of_another_count(server: "Server", model: Model, hello: Hello) -> Refusal |
 def _members(server: "Server", model: Model) -> list[Member]:
     found = (server.members.get(worker) for replica in model.replicas.values() for worker in replica.members.values())
     return [member for member in found if member is not None]
-
-
-def _is_heard(server: "Server", member: Member) -> bool:
-    """It was heard lately: a dead host leaves its line open."""
-    silent_s = server.settings.lease_s - (member.lease_end - server.now)
-    return member.is_connected and silent_s <= 2 * server.settings.report_s
 
 
 def _retry_s(left_s: float) -> float:

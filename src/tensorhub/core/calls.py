@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 FILLS = ("replicate", "update")
+UNANSWERED = 3  # reports: a server that has answered none of them lives, perhaps, and is no help now
 
 
 @dataclass
@@ -138,6 +139,7 @@ def deadline_failure(worker: "Worker", call: Call) -> Failure:
     text = f"{call} of {worker.me} did not end within {call.deadline - call.started:.3g} s"
     missing = [*_how_far(worker, call)]
     waiting = call.answer.waiting if call.answer is not None else None
+    unanswered_s = worker.book.unanswered_s(call.deadline)
     hint = "retry, or give it a longer timeout"
     if not worker.connected and worker.refusal is not None:
         missing.append(f"the reference server refuses this worker for now: {worker.refusal.message}")
@@ -145,6 +147,9 @@ def deadline_failure(worker: "Worker", call: Call) -> Failure:
     elif not worker.connected:
         missing.append("the reference server does not answer")
         hint = "is it running?"
+    elif unanswered_s > UNANSWERED * worker.book.every_s:
+        missing.append(f"the reference server has not answered for {unanswered_s:.3g} s")
+        hint = "has it too much to do, or does it stand still?"
     elif waiting is not None:
         missing.append(waiting.message)
         hint = waiting.hint or hint

@@ -11,6 +11,7 @@ from math import inf
 from .messages import Filling, Hello, Holding, HostCopy, Orders, Report, Vacated, Withdrawing
 from .names import Digest, Number, Shard, Ticket, Version, WorkerId
 from .pace import Capacity
+from .settings import Settings
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Member:
     is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
     last_failed: Ticket = Ticket(0)
     sent: Orders | None = None
+    report_s: float = 0.0  # how often it was last told to say how things are
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
     releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that are to go: no more sources
     closing_since: float = inf
@@ -59,6 +61,11 @@ class Member:
     def __post_init__(self) -> None:
         self.worker: WorkerId = self.hello.worker
         self.shard: Shard = self.hello.shard
+
+    def is_silent(self, now: float, settings: Settings) -> bool:
+        """Nothing has come from it for more than two reports."""
+        heard_at = self.lease_end - settings.lease_s
+        return now - heard_at > 2 * max(settings.report_s, self.report_s)
 
     @property
     def is_full(self) -> bool:

@@ -39,12 +39,12 @@ REPORTS = 1.75  # without anything: two, less what the second may come early
 
 def patience_s(server: "Server") -> float:
     """How long a read may stand still."""
-    return max(server.settings.stalled_s, REPORTS * server.settings.report_s)
+    return max(server.settings.stalled_s, REPORTS * server.settings.report_s_of(len(server.members)))
 
 
 def window_s(server: "Server") -> float:
     """Over how long a rate is measured."""
-    return max(server.settings.slow_s, 2 * server.settings.report_s)
+    return max(server.settings.slow_s, 2 * server.settings.report_s_of(len(server.members)))
 
 
 def note_pace(server: "Server", reader: Member) -> None:
@@ -299,7 +299,7 @@ def _usual(server: "Server", record: VersionRecord, read: OpenRead) -> float | N
                 if one is not None and one.version == record.version and one.pace.rate is not None:
                     found.setdefault(_tier(server, one), []).append(one.pace.rate)
         record.usual = {each: usual(rates) for each, rates in found.items()}
-        record.usual_until = server.now + server.settings.report_s
+        record.usual_until = server.now + server.settings.report_s_of(len(server.members))
     return record.usual.get(tier)
 
 

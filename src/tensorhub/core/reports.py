@@ -52,6 +52,10 @@ class ReportBook:
     def next_at(self) -> float:
         return self._last_at + self.every_s
 
+    def unanswered_s(self, now: float) -> float:
+        """For how long the server has not acknowledged what it was told."""
+        return max(0.0, now - min(self._sent_at.values(), default=now))
+
     def repeat(self) -> None:
         """A new connection: whatever was told before must be told again, perhaps to a server that has heard nothing."""
         self._last_news, self._last_at = None, -inf

@@ -88,8 +88,9 @@ class Server:
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
-    def handle(self, message: ToServer, *, sender: str, now: float) -> Outbox:
-        """Take in one message that came over the connection `sender`."""
+    def handle(self, message: ToServer, *, sender: str, now: float, arrived: float | None = None) -> Outbox:
+        """Take in one message that came over the connection `sender`: at `now`, up to which all that came was handled,
+        or at `arrived`, which may be later if this one took the place of an older one that waited."""
         reply: ToWorker | None = None
         outbox = self.tick(now=now)
         match message:
@@ -98,7 +99,7 @@ class Server:
             case LayoutInfo():
                 self._take_layout(message)
             case Report():
-                reply = self._take_report(message, sender)
+                reply = self._take_report(message, sender, max(now, arrived or now) - self.paused_s)
         if reply is not None:
             self.counters["refusals"] += isinstance(reply, Refusal)
             outbox.append((sender, reply))
@@ -197,7 +198,7 @@ class Server:
         if len(self.layouts) > self.settings.most_versions:
             del self.layouts[next(iter(self.layouts))]
 
-    def _take_report(self, report: Report, sender: str) -> ToWorker | None:
+    def _take_report(self, report: Report, sender: str, arrived: float) -> ToWorker | None:
         hello = self._hellos.get(sender)
         if hello is None:
             return Refusal("refused", "a report before any hello", "is this a TensorHub worker?")
@@ -215,7 +216,7 @@ class Server:
             member.has_lived_before = report.session > 0
         if report.number <= member.report.number:
             return None  # late or repeated
-        member.lease_end, member.is_doubted = self.now + self.settings.lease_s, False
+        member.lease_end, member.is_doubted = max(self.now, arrived) + self.settings.lease_s, False
         before, member.report = member.report, report
         model, replica = self._place(member)
         hearing.take_content(self, model, replica, member, before)
@@ -313,10 +314,10 @@ class Server:
         member.is_drained = drained is not None
         duties = retention.duties_of(self, model, replica, member)
         orders = self._orders(member, answer, None if self.is_recovering else replica.ended, drained, duties)
-        news = replace(orders, number=Number(0), acknowledged=0, newest=None, newest_receipt="")
+        news = replace(orders, number=Number(0), acknowledged=0, newest=None, newest_receipt="", report_s=0.0)
         if not must_answer and news == member.sent:
             return []
-        member.sent = news
+        member.sent, member.report_s = news, orders.report_s
         return [(member.sender, orders)]
 
     def _orders(
@@ -334,7 +335,7 @@ class Server:
             acknowledged=member.report.number,
             lease_s=self.settings.lease_s,
             trust_s=self.settings.trust_s,
-            report_s=self.settings.report_s,
+            report_s=self.settings.report_s_of(len(self.members)),
             position=position,
             answer=answer,
             grant=current.grant if current is not None else None,
@@ -357,13 +358,9 @@ class Server:
         assert member is not None, f"{worker} is no member"
         return member
 
-    def is_silent(self, member: Member) -> bool:
-        """Nothing was heard of it for more than two reports. A dead host leaves its lines open."""
-        return member.lease_end - self.now < self.settings.lease_s - 2 * self.settings.report_s
-
     def is_here(self, member: Member) -> bool:
-        """It seems to live: it would hear what it is told, and was heard lately."""
-        return member.is_connected and not self.is_silent(member)
+        """It seems to live: it would hear what it is told, and was heard lately. A dead host leaves its lines open."""
+        return member.is_connected and not member.is_silent(self.now, self.settings)
 
     def is_doubtful(self, source: Member) -> bool:
         """There is reason to think that nobody can read from it. What one reader has learned of it helps the others."""

@@ -4,6 +4,10 @@ The server sends its own to each worker, so that both sides always count with th
 """
 
 from dataclasses import dataclass
+from math import ceil
+
+REPORTS_PER_LEASE = 5  # however large the fleet: 2 may be missed, and there is time for a GC
+STEPS = 4  # of a `report_s`: who comes and goes does not change everybody's orders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +16,7 @@ class Settings:
 
     lease_s: float = 10.0  # 3 missed reports at 1/s, 5 s for a GC or GPU hiccup, 2 s spare
     report_s: float = 1.0  # a worker says how things are at least this often; also the age of progress in `status`
+    most_reports_per_s: int = 4_000  # from all workers that do nothing: at 60 µs each a quarter of a core
     drift: float = 0.1  # a worker trusts its lease for (1 - drift) of it: clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
     rebalance_s: float = 5.0  # a better source is looked for so often: a move costs a chunk, which it must earn back
@@ -30,6 +35,11 @@ class Settings:
     most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", 1.6 KiB each
     most_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for
     most_models: int = 1_000  # names cost memory and come from strangers
+
+    def report_s_of(self, workers: int) -> float:
+        """How often each of so many is to say how things are: more seldom where they are too many, in steps."""
+        steps = ceil(STEPS * workers / self.most_reports_per_s / self.report_s)
+        return min(max(1.0, steps / STEPS) * self.report_s, max(self.report_s, self.lease_s / REPORTS_PER_LEASE))
 
     @property
     def trust_s(self) -> float:

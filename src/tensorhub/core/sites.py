@@ -45,7 +45,7 @@ def is_elected(server: "Server", model: Model, record: VersionRecord, member: Me
         other = server.members.get(worker)
         if other is None or other.hello.site != site or worker == member.worker:
             continue
-        if not server.is_silent(other):  # one whose line broke is back in a moment
+        if not other.is_silent(server.now, server.settings):  # one whose line broke is back in a moment
             return False
     mates = [mate for mate in server.members_of(model, shard) if mate.hello.site == site]
     return min(mate.worker for mate in mates if _is_able(server, model, mate, record)) == member.worker

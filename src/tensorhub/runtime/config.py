@@ -189,6 +189,7 @@ _SERVER_TEXTS = {
     "spot_heir_s": "how long who closes waits for a worker that nobody relies on to take what would be lost",
     "lease_s": "how long a worker that says nothing is believed to be alive",
     "report_s": "a worker says how things are at least this often",
+    "most_reports_per_s": "reports from all workers together: many workers say more seldom how things are",
     "drift": "a worker trusts its lease for (1 - drift) of it: the difference of two clocks' speeds",
     "avoid_s": "for how long a source that failed a reader is that reader's last choice",
     "rebalance_s": "how often a better source is looked for while a read goes on",

@@ -1,8 +1,13 @@
 """A worker's line to its reference server: connects, says hello, carries messages, and connects again for ever.
 
 Both directions carry the state of things, so only the newest report waits to be sent, and whatever a broken line
-swallowed is told again on the next one. A server that says nothing for `SILENCE_S`, though every report is answered, is
-left. It must never: give up by itself (a definitive `Refusal` ends it), or look into a message.
+swallowed is told again on the next one.
+
+A server that says nothing may be far behind with its decisions: then each new connection would only be more work. So a
+worker that has heard nothing for `SILENCE_S` asks with a ping, which the server's sockets answer though its decisions
+wait, and keeps the line while anything comes. That the host is gone, or the way to it, TCP says when it does not take
+what is sent. Only a server that lives by that and shows no other sign of life for `PATIENCE_S` is left, by each worker
+at a time of its own. It must never: give up by itself (a definitive `Refusal` ends it), or look into a message.
 """
 
 import asyncio
@@ -10,6 +15,8 @@ import contextlib
 import logging
 import os
 import random
+import socket as sockets
+import time
 from collections.abc import Callable
 
 import aiohttp
@@ -22,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
 SILENCE_S = 5.0  # five reports unanswered, at one a second; longer where reports are rarer
+PATIENCE_S = 30.0  # three leases: a process that was stopped, swapped out or moved is back by then, or never
+JITTER = 0.5  # of that, at most, by which one worker waits longer than another
 FIRST_RETRY_S = 0.05  # a restarted server is found quickly
 GOODBYE_S = 0.25  # nobody waits longer for a server that does not answer
 LAST_RETRY_S = 2.0  # 10,000 workers then knock 7,500 times a second at most, spread by the jitter
@@ -33,6 +42,15 @@ LineEvent = Connected | Disconnected | Received
 def retry_delay_s(attempt: int, random_0_1: float) -> float:
     """How long to wait before the next try: doubles from 0.05 s to 2 s, less up to half of it."""
     return float(min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)) * (1.0 - random_0_1 / 2))
+
+
+def _limit_untaken(socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Let TCP end the line when the other host takes nothing of what was sent. A busy process is no reason: its kernel
+    takes it."""
+    raw = socket.get_extra_info("socket")
+    option = getattr(sockets, "TCP_USER_TIMEOUT", None)  # Linux
+    if raw is not None and option is not None:
+        raw.setsockopt(sockets.IPPROTO_TCP, option, int(SILENCE_S * 1000))
 
 
 class Connection:
@@ -48,6 +66,7 @@ class Connection:
         self._layout: LayoutInfo | None = None
         self._report: Report | None = None
         self._has_mail = asyncio.Event()
+        self._heard_at, self._silence_s = 0.0, SILENCE_S
 
     def send(self, message: Report | LayoutInfo) -> None:
         """Send it if there is a line; the newest replaces what still waits."""
@@ -84,6 +103,7 @@ class Connection:
             max_msg_size=MOST_MESSAGE_BYTES,
             timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
         )
+        _limit_untaken(socket)
         await socket.send_bytes(encode(self._hello))
         return socket
 
@@ -102,32 +122,35 @@ class Connection:
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> tuple[Refusal | None, bool]:
         """Carry messages until the line ends: (the refusal that ended it, whether anything was heard)."""
-        refusal, has_heard, silence_s = None, False, SILENCE_S
+        refusal, has_heard = None, False
+        patience_s = PATIENCE_S * (1.0 + JITTER * random.random())
+        self._heard_at, self._silence_s = time.monotonic(), SILENCE_S
         self.is_connected, self._layout, self._report = True, None, None
         self._has_mail.clear()
         self.connects += 1
         self._on_event(Connected())
         async with asyncio.TaskGroup() as group:
-            writer = group.create_task(self._write(socket))
+            helpers = [group.create_task(self._write(socket)), group.create_task(self._ask(socket))]
             try:
                 while refusal is None:
-                    frame = await socket.receive(timeout=silence_s)
+                    frame = await socket.receive(timeout=patience_s)  # the answer to a ping begins it anew
                     if frame.type is not aiohttp.WSMsgType.BINARY:
                         self.why = "it closed the connection"
                         break
                     message = decode_to_worker(frame.data)
-                    has_heard = True
+                    has_heard, self._heard_at = True, time.monotonic()
                     if isinstance(message, Refusal):
                         refusal = message
                     else:
-                        silence_s = SILENCE_S * max(1.0, message.report_s)
+                        self._silence_s = SILENCE_S * max(1.0, message.report_s)
                     self._on_event(Received(message))
             except TimeoutError:
-                self.why = f"it was silent for {silence_s:.0f} s"
+                self.why = f"it was silent for {patience_s:.0f} s"
             except Malformed as error:
                 self.why = f"it sent what is no message: {error}"
             finally:
-                writer.cancel()
+                for helper in helpers:
+                    helper.cancel()
                 self.is_connected = False
                 self._on_event(Disconnected())
                 with contextlib.suppress(TimeoutError):
@@ -136,6 +159,18 @@ class Connection:
         why = refusal.message if refusal is not None else self.why
         _log.info("%s: the line to %s ended: %s", self._hello.worker, self.address, why)
         return refusal, has_heard
+
+    async def _ask(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Ask for a sign of life whenever nothing has come for a while."""
+        try:
+            while True:
+                silent_s = time.monotonic() - self._heard_at
+                if silent_s >= self._silence_s:
+                    await socket.ping()
+                    silent_s = 0.0
+                await asyncio.sleep(self._silence_s - silent_s)
+        except (aiohttp.ClientError, OSError):
+            pass  # the reader of this line sees that it ended
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         try:

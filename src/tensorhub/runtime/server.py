@@ -1,6 +1,7 @@
 """The reference server: sockets and a clock around `core.server.Server`, which decides everything.
 
-One event loop owns the machine. Workers talk to it over `/v1/session` (WebSocket), everybody else over HTTP:
+One event loop owns the machine. What workers say waits in the intake until it is decided: the machine's time is the
+time up to which all that came was handled. Workers talk to it over `/v1/session` (WebSocket), everybody else over HTTP:
 `/v1/status`, `/v1/wait` (a long poll that ends when a version exists), `/healthz`. Whatever a stranger sends, nothing
 but its own connection suffers. It must never: touch a weight byte, or remember what the machine does not.
 """
@@ -17,13 +18,14 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from ..core.errors import UsageError
-from ..core.messages import MOST_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal, Spec, ToWorker
+from ..core.messages import MOST_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal, Spec, ToServer, ToWorker
 from ..core.names import ModelName, Version
 from ..core.server import Server
 from ..core.settings import Settings
 from ..core.specs import parse_spec
 from ..core.view import Status
 from .codec import Malformed, OddNumber, decode_to_server
+from .intake import Intake
 from .lines import Line
 from .questions import VersionExists
 
@@ -49,6 +51,7 @@ class ServerShell:
         self.failure: Exception | None = None
         self.on_failure = asyncio.Event()
         self._token = token.encode()
+        self.intake = Intake(self)
         self._lines: dict[str, Line] = {}
         self._opened = 0
         self._timer: asyncio.Handle | None = None
@@ -85,6 +88,8 @@ class ServerShell:
             self._has_changed.set()
 
     def _set_timer(self) -> None:
+        if self.intake.is_busy:
+            return  # its time does not pass but with what it hears; `rest` comes after that
         deadline = self.machine.next_deadline()
         loop = asyncio.get_running_loop()
         delay_s = deadline - time.monotonic() + EARLY_S
@@ -96,10 +101,31 @@ class ServerShell:
         self._timer = loop.call_later(max(0.0, delay_s), self._tick) if delay_s < 1e9 else None
         self._timer_at = at
 
+    def decide(self, line: Line, message: ToServer, *, now: float, arrived: float) -> None:
+        """The intake's turn: what a worker has said is handled."""
+        try:
+            self._deliver(self.machine.handle(message, sender=line.sender, now=now, arrived=arrived))
+        except AssertionError as error:  # an invariant: this server stops, the next one starts from reports
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - what this worker said is more than we understand: not to be repeated
+            _log.exception("%s said %r", line.name, message)
+            line.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
+
+    def end(self, line: Line, *, now: float) -> None:
+        """The intake's turn: a line has ended."""
+        try:
+            self._deliver(self.machine.disconnected(line.sender, now=now))
+        except Exception as error:  # noqa: BLE001 - our bug: this server stops, the next one starts from reports
+            self._fail(error)
+
+    def rest(self) -> None:
+        """Nothing waits: time passes by itself again."""
+        self._set_timer()
+
     def _tick(self) -> None:
         self._timer = None
         try:
-            self._deliver(self.machine.tick(now=time.monotonic()))
+            self._deliver(self.machine.tick(now=self.intake.now))
         except Exception as error:  # noqa: BLE001 - our bug: this server stops, the next one starts from reports
             self._fail(error)
 
@@ -133,7 +159,7 @@ class ServerShell:
         finally:
             del self._lines[line.sender]
             if line.has_said_hello and not self._is_stopping:
-                self._deliver(self.machine.disconnected(line.sender, now=time.monotonic()))
+                self.intake.end(line)
         return socket
 
     async def _listen(self, line: Line) -> None:
@@ -159,13 +185,7 @@ class ServerShell:
                 line.post(refusal)
                 continue
             line.has_said_hello = True
-            try:
-                self._deliver(self.machine.handle(message, sender=line.sender, now=time.monotonic()))
-            except AssertionError as error:  # an invariant: this server stops, the next one starts from reports
-                self._fail(error)
-            except Exception as error:  # noqa: BLE001 - what this worker said is more than we understand: not to be repeated
-                _log.exception("%s said %r", line.name, message)
-                line.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
+            self.intake.put(line, message)
 
     def _why_refuse(self, line: Line, hello: Hello) -> Refusal | None:
         if line.has_said_hello:
@@ -243,10 +263,11 @@ class ServerShell:
     # --- its life -----------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        return self.machine.status(now=time.monotonic())
+        return self.machine.status(now=self.intake.now)
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._spread_news())]
+        works = (self.intake.run(), self._sweep(), self._spread_news())
+        tasks = [asyncio.create_task(work) for work in works]
         self._set_timer()
         yield
         for task in tasks:

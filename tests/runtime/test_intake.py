@@ -1,0 +1,280 @@
+"""What waits at the server: one report of each line, handled as of when it came, and orders leave meanwhile."""
+
+import asyncio
+
+import pytest
+
+from tensorhub.core.messages import LayoutInfo, Orders, Report
+from tensorhub.core.settings import Settings
+from tensorhub.runtime import intake as intake_module
+from tensorhub.runtime.intake import Intake
+from tensorhub.runtime.lines import Line
+from tensorhub.runtime.server import ServerShell
+
+from .kit import hello
+from .test_lines import Socket, settle
+
+LAYOUT = LayoutInfo(b"layout")
+
+
+class Clock:
+    """Moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowDecider:
+    """Each decision takes a second of the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.heard: list[tuple[str, str, float, float]] = []
+        self.rests = 0
+
+    def decide(self, line, message, *, now, arrived):
+        self.clock.now += 1.0
+        what = f"report {message.number}" if isinstance(message, Report) else type(message).__name__
+        self.heard.append((line.sender, what, now, arrived))
+
+    def end(self, line, *, now):
+        self.heard.append((line.sender, "ended", now, now))
+
+    def rest(self):
+        self.rests += 1
+
+
+def line_of(name: str) -> Line:
+    return Line(name, Socket(), Socket())
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def decider(clock):
+    return SlowDecider(clock)
+
+
+def test_only_the_newest_report_of_a_line_is_handled_in_the_line_s_first_place(clock, decider):
+    async def story():
+        intake = Intake(decider, clock)
+        lines = [line_of(name) for name in "ab"]
+        for number in range(1, 1_000):
+            for line in lines:
+                intake.put(line, Report(number))
+                clock.now += 0.001
+        task = asyncio.create_task(intake.run())
+        await settle()
+        task.cancel()
+        assert intake.replaced == 2 * 998
+
+    asyncio.run(story())
+    assert [(line, what) for line, what, _, _ in decider.heard] == [("a", "report 999"), ("b", "report 999")]
+    (_, _, now, arrived), (_, _, second, _) = decider.heard
+    assert (now, second) == (100.0, 100.001), "each as of when its line began to wait"
+    assert arrived == pytest.approx(100.0 + 998 * 0.002), "and its lease from when it came itself"
+
+
+def test_a_hello_and_a_layout_come_before_the_report_and_the_end_after_it(clock, decider):
+    async def story():
+        intake = Intake(decider, clock)
+        line, other = line_of("a"), line_of("b")
+        for message in (hello(), Report(1), LAYOUT, Report(2)):
+            intake.put(line, message)
+        intake.put(other, Report(1))
+        intake.end(line)
+        task = asyncio.create_task(intake.run())
+        await settle()
+        task.cancel()
+
+    asyncio.run(story())
+    said = [(line, what) for line, what, _, _ in decider.heard]
+    assert said == [("a", "Hello"), ("a", "LayoutInfo"), ("a", "report 2"), ("a", "ended"), ("b", "report 1")]
+
+
+def test_nobody_is_decided_for_twice_while_others_wait(clock, decider):
+    """However much one line says, each of the others has its turn."""
+
+    async def story():
+        intake = Intake(decider, clock)
+        lines = [line_of(name) for name in "abc"]
+        for line in lines:
+            intake.put(line, Report(1))
+        task = asyncio.create_task(intake.run())
+        for number in range(2, 8):
+            await asyncio.sleep(0)
+            intake.put(lines[0], Report(number))
+        await settle()
+        task.cancel()
+
+    asyncio.run(story())
+    assert [line for line, _, _, _ in decider.heard][:4] == ["a", "b", "c", "a"]
+
+
+def test_the_others_run_between_two_slow_decisions(clock, decider):
+    async def story():
+        intake = Intake(decider, clock)
+        for number in range(50):
+            intake.put(line_of(f"{number}"), Report(1))
+        task = asyncio.create_task(intake.run())
+        seen = []
+        while intake.is_busy:
+            seen.append(len(decider.heard))
+            await asyncio.sleep(0)
+        assert seen == list(range(50)), "one decision a turn: each is longer than a slice"
+        await settle()
+        assert decider.rests == 1
+        task.cancel()
+
+    asyncio.run(story())
+
+
+def test_time_waits_for_what_waits(clock, decider):
+    async def story():
+        intake = Intake(decider, clock)
+        assert intake.now == clock.now
+        intake.put(line_of("a"), Report(1))
+        clock.now += 3.0
+        intake.put(line_of("b"), Report(1))
+        clock.now += 30.0
+        assert intake.now == 100.0
+        task = asyncio.create_task(intake.run())
+        await asyncio.sleep(0)
+        assert intake.now == 103.0
+        await settle()
+        assert intake.now == clock.now
+        task.cancel()
+
+    asyncio.run(story())
+
+
+class Busy:
+    """A server's shell with lines that say what they are told to, and a machine each of whose decisions takes time."""
+
+    def __init__(self, monkeypatch, *, lines: int, lease_s: float = 10.0) -> None:
+        self.clock = Clock()
+        self.shell = ServerShell(settings=Settings(lease_s=lease_s), fresh=True)
+        self.shell.intake = Intake(self.shell, self.clock)
+        self.machine = self.shell.machine
+        self.machine.now = self.machine.started = self.clock.now
+        self.decision_s = 0.0
+        monkeypatch.setattr(self.shell, "_set_timer", lambda: None)
+        handle = self.machine.handle
+        monkeypatch.setattr(self.machine, "handle", lambda *given, **more: self._slowly(handle, *given, **more))
+        self.lines = []
+        for number in range(lines):
+            socket = Socket()
+            socket.reads.set()
+            line = self.shell._lines[f"line-{number}"] = Line(f"line-{number}", socket, socket)
+            self.lines.append(line)
+            line.has_said_hello = True
+            self.shell.intake.put(line, hello(replica=f"r{number}"))
+
+    def _slowly(self, handle, *given, **more):
+        self.clock.now += self.decision_s
+        return handle(*given, **more)
+
+    def report(self, number: int, **more: object) -> None:
+        for line in self.lines:
+            self.shell.intake.put(line, Report(number, **more))
+
+    def run(self, story) -> None:
+        async def whole():
+            tasks = [asyncio.create_task(line.write()) for line in self.lines]
+            tasks.append(asyncio.create_task(self.shell.intake.run()))
+            await story()
+            for task in tasks:
+                task.cancel()
+
+        asyncio.run(whole())
+
+    async def until_idle(self) -> None:
+        while self.shell.intake.is_busy:  # noqa: ASYNC110 - the turns of the loop are what is looked at
+            await asyncio.sleep(0)
+        await settle()
+
+    def answered(self, line: Line) -> list[int]:
+        return [message.acknowledged for message in line.socket.sent if isinstance(message, Orders)]
+
+
+def test_orders_leave_while_reports_still_wait(monkeypatch):
+    busy = Busy(monkeypatch, lines=20)
+
+    async def story():
+        busy.report(1)
+        busy.decision_s = 0.5
+        answered = []
+        while busy.shell.intake.is_busy:
+            answered.append(sum(bool(busy.answered(line)) for line in busy.lines))
+            await asyncio.sleep(0)
+        assert answered[-1] >= 18, answered
+
+    busy.run(story)
+
+
+def test_a_backlog_of_several_leases_ends_no_session_and_nobody_is_silent(monkeypatch):
+    """All report once a second, a decision takes half a second: the backlog is longer than two leases."""
+    busy = Busy(monkeypatch, lines=60)
+
+    async def story():
+        busy.report(1)
+        await busy.until_idle()
+        assert busy.machine.counters["sessions"] == 60
+        busy.decision_s = 0.5
+        for number in range(2, 40):
+            busy.report(number)
+            before = busy.clock.now
+            while busy.shell.intake.is_busy and busy.clock.now < before + 1.0:  # noqa: ASYNC110 - turns of the loop
+                await asyncio.sleep(0)
+            silent = [m for m in busy.machine.members.all() if m.is_silent(busy.machine.now, busy.machine.settings)]
+            assert not silent
+        busy.decision_s = 0.0
+        await busy.until_idle()
+
+    busy.run(story)
+    assert busy.clock.now > 100.0 + 2 * busy.machine.settings.lease_s
+    assert busy.machine.counters["sessions"] == 60
+    assert len(busy.machine.members) == 60
+    assert all(busy.answered(line)[-1] == 39 for line in busy.lines)
+
+
+def test_who_really_dies_behind_a_backlog_is_dead_after_it(monkeypatch):
+    busy = Busy(monkeypatch, lines=30)
+
+    async def story():
+        busy.report(1)
+        await busy.until_idle()
+        living, busy.decision_s = busy.lines[1:], 0.5
+        for number in range(2, 40):
+            for line in living:
+                busy.shell.intake.put(line, Report(number))
+            busy.clock.now += 0.5
+            await busy.until_idle()
+
+    busy.run(story)
+    assert len(busy.machine.members) == 29
+
+
+def test_a_report_that_came_with_the_end_of_its_line_counts(monkeypatch):
+    busy = Busy(monkeypatch, lines=2)
+
+    async def story():
+        busy.report(1)
+        await busy.until_idle()
+        leaving, _ = busy.lines
+        busy.shell.intake.put(leaving, Report(2, leaving=True))
+        busy.shell.intake.end(leaving)
+        await busy.until_idle()
+
+    busy.run(story)
+    assert [member.hello.replica for member in busy.machine.members.all()] == ["r1"]
+
+
+def test_a_slice_is_a_few_milliseconds():
+    assert 0.0005 <= intake_module.SLICE_S <= 0.01
