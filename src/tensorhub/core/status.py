@@ -1,5 +1,6 @@
 """The server's picture of itself as plain values, for people and dashboards."""
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from .groups import Replica
@@ -14,22 +15,43 @@ if TYPE_CHECKING:
     from .server import Server
 
 
+Steps = Generator[None, None, Status]
+STEP = 64  # transfers: about as much work as one replica of 8 shards
+
+
 def status_of(server: "Server") -> Status:
     """The whole picture, as of the last message or tick."""
+    steps = status_steps(server)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: Status = end.value
+            return found
+
+
+def status_steps(server: "Server") -> Steps:
+    """The same in small steps, between which the server may go on: each replica is shown as it was at its step."""
+    models = []
+    for _, model in sorted(server.models.items()):
+        models.append((yield from _model(server, model)))
+    transfers = yield from _transfers(server)
     recovering_s = max(0.0, server.recovered_at - server.now) if server.is_recovering else 0.0
     return Status(
         protocol=PROTOCOL,
         uptime_s=server.now + server.paused_s - server.started,
         recovering_s=recovering_s,
-        models=tuple(_model(server, model) for _, model in sorted(server.models.items())),
-        transfers=_transfers(server),
+        models=tuple(models),
+        transfers=transfers,
         counters=server.statistics(),
     )
 
 
-def _transfers(server: "Server") -> tuple[Transfer, ...]:
+def _transfers(server: "Server") -> Generator[None, None, tuple[Transfer, ...]]:
     found = []
-    for read in server.reads.all():
+    for count, read in enumerate(server.reads.all()):
+        if count % STEP == STEP - 1:
+            yield
         reader = server.members.get(read.reader)
         place = _filled(reader, read)
         done, chunks = (place.done, place.chunks) if place is not None else (0, 0)
@@ -69,30 +91,57 @@ def _filled(reader: Member | None, read: OpenRead) -> Filling | HostCopy | None:
     return reader.report.buffer if isinstance(reader.report.buffer, Filling) else None
 
 
-def _model(server: "Server", model: Model) -> ModelView:
-    known = [record for _, record in sorted(model.versions.items(), reverse=True) if record.exists or record.holders]
-    replicas = tuple(_replica(server, replica) for _, replica in sorted(model.replicas.items()))
-    sizes: dict[int, int] = {}
-    for replica in replicas:
+class _Holders:
+    """Which replicas have what of which version, collected as they are looked at."""
+
+    def __init__(self) -> None:
+        self.whole: dict[int | None, list[str]] = {}
+        self.filling: dict[int | None, list[str]] = {}
+        self.copies: dict[int, list[str]] = {}
+
+    def note(self, replica: ReplicaView) -> None:
+        shards_of: dict[int | None, int] = {}
+        filling: dict[int | None, None] = {}
+        copies: dict[int, None] = {}
         for worker in replica.workers:
+            if worker.state in ("holding", "withdrawing"):
+                shards_of[worker.version] = shards_of.get(worker.version, 0) + 1
+            elif worker.state == "filling":
+                filling[worker.version] = None
+            copies.update(dict.fromkeys(worker.copies))
+        for version, shards in shards_of.items():
+            if shards == replica.shards:
+                self.whole.setdefault(version, []).append(replica.name)
+        for version in filling:
+            self.filling.setdefault(version, []).append(replica.name)
+        for copied in copies:
+            self.copies.setdefault(copied, []).append(replica.name)
+
+
+def _model(server: "Server", model: Model) -> Generator[None, None, ModelView]:
+    replicas, holders, sizes = [], _Holders(), dict[int, int]()
+    for _, replica in sorted(model.replicas.items()):
+        view = _replica(server, replica)
+        replicas.append(view)
+        holders.note(view)
+        for worker in view.workers:
             sizes[worker.shard] = max(sizes.get(worker.shard, 0), worker.size_bytes)
+        yield
+    known = [record for _, record in sorted(model.versions.items(), reverse=True) if record.exists or record.holders]
+    retained = model.retained()
     return ModelView(
         name=model.name,
         shards=model.shards,
         latest=model.latest,
         size_bytes=sum(sizes.values()),
-        versions=tuple(_version(model, record, replicas) for record in known),
-        replicas=replicas,
+        versions=tuple(_version(model, record, holders, is_retained=record.version in retained) for record in known),
+        replicas=tuple(replicas),
         newest=model.newest,
     )
 
 
-def _version(model: Model, record: VersionRecord, replicas: tuple[ReplicaView, ...]) -> VersionView:
-    def has(replica: ReplicaView, states: tuple[str, ...]) -> int:
-        return sum(worker.version == record.version and worker.state in states for worker in replica.workers)
-
-    holders = tuple(r.name for r in replicas if has(r, ("holding", "withdrawing")) == r.shards)
-    filling = tuple(r.name for r in replicas if has(r, ("filling",)))
+def _version(model: Model, record: VersionRecord, found: _Holders, *, is_retained: bool) -> VersionView:
+    holders = tuple(found.whole.get(record.version, ()))
     return VersionView(
         version=record.version,
         is_latest=record.version == model.latest,
@@ -100,10 +149,10 @@ def _version(model: Model, record: VersionRecord, replicas: tuple[ReplicaView, .
         is_established=record.is_established,
         is_complete=record.exists,
         holders=holders,
-        filling=filling,
+        filling=tuple(found.filling.get(record.version, ())),
         last_holder="" if holders else record.last_holder,
-        host_copies=tuple(r.name for r in replicas if any(record.version in worker.copies for worker in r.workers)),
-        is_retained=record.version in model.retained(),
+        host_copies=tuple(found.copies.get(record.version, ())),
+        is_retained=is_retained,
         far_bytes=dict(record.far_bytes),
     )
 

@@ -28,6 +28,7 @@ from .codec import Malformed, OddNumber, decode_to_server
 from .intake import Intake
 from .lines import Line
 from .questions import VersionExists
+from .showing import encode_status, take_status
 
 _log = logging.getLogger(__name__)
 
@@ -216,13 +217,13 @@ class ServerShell:
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         self._authorise(request)
-        status = self.status()
+        status = await take_status(self.machine)
         model = request.query.get("model")
         if model is not None:
             models = tuple(each for each in status.models if each.name == model)
             transfers = tuple(each for each in status.transfers if each.model == model)
             status = msgspec.structs.replace(status, models=models, transfers=transfers)
-        return web.Response(body=msgspec.json.encode(status), content_type="application/json")
+        return web.Response(body=await encode_status(status), content_type="application/json")
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL}
