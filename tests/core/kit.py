@@ -1,9 +1,11 @@
 """Short ways to make the values that the rules of the core are about."""
 
+from tensorhub.core import events
 from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Grant, Hello, Operation, Report
-from tensorhub.core.names import Digest, Ticket, Version, WorkerId, worker_id
+from tensorhub.core.messages import PROTOCOL, Answer, Grant, Hello, LayoutInfo, Operation, Orders, Report
+from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId, worker_id
 from tensorhub.core.selection import Candidate
+from tensorhub.core.worker import Worker
 
 LAYOUT = Layout((TensorSpec("w", "float32", (4,), (1,), 0, 16),), 16)
 
@@ -55,3 +57,42 @@ def told(number: int, verb: str = "update", spec: int | str = "latest", **more: 
 
 def report(number: int, **more: object) -> Report:
     return Report(number, **more)  # type: ignore[arg-type]
+
+
+def orders(number: int, **more: object) -> Orders:
+    """The server's `number`th orders, which answer everything that the worker has reported up to then."""
+    return Orders(Number(number), Number(1), number, 4.0, 3.6, 1.0, position=0, **more)  # type: ignore[arg-type]
+
+
+class Conversation:
+    """Tells a worker things, and keeps what it wants done."""
+
+    def __init__(self, *told: events.Event) -> None:
+        self.worker = Worker(worker("rollout"))
+        self.wanted: list[events.Effect] = []
+        self.tell(*told)
+
+    @classmethod
+    def begun(cls, *, most_copies: int = 0) -> "Conversation":
+        """With a worker that has tensors and has heard from the server once."""
+        registered = events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, most_copies)
+        return cls(events.Connected(), registered, events.Received(orders(1)))
+
+    def resolved(self, version: int) -> Answer:
+        """The server's word that the call under way is about that version."""
+        assert self.worker.call is not None
+        assert self.worker.call.number is not None
+        return Answer(self.worker.call.number, Version(version))
+
+    def tell(self, *told: events.Event) -> None:
+        for event in told:
+            self.wanted += self.worker.handle(event, now=0.0)
+            self.worker.check_invariants()
+
+    def wants(self, effect: events.Effect) -> bool:
+        return effect in self.wanted
+
+    @property
+    def errors(self) -> list[str]:
+        """Codes of the errors in which calls have ended."""
+        return [e.error.code for e in self.wanted if isinstance(e, events.Finished) and e.error is not None]

@@ -3,32 +3,12 @@
 from msgspec.structs import replace
 
 from tensorhub.core import events
-from tensorhub.core.messages import Answer, Holding, LayoutInfo, Orders, Poisoned
+from tensorhub.core.messages import Answer, Holding, LayoutInfo, Poisoned
 from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker import Worker
 
-from .kit import LAYOUT, grant, worker
+from .kit import LAYOUT, Conversation, grant, orders
 
 ONE = Version(1)
-
-
-def orders(number: int, **more: object) -> Orders:
-    return Orders(Number(number), Number(1), number, 4.0, 3.6, 1.0, position=0, **more)  # type: ignore[arg-type]
-
-
-class Conversation:
-    """Tells a worker things, and keeps what it wants done."""
-
-    def __init__(self) -> None:
-        self.worker = Worker(worker("rollout"))
-        self.wanted: list[events.Effect] = []
-
-    def tell(self, *told: events.Event) -> None:
-        for event in told:
-            self.wanted += self.worker.handle(event, now=0.0)
-
-    def wants(self, effect: events.Effect) -> bool:
-        return effect in self.wanted
 
 
 def test_a_buffer_that_had_begun_to_be_read_is_filled_from_the_copy() -> None:

@@ -10,6 +10,7 @@ one fails. The second draws mutants made from the syntax tree (`mechanical.py`).
 import argparse
 import os
 import sys
+from dataclasses import replace
 from math import inf
 
 from .handlist import run_list
@@ -26,11 +27,13 @@ def main() -> int:
     parser.add_argument("--mechanical", action="store_true")
     parser.add_argument("--draw", type=int, default=500, help="how many mechanical mutants")
     parser.add_argument("--seed", type=int, default=1, help="which mechanical mutants")
+    parser.add_argument("--budget-s", type=float, default=60.0, help="processor seconds of histories for each of them")
     parser.add_argument("--minutes", type=float, default=inf, help="no mechanical mutant is begun later; run it again")
     options = parser.parse_args()
     if options.mechanical:
         seeds = 150 if options.seeds is None else options.seeds
-        plan = Plan(options.draw, options.seed, options.jobs, options.only, seeds, minutes=options.minutes)
+        plan = Plan(options.draw, options.seed, options.jobs, options.only, seeds)
+        plan = replace(plan, budget_s=options.budget_s, minutes=options.minutes)
         return run(plan)
     return run_list(
         options.only, 2000 if options.seeds is None else options.seeds, options.jobs, scenarios=not options.no_scenarios

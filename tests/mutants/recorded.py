@@ -100,7 +100,9 @@ class Verdicts:
         """Keep it for the next run."""
         self.known[key] = (self._state(verdict.by), asdict(verdict))
         OUT.mkdir(parents=True, exist_ok=True)
-        VERDICTS.write_text(json.dumps(self.known, indent=0))
+        new = VERDICTS.with_suffix(".new")
+        new.write_text(json.dumps(self.known, indent=0))
+        new.replace(VERDICTS)  # whole, whenever the run is ended
 
     def _state(self, by: str) -> str:
         """The state of all that the verdict of this judge rests on; where nobody has noticed, that is everything."""

@@ -1,0 +1,87 @@
+"""How a worker's call goes on and ends: what ends with it, what goes on, and what is called again."""
+
+import pytest
+from msgspec.structs import replace
+
+from tensorhub.core import events
+from tensorhub.core.calls import Call
+from tensorhub.core.messages import Answer, Failure, Filling, Poisoned, Refusal
+from tensorhub.core.names import Digest, Number, Version
+from tensorhub.core.worker_calls import retries
+
+from .kit import Conversation, grant, orders
+
+ONE = Version(1)
+ROOT = Digest("r")
+
+
+@pytest.mark.parametrize(
+    ("verb", "spec", "code", "expected"),
+    [
+        ("update", "latest", "version-unavailable", True),
+        ("replicate", "latest-1", "version-unavailable", True),
+        ("replicate", 3, "version-unavailable", False),  # there will be no other 3
+        ("update", "latest", "group-incomplete", False),
+        ("unpublish", "", "version-unavailable", False),  # whoever says so: nothing was to be filled
+        ("update", "latest", None, False),
+    ],
+)
+def test_a_fill_is_called_again_when_what_it_was_resolved_to_is_lost(
+    verb: str, spec: str | int, code: str | None, expected: bool
+) -> None:
+    call = Call(verb, spec, ROOT, 0.0, 60.0)
+    call.answer = Answer(1, error=Failure(code, "it says why") if code else None)
+    assert retries(call) is expected
+
+
+@pytest.mark.parametrize(("retry_s", "errors"), [(0.0, ["refused"]), (1.0, [])])
+def test_a_call_ends_with_a_refusal_for_good_and_waits_for_a_server_that_may_take_it_later(
+    retry_s: float, errors: list[str]
+) -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("update", "latest", 60.0))
+    it.tell(events.Received(Refusal("refused", "no", retry_s=retry_s)))
+    assert it.errors == errors
+
+
+def fetching_ahead_and_filling() -> Conversation:
+    """It reads version 2 into host memory while a call waits for a source to fill the buffer with 1."""
+    it = Conversation.begun(most_copies=2)
+    it.tell(events.Called("replicate", 1, 60.0))
+    ahead = replace(grant(2, version=2), to_host=True)
+    it.tell(events.Received(orders(3, fetch=Version(2), grant=ahead, answer=it.resolved(1))))
+    assert it.wants(events.StartRead(ahead))
+    assert it.worker.buffer == Filling(ONE)
+    return it
+
+
+def test_what_is_fetched_ahead_goes_on_when_a_call_fails() -> None:
+    it = fetching_ahead_and_filling()
+    it.tell(events.Cancelled())
+    assert isinstance(it.worker.buffer, Poisoned)
+    assert not it.wants(events.StopRead(grant(2).ticket))
+
+
+def test_a_read_into_the_buffer_ends_with_its_call() -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("replicate", 1, 60.0))
+    it.tell(events.Received(orders(3, grant=grant(2), answer=it.resolved(1))))
+    assert it.wants(events.StartRead(grant(2)))
+    it.tell(events.Cancelled())
+    assert it.wants(events.StopRead(grant(2).ticket))
+
+
+def test_what_is_granted_before_the_buffer_is_free_is_read_as_soon_as_it_is() -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("replicate", 1, 60.0))
+    it.tell(events.Received(orders(3, grant=grant(2), answer=it.resolved(1))), events.Cancelled())
+    it.tell(events.ReadEnded(grant(2).ticket), events.Called("replicate", 1, 60.0))
+    assert it.worker.buffer == Poisoned(ONE)  # others may be reading behind what had come into it
+    told = it.worker.book.number
+    both = orders(5, grant=grant(4), answer=it.resolved(1), drained=ONE)
+    it.tell(events.Received(replace(both, acknowledged=told)))
+    assert it.wants(events.StopServing(ONE))
+    assert not it.wants(events.StartRead(grant(4)))
+    it.tell(events.ServingStopped(ONE))
+    assert it.wants(events.StartRead(grant(4)))
+    assert it.worker.seen == Number(5)
