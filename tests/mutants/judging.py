@@ -1,4 +1,4 @@
-"""Who judges a mutant: tests of the core and scenarios, then whole histories; each mutant in a process of its own.
+"""Who judges a mutant: tests of the core and scenarios, types, then whole histories; each in a process of its own.
 
 The judges are first run once over the core as it is, which records what each of them executes and how long it takes.
 A mutant is then shown only to those that execute its line, up to the first that fails: first the one that noticed it
@@ -13,8 +13,9 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from types import FrameType
 from typing import Any
 
@@ -22,7 +23,7 @@ import hypothesis  # noqa: F401 (loaded once, before the forks)
 import msgspec  # noqa: F401
 import pytest
 
-from . import histories
+from . import histories, typed
 from .substitute import ROOT, Change, Ran, install
 
 TESTS = ("tests/core", "tests/scenarios")
@@ -169,29 +170,43 @@ def record_histories(change: Change, ran: Ran, names: list[str]) -> list[Judge]:
     return found
 
 
-def judge(change: Change, tests: list[Judge], others: list[Judge], budget_s: float, suspect: str = "") -> Verdict:
+def judge(
+    change: Change,
+    tests: list[Judge],
+    others: list[Judge],
+    budget_s: float,
+    suspect: str = "",
+    types: Callable[[], str] = str,
+) -> Verdict:
     """Show the mutant to these, and stop at the first that notices.
 
-    `others` are histories, told in this order for at most so many seconds. `suspect` is the name of one of either kind,
-    which comes first.
+    `others` are histories, told in this order for at most so many seconds. `types` says what is wrong with its types.
+    `suspect` is the name of who noticed it before, and comes first.
     """
     began = time.process_time()
     _prepare()
     install(change)
-    verdict = _judge_all(tests, others, budget_s, suspect)
+    suspects = [each for each in tests if each.name == suspect], [each for each in others if each.name == suspect]
+    verdict = Verdict("survived")
+    steps = [
+        lambda: _judge_by_types(types if suspect == typed.BY else str),
+        lambda: _judge_by_tests(suspects[0]),
+        lambda: _judge_by_histories(suspects[1], inf),
+        lambda: _judge_by_tests(tests),
+        lambda: _judge_by_types(types),
+        lambda: _judge_by_histories(others, budget_s),
+    ]
+    for step in steps:
+        verdict = step()
+        if verdict.outcome != "survived":
+            break
     verdict.took_s = time.process_time() - began
     return verdict
 
 
-def _judge_all(tests: list[Judge], others: list[Judge], budget_s: float, suspect: str) -> Verdict:
-    verdict = _judge_by_histories([each for each in others if each.name == suspect], budget_s)
-    if verdict.outcome == "survived":
-        verdict = _judge_by_tests([each for each in tests if each.name == suspect])
-    if verdict.outcome == "survived":
-        verdict = _judge_by_tests([each for each in tests if each.name != suspect])
-    if verdict.outcome == "survived":
-        verdict = _judge_by_histories(others, budget_s)
-    return verdict
+def _judge_by_types(types: Callable[[], str]) -> Verdict:
+    wrong = types()
+    return Verdict("killed", typed.BY, wrong[:200]) if wrong else Verdict("survived")
 
 
 def _judge_by_tests(tests: list[Judge]) -> Verdict:

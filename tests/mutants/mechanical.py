@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 
-from . import judging, recorded
+from . import judging, recorded, typed
 from .forks import run_all
 from .judging import Judge, Verdict
 from .operators import STRANGERS, Mechanical, mutants_of
@@ -124,12 +124,21 @@ def run(plan: Plan) -> int:
 
 
 def _judge(mutant: Mechanical, tests: list[Judge], histories: list[Judge], plan: Plan, suspect: str) -> object:
-    change = mutated(mutant.file, mutant.apply((CORE.parent / mutant.file).read_bytes()))
+    text = mutant.apply((CORE.parent / mutant.file).read_bytes())
 
     def seeing(judges: list[Judge]) -> list[Judge]:
         return sorted((j for j in judges if j.sees(mutant.file, mutant.line)), key=lambda j: j.cost_s)
 
-    return asdict(judging.judge(change, seeing(tests), seeing(histories), plan.budget_s, suspect))
+    def types() -> str:
+        return typed.complaint(mutant.file, text)
+
+    change = mutated(mutant.file, text)
+    return asdict(judging.judge(change, seeing(tests), seeing(histories), plan.budget_s, suspect, types))
+
+
+def _kind(by: str) -> str:
+    """Of judge: a folder of tests, `mypy`, or a kind of history."""
+    return "/".join(by.split("/")[:2]) if "::" in by else by.partition(" ")[0]
 
 
 def _line(mutant: Mechanical, verdict: Verdict) -> str:
@@ -153,6 +162,7 @@ def _tell(plan: Plan, mutants: list[Mechanical], verdicts: dict[str, Verdict], t
     for file, counts in sorted(by_file.items()):
         print(f"{file:28s} {counts['killed']:7d} {counts['timed out']:10d} {counts['survived']:9d}")
     total = sum(by_file.values(), Counter())
+    noticed = Counter(_kind(verdicts[mutant.key].by) for mutant in mutants if verdicts[mutant.key].by)
     stale = [key for key in known if key not in {mutant.key for mutant in all_mutants()}]
     print("".join(f"\n{CLASSED.name}: no such mutant any more: {key}" for key in stale))
     caught = total["killed"] + total["timed out"]
@@ -161,6 +171,7 @@ def _tell(plan: Plan, mutants: list[Mechanical], verdicts: dict[str, Verdict], t
     share = f"{100 * caught / max(1, len(mutants)):.1f} %"
     kinds = Counter(known[mutant.key][0] for mutant, _ in survivors if mutant.key in known)
     classed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    print("noticed by " + ", ".join(f"{kind}: {count}" for kind, count in noticed.most_common()))
     survived = f"survivors: {classed or 'none with a class'}; {len(unclassed)} without a class"
     print(f"{share} of {len(mutants)} noticed, {took_s / 60:.1f} min; {survived}")
     rows = [{**asdict(mutant), **asdict(verdicts[mutant.key]), "key": mutant.key} for mutant in mutants]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from . import histories, judging
+from . import histories, judging, typed
 from .forks import run_all
 from .judging import Judge, Verdict
 from .substitute import ROOT, Ran, recording
@@ -116,4 +116,6 @@ class Verdicts:
             near = (path for path in (ROOT / file).parent.glob("*.py") if not path.name.startswith("test_"))
             transcripts = _below("tests/scenarios") if file.startswith("tests/scenarios") else iter(())
             return _digest(iter({*_below("src/tensorhub/core"), *near, *transcripts, ROOT / file}))
+        if by == typed.BY:
+            return _digest(_below("src/tensorhub/core"))
         return _digest(_below(*HISTORIES)) if by.startswith(("seed ", "plan ", "walk ")) else self._everything

@@ -77,31 +77,35 @@ ALONE = """
 import json, sys
 from dataclasses import asdict
 from tests.mutants import judging, substitute
-old, new = sys.argv[1], sys.argv[2]
+old, new, wrong = sys.argv[1:4]
 names = ["test_steps_back", "test_prefetched_is_for_updates_alone"]
 tests = [judging.Judge("tests/core/test_specs.py::" + name, 0.01, {}) for name in names]
-change = substitute.replaced(old, new)
-print(json.dumps(asdict(judging.judge(change, tests, [judging.Judge("walk 0"), judging.Judge("seed 0", 1.0)], 60.0))))
+others = [judging.Judge("walk 0"), judging.Judge("seed 0", 1.0)]
+verdict = judging.judge(substitute.replaced(old, new), tests, others, 60.0, types=lambda: wrong)
+print(json.dumps(asdict(verdict)))
 """
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "outcome", "by"),
+    ("old", "new", "wrong", "outcome", "by"),
     [
         (
             "return int(found.group(1) or 0)",
             "return int(found.group(1) or 1)",
+            "",
             "killed",
             "tests/core/test_specs.py::test_steps_back",
         ),
-        ("assert found is not None", "while True: pass", "timed out", "tests/core/test_specs.py::test_steps_back"),
-        ("assert found is not None", "assert found", "survived", ""),
-        ("\nimport re\n", "\nimport nothing_of_that_name\n", "killed", "tests/core/test_specs.py"),
-        ('r"latest(?:', 'r"newest(?:', "killed", "tests/core/test_specs.py::test_steps_back"),
+        ("assert found is not None", "while True: pass", "", "timed out", "tests/core/test_specs.py::test_steps_back"),
+        ("assert found is not None", "assert found", "", "survived", ""),
+        ("assert found is not None", "assert found", "int + str", "killed", "mypy"),
+        ("\nimport re\n", "\nimport nothing_of_that_name\n", "", "killed", "tests/core/test_specs.py"),
+        ('r"latest(?:', 'r"newest(?:', "", "killed", "tests/core/test_specs.py::test_steps_back"),
     ],
 )
-def test_a_mutant_gets_what_it_deserves(old: str, new: str, outcome: str, by: str) -> None:
-    command = [sys.executable, "-c", ALONE, old, new]
+def test_a_mutant_gets_what_it_deserves(old: str, new: str, wrong: str, outcome: str, by: str) -> None:
+    """`wrong` is what the types say of it."""
+    command = [sys.executable, "-c", ALONE, old, new, wrong]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     verdict = json.loads(done.stdout.splitlines()[-1])
