@@ -144,7 +144,7 @@ class Truth:
         outside = [
             other for other in self.lives.values() if other.me.model == model and other.me.replica != made.replica
         ]
-        is_reliable = any(other.hello.reliable for other in outside)
+        is_reliable = any(other.hello.reliable and self.is_in_session(other, slack=1.0) for other in outside)
         for shard in range(self.plan.conditions.shards):
             holders = [h for h in self.holders((model, shard), version) if h.me.replica != made.replica]
             if not any(holder.hello.reliable or not is_reliable for holder in holders):
