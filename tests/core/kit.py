@@ -14,8 +14,9 @@ def worker(replica: str, shard: int = 0, model: str = "policy") -> WorkerId:
     return worker_id(model, replica, shard)
 
 
-def hello(who: WorkerId, *, shards: int = 1, life: str = "1", host: str = "") -> Hello:
-    return Hello(PROTOCOL, who.model, who.replica, who.shard, shards, life, endpoints=("x://1",), host=host)
+def hello(who: WorkerId, *, shards: int = 1, life: str = "1", host: str = "", site: str = "") -> Hello:
+    line = ("x://1",)
+    return Hello(PROTOCOL, who.model, who.replica, who.shard, shards, life, endpoints=line, host=host, site=site)
 
 
 def grant(ticket: int, *, source: WorkerId | None = None, version: int = 1, root: str = "r") -> Grant:

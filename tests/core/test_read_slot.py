@@ -99,3 +99,15 @@ def test_the_watermark_rises_to_just_below_what_is_open() -> None:
     found.take_grant(None)
     assert found.raise_watermark(Number(9)) == 9
     assert found.raise_watermark(Number(3)) == 9
+
+
+def test_only_the_read_that_was_told_to_stop_writes_no_more() -> None:
+    found = slot(ticket=5)
+    assert not found.bar(Ticket(5))  # nothing is read
+    found.start()
+    assert not found.bar(Ticket(5))  # it was not told to
+    found.stop("no longer granted")
+    assert not found.bar(Ticket(4))
+    assert found.may_write
+    assert found.bar(Ticket(5))
+    assert not found.may_write

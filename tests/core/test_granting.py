@@ -1,0 +1,102 @@
+"""What the server grants and until when it watches, of which no transcript tells."""
+
+from msgspec.structs import replace
+
+from tensorhub.core.messages import Filling, Holding, HostCopy, LayoutInfo, Operation, Orders, Reading, Withdrawing
+from tensorhub.core.names import Digest, Number, Version, WorkerId
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
+
+from .kit import LAYOUT, hello, report, worker
+
+ONE, ROOT = Version(1), Digest("r")
+TRAINER, READER, SPOT = worker("trainer"), worker("reader"), worker("spot")
+
+
+MOST_CALLS = 20  # in a second
+
+
+class Town:
+    """A server and workers that report what the test says."""
+
+    def __init__(self, **settings: object) -> None:
+        self.server = Server(Settings(default_retain=1, **settings), 0.0, 1, fresh=True)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.numbers: dict[WorkerId, int] = {}
+        self.orders: dict[WorkerId, Orders] = {}
+
+    def joins(self, who: WorkerId, *, site: str = "", reliable: bool = True, **more: object) -> None:
+        me = replace(hello(who, site=site), reliable=reliable, prefetch="never")
+        for message in (me, LayoutInfo.of(LAYOUT)):
+            self._hear(self.server.handle(message, sender=str(who), now=self.now))
+        self.says(who, **more)
+
+    def says(self, who: WorkerId, **more: object) -> None:
+        self.numbers[who] = self.numbers.get(who, 0) + 1
+        session = self.orders[who].session if who in self.orders else Number(0)
+        more = {"session": session, "layout": LAYOUT.digest(), "size_bytes": LAYOUT.size_bytes, **more}
+        told = report(self.numbers[who], **more)
+        self._hear(self.server.handle(told, sender=str(who), now=self.now))
+
+    def until(self, now: float) -> None:
+        for _ in range(MOST_CALLS):
+            if self.server.next_deadline() > now:
+                break
+            self.now = max(self.now, self.server.next_deadline())
+            self._hear(self.server.tick(now=self.now))
+        else:
+            raise AssertionError(f"{self.server.next_deadline()} again and again")
+        self.now = now
+
+    def _hear(self, said: list) -> None:
+        for sender, message in said:
+            assert isinstance(message, Orders)
+            self.orders.update({who: message for who in self.numbers if str(who) == sender})
+        self.server.check_invariants()
+
+
+def reads_from(town: Town, site: str) -> Orders:
+    town.joins(TRAINER, site="a", buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, site=site)
+    town.says(READER, operation=Operation(1, "replicate", 1))
+    return town.orders[READER]
+
+
+def test_a_grant_says_whether_it_leads_to_another_site() -> None:
+    for site, is_far in (("a", False), ("b", True)):
+        grant = reads_from(Town(), site).grant
+        assert grant is not None
+        assert grant.is_far is is_far
+
+
+def test_who_waits_long_for_a_reliable_heir_is_not_looked_at_over_and_over() -> None:
+    town = Town(spot_heir_s=5.0, lease_s=4.0, report_s=1.0)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(SPOT, reliable=False, buffer=Holding(ONE, ROOT))
+    town.joins(READER, copies_left=1)
+    leaving = {"buffer": Withdrawing(ONE, ROOT, published=True), "closing": True}
+    town.says(TRAINER, **leaving)
+    grant = town.orders[READER].grant
+    assert grant is not None
+    assert (grant.source, grant.to_host) == (SPOT, True)
+    reading = Reading(grant.ticket, grant.source, ONE, to_host=True)
+    copy = HostCopy(1, ONE, ROOT, whole=False)
+    for second in range(1, 12):
+        town.until(float(second))
+        town.says(TRAINER, **leaving)
+        town.says(SPOT, buffer=Holding(ONE, ROOT))
+        town.says(READER, reading=reading, copies=(copy,))
+        assert town.orders[TRAINER].drained is None
+        assert town.server.next_deadline() > town.now
+
+
+def test_what_was_told_to_go_and_is_gone_is_forgotten() -> None:
+    town = Town(keep_established=False)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER)
+    for number in range(1, 4):
+        town.says(READER, copies=(HostCopy(number, ONE, ROOT, whole=True),))
+        assert town.orders[READER].release == (number,)
+        assert list(town.server.known(READER).releasing) == [number]
+    town.says(READER, buffer=Filling(ONE))
+    assert not town.server.known(READER).releasing
