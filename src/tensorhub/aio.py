@@ -8,7 +8,7 @@ tensor in the caller's thread: milliseconds for ten thousand.)
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,7 +26,7 @@ from .runtime.opening import open_client
 from .runtime.questions import fetch_status
 
 if TYPE_CHECKING:
-    from .memory.registration import type_of_tensor
+    from .memory.registration import type_of_weights
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Weights:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def register(self, tensors: "Mapping[str, type_of_tensor]") -> None:
+    async def register(self, tensors: "type_of_weights") -> None:
         """Take these tensors in place, instead of any before; nothing is copied."""
         self._check_process()
         await self.take(register_tensors(tensors))

@@ -5,7 +5,7 @@ only waits for it, until its timeout at the latest. An interrupt (Ctrl-C) of the
 """
 
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,7 @@ from .runtime.opening import leave_on_sigterm as install_sigterm
 from .runtime.serving import ServerThread
 
 if TYPE_CHECKING:
-    from .memory.registration import type_of_tensor
+    from .memory.registration import type_of_weights
 
 T = TypeVar("T")
 
@@ -56,9 +56,10 @@ def open(
 
     `retain` is how many of the newest versions of the model are kept whoever leaves (1 unless the server says more):
     the last reliable worker to leave one copies it to host memory first, of which all its copies together take at most
-    `host_bytes` (by default two copies of the shard; 0: none). `site` names this worker's datacenter: between sites
-    each shard of a version travels once. `prefetch` says when versions are fetched into host memory before anybody
-    asks: "seed", for a site that lacks the newest one; "always", for this worker too; "never".
+    `host_bytes` (by default two copies of the shard, if there is room for them at `register`; 0: none). `site` names
+    this worker's datacenter: between sites each shard of a version travels once. `prefetch` says when versions are
+    fetched into host memory before anybody asks: "seed", for a site that lacks the newest one; "always", for this
+    worker too; "never".
 
     Raises `ServerUnreachable`, `ShardTaken`, `Refused` (token, protocol), and `UsageError` naming a bad argument.
     """
@@ -111,10 +112,12 @@ class Weights:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def register(self, tensors: "Mapping[str, type_of_tensor]") -> None:
+    def register(self, tensors: "type_of_weights") -> None:
         """Take these tensors in place, instead of any before; nothing is copied.
 
-        Torch tensors (CPU or CUDA, any dtype, dense) and numpy arrays, by name. Their memory belongs to the caller,
+        A torch module is best: its parameters and persistent buffers (of a `DTensor` the local shard), and at every
+        publish and before every fill it is asked whether it still holds them; one that was replaced is a `UsageError`.
+        Or torch tensors (CPU or CUDA, any dtype, dense) and numpy arrays, by name. Their memory belongs to the caller,
         who changes it only while nothing is published or held, and keeps each tensor's memory where it is. Copies of
         versions in host memory stay as long as somebody needs them, and count against `host_bytes`. Raises
         `UsageError` naming the tensor that cannot be taken, `NotDrained` while a version is held.

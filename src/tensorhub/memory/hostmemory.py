@@ -84,7 +84,8 @@ def on_host(registration: Registration) -> Registration:
 
 def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, ...]) -> Registration:
     """The same layout over other memory."""
-    return replace(registration, stream=stream, pieces=pieces, devices=("cpu",), _in_place=InPlace([], []))
+    ours = InPlace([], [])
+    return replace(registration, stream=stream, pieces=pieces, devices=("cpu",), _in_place=ours, _module=None)
 
 
 def copy_stream(

@@ -14,7 +14,7 @@ Memory that is mapped twice, at two addresses, is not recognised as shared.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UsageError
@@ -24,12 +24,14 @@ from ..transport.base import ByteStream
 from .describe import Described, describe_all
 from .host import HostStream, Piece
 from .in_place import InPlace
+from .modules import Held, is_module, tensors_of_module
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     type_of_tensor = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
+    type_of_weights = Mapping[str, type_of_tensor] | torch.nn.Module
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,6 +44,7 @@ class Registration:
     pieces: tuple[Piece, ...]  # the stream's memory, in order: what a transport registers with its hardware
     devices: tuple[str, ...]  # sorted: ("cpu",), ("cuda:0",), or several
     _in_place: InPlace
+    _module: Held | None = None  # whose tensors they are, where that is known
 
     def __repr__(self) -> str:
         return f"<Registration of {len(self.layout.tensors)} tensors, {self.size_bytes} B on {self.device}>"
@@ -62,6 +65,10 @@ class Registration:
         """
         return self._in_place.moved()
 
+    def replaced(self) -> list[str]:
+        """What the registered module holds by now in place of a registered tensor, in words that name the tensor."""
+        return self._module.replaced() if self._module is not None else []
+
     def settle(self) -> None:
         """Wait until the devices have finished all work launched so far, so that bytes may be read or overwritten."""
         for device in self.devices:
@@ -71,12 +78,21 @@ class Registration:
                 synchronize(device)
 
 
-def register(tensors: "Mapping[str, type_of_tensor]") -> Registration:
-    """Take tensors in place, as torch tensors or numpy arrays. Raises `UsageError` naming the tensor that cannot be."""
+def register(tensors: "type_of_weights") -> Registration:
+    """Take tensors in place, as torch tensors or numpy arrays, or those of a module.
+
+    Raises `UsageError` naming the tensor that cannot be.
+    """
+    if is_module(tensors):
+        found = tensors_of_module(tensors)
+        return replace(register(found), _module=Held(tensors, found))
     if not isinstance(tensors, Mapping):
-        raise UsageError(f"register takes a mapping from names to tensors, not a {type(tensors).__name__}")
+        raise UsageError(
+            f"register takes a module, or a mapping from names to tensors, not a {type(tensors).__name__}",
+            hint="pass the module itself, or its state_dict()",
+        )
     if not tensors:
-        raise UsageError("no tensors to register: the mapping is empty", hint="pass model.state_dict()")
+        raise UsageError("no tensors to register: the mapping is empty", hint="pass the module")
     items = list(tensors.items())
     described = describe_all(items)
     offsets, pieces = place(described)

@@ -21,7 +21,7 @@ from ..core.manifest import Manifest
 from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
 from ..core.specs import PREFETCHED, parse_spec
-from ..memory.digests import algorithm_of, build_manifest, changed_chunks, some, tensors_of
+from ..memory.digests import NAMES_SHOWN, algorithm_of, build_manifest, changed_chunks, some, tensors_of
 from ..memory.registration import Registration
 from ..transport.base import Transport
 from .callers import Callers
@@ -33,6 +33,8 @@ from .questions import check_held, wait_for_version
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+IN_PLACE = "change tensors in place (copy_, load_state_dict without assign=True), or register() again after replacing"
 
 living: "WeakSet[Client]" = WeakSet()  # of this process; kept alive by the loop
 
@@ -253,10 +255,17 @@ class Client:
 
     def _check_in_place(self) -> None:
         registration = self.driver.data.registration
-        moved = registration.moved() if registration is not None else []
+        if registration is None:
+            return
+        replaced = registration.replaced()
+        if replaced:
+            more = f"; and {len(replaced) - NAMES_SHOWN} more" if len(replaced) > NAMES_SHOWN else ""
+            text = f"the module of {self.me} no longer holds what was registered: {'; '.join(replaced[:NAMES_SHOWN])}"
+            raise UsageError(text + more, hint=IN_PLACE)
+        moved = registration.moved()
         if moved:
             text = f"tensors of {self.me} no longer are the registered memory: {some(moved)}"
-            raise UsageError(text, hint="change tensors in place (copy_), or register() again after replacing them")
+            raise UsageError(text, hint=IN_PLACE)
 
     async def _hashed(self, version: Spec, deadline: float) -> Manifest:
         registration, content, options = self.driver.data.registration, self.driver.data.content, self.options

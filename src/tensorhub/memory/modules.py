@@ -1,0 +1,105 @@
+"""A module's tensors by name, and whether it still holds those that were registered.
+
+A tensor in a `state_dict()` is an alias: when its parameter is replaced (`module.weight = Parameter(...)`,
+`load_state_dict(assign=True)`, `half()`, a tie that was undone) the alias goes on naming the old memory, and nothing
+about it tells. Only the module knows what it holds now, so it is asked at every publish and before every fill.
+
+Rules:
+1. The tensors are the parameters and persistent buffers, with the names and in the order of `state_dict()`; of a
+   `DTensor` (FSDP2, tensor parallelism) its local shard. No hook of the module runs, and nothing is gathered.
+2. The same tensor is one at the same address with the same dtype, shape and strides, whatever object names it.
+
+Never: import torch, run an operation on a parameter, or call what an engine may have put in place of `state_dict`.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+
+from ..core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_module(found: object) -> "TypeGuard[torch.nn.Module]":
+    """Whether it is a module of torch's, where torch is loaded."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(found, torch.nn.Module)
+
+
+def tensors_of_module(module: "torch.nn.Module") -> "dict[str, torch.Tensor]":
+    """Its parameters and persistent buffers. Raises `UsageError` if there are none."""
+    found = dict(_tensors(module))
+    if not found:
+        name = type(module).__qualname__
+        raise UsageError(f"{name} has neither parameters nor persistent buffers", hint="register a module with weights")
+    return found
+
+
+def _tensors(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
+    import torch
+
+    with torch.no_grad():  # of a DTensor, the shard itself and no view for autograd
+        for prefix, part in module.named_modules(remove_duplicate=False):
+            before = f"{prefix}." if prefix else ""
+            passing = part._non_persistent_buffers_set
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+                yield before + name, _local(parameter)
+            for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+                if name not in passing:
+                    yield before + name, _local(buffer)
+
+
+def _local(tensor: "torch.Tensor") -> "torch.Tensor":
+    loaded = sys.modules.get("torch.distributed.tensor")
+    if loaded is not None and isinstance(tensor, loaded.DTensor):
+        local: torch.Tensor = tensor.to_local()
+        return local
+    return tensor
+
+
+class Facts(NamedTuple):
+    """What makes a tensor the same one."""
+
+    address: int
+    dtype: "torch.dtype"
+    shape: "torch.Size"
+    strides: tuple[int, ...]
+
+
+class Held:
+    """A module whose tensors are registered, and what they were then."""
+
+    def __init__(self, module: "torch.nn.Module", tensors: "dict[str, torch.Tensor]") -> None:
+        self._module = module
+        self._known = {name: _facts(tensor) for name, tensor in tensors.items()}
+
+    def replaced(self) -> list[str]:
+        """Each tensor that the module has, or had, and that is not the registered one: its name, and what it is now."""
+        found = {name: _facts(tensor) for name, tensor in _tensors(self._module)}
+        if found == self._known:
+            return []
+        wrong = [_difference(name, known, found.get(name)) for name, known in self._known.items()]
+        wrong += [f"{name!r} was not there" for name in found if name not in self._known]
+        return [each for each in wrong if each]
+
+
+def _facts(tensor: "torch.Tensor") -> Facts:
+    return Facts(tensor.data_ptr() if tensor.numel() else 0, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _difference(name: str, known: Facts, now: Facts | None) -> str:
+    if now is None:
+        return f"{name!r} is gone"
+    if now.dtype != known.dtype:
+        return f"{name!r} is {_named(now.dtype)} and was {_named(known.dtype)}"
+    if now.shape != known.shape:
+        return f"{name!r} has shape {list(now.shape)} and had {list(known.shape)}"
+    if now.strides != known.strides:
+        return f"{name!r} has strides {list(now.strides)} and had {list(known.strides)}"
+    return f"{name!r} lies in other memory" if now.address != known.address else ""
+
+
+def _named(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
