@@ -217,4 +217,9 @@ def _where(row: Row) -> Text:
     places = [place for place in (row.worker.site, row.worker.host) if place]
     if row.worker.endpoints:  # by what it can be read: where exactly is for programs
         places.append(", ".join(dict.fromkeys(scheme_of(endpoint) for endpoint in row.worker.endpoints)))
+    worker = row.worker
+    copies = len(worker.copies) + len(worker.copies_filling)
+    if worker.size_bytes:  # what it may cost in host memory to keep versions
+        most = size_text((copies + worker.copies_left) * worker.size_bytes)
+        places.append(f"copies: {size_text(copies * worker.size_bytes)} of {most}")
     return Text("\n".join(places), style="dim")

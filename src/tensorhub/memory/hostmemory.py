@@ -3,6 +3,9 @@
 One that is given back is kept for the next, because memory that was never touched costs more than the copy. When other
 tensors are registered none is kept any more, and what is in use goes as its copies do: they count against the limit.
 
+Memory that is not there is not taken either: what the limits of our cgroups and the host leave is looked at before, and
+again while a new copy is written (`room`), for whoever touches more is killed.
+
 Never: take memory beyond the limit, or hand out memory that somebody else has; or keep alive the tensors whose layout
 the memory has.
 """
@@ -11,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -21,19 +25,28 @@ from . import guarded
 from .host import HostStream, Piece
 from .in_place import InPlace
 from .registration import Registration
+from .room import HINT, Footing, Room, copies_that_fit, room, size_text
 
 MOST_THREADS = 4  # for one copy: more only fight for the memory bus
-DEFAULT_COPIES = 2  # one that must be kept while readers finish with the one before it
 
 
 class HostMemory:
     """The pool of one registration's host copies."""
 
-    def __init__(self, registration: Registration, limit_bytes: int | None) -> None:
-        """`limit_bytes` for all copies together; None: two copies of the shard."""
+    def __init__(
+        self, registration: Registration, limit_bytes: int | None, *, look: Callable[[], Room | None] = room
+    ) -> None:
+        """`limit_bytes` for all copies together; None: two copies of the shard, or as many as there is room for now.
+
+        `look` says what is left to take.
+        """
         size_bytes = registration.size_bytes
         self._shape = _over(registration, HostStream(()), ())
-        self.most = DEFAULT_COPIES if limit_bytes is None else limit_bytes // max(1, size_bytes)
+        if limit_bytes is None:
+            self.most = copies_that_fit(size_bytes, look())
+        else:
+            self.most = limit_bytes // max(1, size_bytes)
+        self._look = look
         self._free: Registration | None = None
         self._used = 0
         self._is_retired = False
@@ -44,6 +57,11 @@ class HostMemory:
         """Taken now, whether there is something in it or not."""
         with self._lock:
             return (self._used + (self._free is not None)) * self._shape.size_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """What all copies together may take."""
+        return self.most * self._shape.size_bytes
 
     def retire(self) -> None:
         """Other tensors are registered: what is free, or will be, is given back."""
@@ -60,26 +78,60 @@ class HostMemory:
         if free is not None:
             return free
         try:
-            return on_host(self._shape)
-        except MemoryError as error:
+            return on_host(self._shape, self._look)
+        except (HostMemoryFull, MemoryError) as error:
             with self._lock:
                 self._used -= 1
-            text = f"this host has no {self._shape.size_bytes} B left for a host copy"
-            raise HostMemoryFull(text, hint="lower host_bytes, or give the host more memory") from error
+            if isinstance(error, HostMemoryFull):
+                raise
+            text = f"this process may have no {size_text(self._shape.size_bytes)} more for a host copy"
+            raise HostMemoryFull(text, hint=HINT) from error
+
+    @property
+    def cost(self) -> str:
+        """What all copies together may take and what is there, in words."""
+        size_bytes, found = self._shape.size_bytes, self._look()
+        text = f"{size_text(self.limit_bytes)} of host memory ({self.most} of {size_text(size_bytes)})"
+        return f"{text}; {found.limit} leaves {size_text(found.left_bytes)}" if found is not None else text
+
+    @property
+    def is_short(self) -> bool:
+        """There is no room for one copy now."""
+        return not copies_that_fit(self._shape.size_bytes, self._look())
 
     def give(self, copy: Registration) -> None:
         """The copy is not needed any more."""
         with self._lock:
             self._used -= 1
-            self._free = None if self._is_retired else self._free or copy
+            is_kept = not self._is_retired and not (isinstance(copy.stream, CopyStream) and copy.stream.is_short)
+            self._free = self._free or (copy if is_kept else None)
 
 
-def on_host(registration: Registration) -> Registration:
-    """The same layout over new host memory; nothing is copied."""
+class CopyStream(HostStream):
+    """New host memory, of which a block may be written only while there is room for its pages."""
+
+    def __init__(self, pieces: Sequence[Piece], footing: Footing) -> None:
+        super().__init__(pieces)
+        self._footing = footing
+
+    @property
+    def is_short(self) -> bool:
+        """There was no room for all of it: what there is had better be given back."""
+        return self._footing.is_short
+
+    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        """Raises `HostMemoryFull`."""
+        self._footing.step(stop - start)
+        return super().writing(start, stop)
+
+
+def on_host(registration: Registration, look: Callable[[], Room | None] = room) -> Registration:
+    """The same layout over new host memory; nothing is copied. Raises `HostMemoryFull`, `MemoryError`."""
     size_bytes = registration.size_bytes
+    footing = Footing(size_bytes, look)
     memory = np.empty(size_bytes, dtype=np.uint8)
     pieces = (Piece(0, size_bytes, int(memory.ctypes.data), "cpu", 0, (memory,)),) if size_bytes else ()
-    return _over(registration, HostStream(pieces), pieces)
+    return _over(registration, CopyStream(pieces, footing), pieces)
 
 
 def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, ...]) -> Registration:

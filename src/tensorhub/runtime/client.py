@@ -15,7 +15,7 @@ from uuid import uuid4
 from weakref import WeakSet
 
 from ..core.calls import update_at_once, why_not_begin
-from ..core.errors import Closed, DeadlineExceeded, InvariantViolation, NotDrained, UsageError
+from ..core.errors import Closed, DeadlineExceeded, HostMemoryFull, InvariantViolation, NotDrained, UsageError
 from ..core.events import Called, ClaimDropped, Registered, Wished
 from ..core.manifest import Manifest
 from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
@@ -23,6 +23,7 @@ from ..core.names import Digest, Version
 from ..core.specs import PREFETCHED, parse_spec
 from ..memory.digests import NAMES_SHOWN, algorithm_of, build_manifest, changed_chunks, some, tensors_of
 from ..memory.registration import Registration
+from ..memory.room import HINT
 from ..transport.base import Transport
 from .callers import Callers
 from .config import Options
@@ -80,7 +81,13 @@ class Client:
                 return known
             before, copies = worker.held, self.driver.data.copies
             copies.spoiled = None
-            version = await self.driver.call(called)
+            try:
+                version = await self.driver.call(called)
+            except HostMemoryFull as error:
+                if not copies.why_short:
+                    raise
+                text = f"{error}; copies may take {copies.why_short}"
+                raise HostMemoryFull(text, hint=f"{error.hint}; or {HINT}" if error.hint else HINT) from error
             if verb == "unpublish" and copies.spoiled is not None:
                 raise self._lost(before, copies.spoiled)
             if verb != "unpublish" and worker.shelf.prefetch is not None and (spec != PREFETCHED or version != before):
@@ -193,6 +200,7 @@ class Client:
             "bytes_by_transport": dict(driver.data.bytes_by_transport),
             "sent_bytes": data.get("sent_bytes", 0),
             "host_bytes": driver.data.copies.used_bytes,
+            "host_bytes_limit": driver.data.copies.limit_bytes,
             "connects": driver.line.connects,
             "is_connected": driver.line.is_connected,
             "transport": data,

@@ -64,7 +64,19 @@ class HostCopies:
             self._pool.retire()
             self._former = [pool for pool in (*self._former, self._pool) if pool.used_bytes]
         self._pool = HostMemory(registration, self._limit_bytes)
+        level = logging.WARNING if self._pool.is_short else logging.INFO
+        _log.log(level, "%s: copies of versions that must be kept may take %s", self.me, self._pool.cost)
         return self._pool.most
+
+    @property
+    def why_short(self) -> str:
+        """What keeps it from making a copy, as far as that can be seen from here; empty if nothing does."""
+        return self._pool.cost if self._pool is not None and self._pool.is_short else ""
+
+    @property
+    def limit_bytes(self) -> int:
+        """What all copies together may take."""
+        return self._pool.limit_bytes if self._pool is not None else 0
 
     def content(self, version: Version, root: Digest) -> Content:
         """What is there of that version, or memory for it. Raises `HostMemoryFull`."""

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 0.05  # progress: 20 times a second is as fast as anybody looks
 WITHDRAW_S = 1.0  # one try; they go on until nobody reads any more
+NO_ROOM_S = 1.0  # a fetch ahead that finds none is soon ordered again: let others make room meanwhile
 SLOW_WITHDRAW_S = 10.0  # longer than this is worth a line in the log
 
 
@@ -141,8 +142,9 @@ class DataPlane:
         try:
             content = self._content_for(grant)
         except TensorHubError as error:  # no host memory
-            failure = Failure(error.code, str(error), error.hint or "")
-            self._loop.call_soon(self._tell, ReadEnded(grant.ticket, failure=failure))
+            _log.info("%s: version %d is not fetched ahead: %s", self.me, grant.version, error)
+            ended = ReadEnded(grant.ticket, failure=Failure(error.code, str(error), error.hint or ""))
+            self._loop.call_later(NO_ROOM_S, self._tell, ended)
             return
         assert content.fill is not None
         sink = TrustedSink(
