@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 
@@ -188,6 +189,7 @@ class Crowd:
             "most_connects": max((reader.line.connects for reader in self.readers), default=0),
             "lags": sorted(self._lags),
             "connected": sum(reader.line.is_connected for reader in self.readers),
+            "why_not": dict(Counter(reader.line.why for reader in self.readers if not reader.line.is_connected)),
         }
 
     def close(self) -> None:

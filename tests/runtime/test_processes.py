@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -284,3 +285,19 @@ time.sleep(60)
             process.terminate()
             assert process.wait(15) == -signal.SIGTERM
         assert heir.replicate("latest", timeout=10) == 1  # out of its own host memory
+
+
+def test_who_waits_for_a_busy_server_stands_in_its_queue_once(monkeypatch):
+    """Its kernel has answered, its process has not: to hang up and come back would leave it lines that nobody wants."""
+    monkeypatch.setattr("tensorhub.runtime.connection.CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as queue:
+        address = f"127.0.0.1:{queue.getsockname()[1]}"
+        with within(4), pytest.raises(tensorhub.ServerUnreachable, match="it does not answer"):
+            tensorhub.open("m", replica="x", server=address, timeout=2)
+        queue.setblocking(False)
+        in_queue = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                in_queue.append(queue.accept()[0])
+        assert len(in_queue) == 1
+        in_queue[0].close()

@@ -38,6 +38,8 @@ class Settings:
 
     def report_s_of(self, workers: int) -> float:
         """How often each of so many is to say how things are: more seldom where they are too many, in steps."""
+        if workers <= self.most_reports_per_s * self.report_s:
+            return self.report_s
         steps = ceil(STEPS * workers / self.most_reports_per_s / self.report_s)
         return min(max(1.0, steps / STEPS) * self.report_s, max(self.report_s, self.lease_s / REPORTS_PER_LEASE))
 

@@ -7,7 +7,10 @@ A server that says nothing may be far behind with its decisions: then each new c
 worker that has heard nothing for `SILENCE_S` asks with a ping, which the server's sockets answer though its decisions
 wait, and keeps the line while anything comes. That the host is gone, or the way to it, TCP says when it does not take
 what is sent. Only a server that lives by that and shows no other sign of life for `PATIENCE_S` is left, by each worker
-at a time of its own. It must never: give up by itself (a definitive `Refusal` ends it), or look into a message.
+at a time of its own. So it is while a line begins: who hangs up in the queue of a busy server, to come back at its end,
+leaves it only lines that nobody wants any more.
+
+It must never: give up by itself (a definitive `Refusal` ends it), or look into a message.
 """
 
 import asyncio
@@ -27,7 +30,7 @@ from .codec import Malformed, decode_to_worker, encode
 
 _log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
+CONNECT_S = 5.0  # for its kernel to answer: a lost SYN is sent again after 1 s and after 3 s; 2 s spare
 SILENCE_S = 5.0  # five reports unanswered, at one a second; longer where reports are rarer
 PATIENCE_S = 30.0  # three leases: a process that was stopped, swapped out or moved is back by then, or never
 JITTER = 0.5  # of that, at most, by which one worker waits longer than another
@@ -42,6 +45,10 @@ LineEvent = Connected | Disconnected | Received
 def retry_delay_s(attempt: int, random_0_1: float) -> float:
     """How long to wait before the next try: doubles from 0.05 s to 2 s, less up to half of it."""
     return float(min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)) * (1.0 - random_0_1 / 2))
+
+
+def _patience_s() -> float:
+    return PATIENCE_S * (1.0 + JITTER * random.random())
 
 
 def _limit_untaken(socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -81,11 +88,13 @@ class Connection:
     async def run(self) -> None:
         """Connect and connect again, until refused for good or cancelled."""
         attempt = 0
-        async with aiohttp.ClientSession() as http:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
                 refusal, has_heard = None, False
                 try:
-                    async with asyncio.timeout(CONNECT_S):
+                    self.why = "it does not answer"
+                    async with asyncio.timeout(_patience_s()):
                         socket = await self._connect(http)
                 except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
                     self._note_failure(error, is_first=attempt == 0)
@@ -109,7 +118,7 @@ class Connection:
 
     def _note_failure(self, error: Exception, *, is_first: bool) -> None:
         if isinstance(error, TimeoutError):
-            self.why = f"it did not answer within {CONNECT_S:.0f} s"
+            self.why = "it does not answer"
         elif isinstance(error, aiohttp.ClientConnectorError):
             code = error.os_error.errno
             self.why = os.strerror(code) if code and code > 0 else str(error.os_error)
@@ -123,7 +132,7 @@ class Connection:
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> tuple[Refusal | None, bool]:
         """Carry messages until the line ends: (the refusal that ended it, whether anything was heard)."""
         refusal, has_heard = None, False
-        patience_s = PATIENCE_S * (1.0 + JITTER * random.random())
+        patience_s = _patience_s()
         self._heard_at, self._silence_s = time.monotonic(), SILENCE_S
         self.is_connected, self._layout, self._report = True, None, None
         self._has_mail.clear()
