@@ -8,12 +8,15 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 from ..core.errors import Closed, DeadlineExceeded
+from ..transport.forks import track, tracked
 from ..transport.signals import block_sigpipe
 
 T = TypeVar("T")
@@ -21,12 +24,35 @@ T = TypeVar("T")
 GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
 
 
+class Tracked(selectors.DefaultSelector):
+    """A selector whose sockets no forked child keeps, nor itself, which the parent goes on to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        track(self)
+
+    def descriptors(self) -> list[int]:
+        """What its loop waits for, and its own."""
+        if self.get_map() is None:  # closed
+            return []
+        return [key.fd for key in list(self.get_map().values())] + [self.fileno()]
+
+
+def inheritable_loop() -> asyncio.SelectorEventLoop:
+    """An event loop that a forked child may inherit: it keeps none of its sockets open."""
+    loop = asyncio.SelectorEventLoop(Tracked())
+    waker = getattr(loop, "_csock", None)  # of its two for itself the one that it does not wait for
+    if isinstance(waker, socket.socket):
+        tracked(waker)
+    return loop
+
+
 class LoopThread:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.loop = asyncio.SelectorEventLoop()  # its clock is time.monotonic, whatever policy the process has
+        self.loop = inheritable_loop()  # its clock is time.monotonic, whatever policy the process has
         self.thread = threading.Thread(target=self._run, name="tensorhub-worker", daemon=True)
         self.thread.start()
 

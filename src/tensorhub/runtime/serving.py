@@ -17,6 +17,7 @@ from aiohttp import web
 from ..core.errors import TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.view import Status
+from .loops import check_process, inheritable_loop
 from .server import ServerShell
 
 _log = logging.getLogger(__name__)
@@ -128,7 +129,8 @@ class ServerThread:
         self.close()
 
     def status(self) -> Status:
-        """How things are, seen from inside."""
+        """How things are, seen from inside. Raises `Closed` in a child that was forked from its process."""
+        check_process(self._pid, repr(self))
         loop, server = self._loop, self._server
         assert loop is not None
         assert server is not None
@@ -145,7 +147,7 @@ class ServerThread:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            with asyncio.Runner(loop_factory=inheritable_loop) as runner:
                 runner.run(self._serve())
         except Exception as error:  # noqa: BLE001 - the top of a thread: raised where the server was started
             self._error = error

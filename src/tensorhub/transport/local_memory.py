@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from ..core.errors import TransportMissing
 from .base import Look
+from .forks import track
 from .local_host import remedy
 from .vectors import Addresses, Bridged
 
@@ -86,6 +87,7 @@ class Process:
         self.pid = pid
         self._read = _function()
         self._pidfd = -1
+        track(self)
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError as error:
@@ -97,6 +99,10 @@ class Process:
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """That of the process, if the kernel has such."""
+        return (self._pidfd,)
 
     def check(self) -> None:
         """Raises `Lost` once the process is not the one that we began with."""

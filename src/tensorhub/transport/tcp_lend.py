@@ -30,6 +30,7 @@ import time
 from array import array
 from collections.abc import Callable
 
+from .forks import track
 from .tcp_settings import TcpSettings
 
 IS_THERE = sys.platform == "linux" and hasattr(os, "splice")
@@ -56,6 +57,7 @@ class Pipe:
             self._out, self._in = os.pipe()
         except OSError as error:
             raise Unlendable(str(error)) from error
+        track(self)
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # the lowest free number is given out: so many are taken
         if 0 <= limit <= 2 * self._in:
             self.close()
@@ -69,8 +71,13 @@ class Pipe:
             raise Unlendable(f"a pipe of {size_bytes} B")
 
     def close(self) -> None:
-        os.close(self._in)
-        os.close(self._out)
+        closing, self._in, self._out = self.descriptors(), -1, -1
+        for descriptor in closing:
+            os.close(descriptor)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """Both of its ends."""
+        return self._in, self._out
 
     def send(self, descriptor: int, vectors: "array[int]") -> int:
         """Lend the first bytes of at most IOV_MAX pieces (address, length, …) to a blocking socket: how many bytes.

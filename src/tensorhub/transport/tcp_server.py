@@ -22,6 +22,7 @@ from ..core.errors import Closed, UsageError
 from ..core.manifest import chunk_count
 from . import tcp_wire
 from .base import Export
+from .forks import tracked
 from .located import Scattered
 from .signals import block_sigpipe
 from .tcp_lend import Lending
@@ -79,7 +80,7 @@ class TcpServer:
         )
         self._is_closed = False
         self._closing = threading.Event()
-        self._listener = self.listen()
+        self._listener = tracked(self.listen())
         self.endpoint = self.advertised(self._listener)
         self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{self.kind}-accept", daemon=True)
         self._acceptor.start()
@@ -208,8 +209,7 @@ class TcpServer:
         served.export.progress.wake()
 
     def _spoil(self, served: Served, reason: str) -> None:
-        """Its memory is gone, though nobody has withdrawn it: whoever asks is told."""
-        _log.warning("%s, of %s", reason, served.export.key)
+        _log.warning("%s, of %s", reason, served.export.key)  # and nobody has withdrawn it: whoever asks is told
         with self._changed:
             served.end(reason)
             for wire in served.inside:

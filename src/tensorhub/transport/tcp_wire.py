@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from . import tcp_vectors, views
+from .forks import tracked
 from .tcp_lend import Lending, Pipe, Unlendable
 from .tcp_settings import TcpSettings, limit_waits, tune
 from .vectors import IOV_MAX, Addresses
@@ -104,7 +105,7 @@ class Wire:
     """One connected socket."""
 
     def __init__(self, sock: socket.socket, settings: TcpSettings) -> None:
-        self.sock = sock
+        self.sock = tracked(sock)
         self._settings = settings
         self._lock = threading.Lock()  # between cut and close, so that no other socket with this number is hit
         self._is_closed = False
