@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from math import inf
 
-from tensorhub.core import events
 from tensorhub.core.messages import Grant, LayoutInfo, Orders, Report
 from tensorhub.core.names import worker_id
+from tensorhub.core.worker import events
 from tensorhub.runtime.connection import Connection, LineEvent
 from tensorhub.runtime.loops import LoopThread
 

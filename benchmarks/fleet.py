@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tensorhub.core import events
 from tensorhub.core.messages import Grant
 from tensorhub.core.names import Version, WorkerId, worker_id
 from tensorhub.core.server import Outbox, Server
 from tensorhub.core.settings import Settings
+from tensorhub.core.worker import events
 from tensorhub.runtime.codec import decode_to_server, encode
 from tensorhub.sim.world import World
 

@@ -1,11 +1,11 @@
 """Short ways to make the values that the rules of the core are about."""
 
-from tensorhub.core import events
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Answer, Grant, Hello, LayoutInfo, Operation, Orders, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId, worker_id
 from tensorhub.core.selection import Candidate
-from tensorhub.core.worker import Worker
+from tensorhub.core.worker import events
+from tensorhub.core.worker.machine import Worker
 
 LAYOUT = Layout((TensorSpec("w", "float32", (4,), (1,), 0, 16),), 16)
 

@@ -3,9 +3,6 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core import events
-from tensorhub.core.calls import update_at_once, why_not_begin
-from tensorhub.core.events import Called
 from tensorhub.core.messages import (
     Answer,
     Empty,
@@ -21,7 +18,10 @@ from tensorhub.core.messages import (
     Withdrawing,
 )
 from tensorhub.core.names import Digest, Version
-from tensorhub.core.worker import Worker
+from tensorhub.core.worker import events
+from tensorhub.core.worker.call import update_at_once, why_not_begin
+from tensorhub.core.worker.events import Called
+from tensorhub.core.worker.machine import Worker
 
 from .kit import LAYOUT, hello, worker
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tensorhub.core import events
 from tensorhub.core.errors import BY_CODE
 from tensorhub.core.messages import Answer, Failure, LayoutInfo, Orders, Refusal
 from tensorhub.core.names import Digest, Number, Version
-from tensorhub.core.worker import Worker
+from tensorhub.core.worker import events
+from tensorhub.core.worker.machine import Worker
 
 from .kit import LAYOUT, worker
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorhub.core import events
 from tensorhub.core.errors import InvariantViolation
 from tensorhub.core.messages import (
     Empty,
@@ -22,7 +21,8 @@ from tensorhub.core.names import Digest, Shard, Ticket, Version, WorkerId
 from tensorhub.core.open_reads import OpenRead
 from tensorhub.core.server import Server
 from tensorhub.core.settings import Settings
-from tensorhub.core.worker import Worker
+from tensorhub.core.worker import events
+from tensorhub.core.worker.machine import Worker
 
 from .kit import LAYOUT, grant, hello, worker
 

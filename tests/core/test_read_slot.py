@@ -3,9 +3,9 @@
 import pytest
 
 from tensorhub.core.errors import InvariantViolation
-from tensorhub.core.events import StartRead, StopRead, Trust
 from tensorhub.core.names import Number, Ticket, Version
-from tensorhub.core.read_slot import ReadSlot
+from tensorhub.core.worker.events import StartRead, StopRead, Trust
+from tensorhub.core.worker.read_slot import ReadSlot
 
 from .kit import grant, worker
 

@@ -2,7 +2,7 @@
 
 from tensorhub.core.messages import Empty, Filling, Holding
 from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.reports import MOST_UNACKNOWLEDGED, ReportBook, news_of
+from tensorhub.core.worker.report_book import MOST_UNACKNOWLEDGED, ReportBook, news_of
 
 from .kit import report
 

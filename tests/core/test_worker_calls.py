@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core import events
-from tensorhub.core.calls import Call
 from tensorhub.core.messages import Answer, Failure, Filling, Poisoned, Refusal
 from tensorhub.core.names import Digest, Number, Version
-from tensorhub.core.worker_calls import retries
+from tensorhub.core.worker import events
+from tensorhub.core.worker.call import Call
+from tensorhub.core.worker.calling import retries
 
 from .kit import Conversation, grant, orders
 

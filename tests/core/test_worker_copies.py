@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core import events
 from tensorhub.core.messages import Answer, Holding, LayoutInfo, Poisoned
 from tensorhub.core.names import Digest, Number, Ticket, Version
+from tensorhub.core.worker import events
 
 from .kit import LAYOUT, Conversation, grant, orders
 

@@ -9,10 +9,10 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorhub.core import events
 from tensorhub.core.messages import Answer, Failure, Holding, LayoutInfo, Orders, Refusal, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker import Worker
+from tensorhub.core.worker import events
+from tensorhub.core.worker.machine import Worker
 from tensorhub.runtime.codec import decode_to_server, encode
 
 from .kit import LAYOUT, grant, worker

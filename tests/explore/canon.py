@@ -22,8 +22,8 @@ from tensorhub.core.membership import Member, Members
 from tensorhub.core.messages import Hello, LayoutInfo, Orders, Report
 from tensorhub.core.names import WorkerId
 from tensorhub.core.open_reads import OpenRead
-from tensorhub.core.reports import ReportBook
 from tensorhub.core.settings import Settings
+from tensorhub.core.worker.report_book import ReportBook
 
 from .actor import Actor
 

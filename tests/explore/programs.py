@@ -7,8 +7,8 @@ replicates the latest, then updates until it has 2. Who gets an error that tells
 from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.core import events
 from tensorhub.core.names import Digest
+from tensorhub.core.worker import events
 
 from . import truth
 from .actor import TRAINED, Actor, content, root_of

@@ -9,13 +9,13 @@ import pickle
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from tensorhub.core import events
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Grant, Hello, LayoutInfo, Orders, Refusal, Report, ToServer
 from tensorhub.core.names import ModelName, ReplicaName, Shard
 from tensorhub.core.server import Outbox, Server
 from tensorhub.core.settings import Settings
-from tensorhub.core.worker import Worker
+from tensorhub.core.worker import events
+from tensorhub.core.worker.machine import Worker
 
 from . import programs, truth
 from .actor import CHUNKS, TRAINED, Actor

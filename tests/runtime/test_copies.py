@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tensorhub.core.events import CopiedOut, CopyDropped, Event
 from tensorhub.core.manifest import Manifest
 from tensorhub.core.names import Version, worker_id
+from tensorhub.core.worker.events import CopiedOut, CopyDropped, Event
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import Registration, register
 from tensorhub.runtime.content import Content

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from tensorhub.core.errors import SourceLost, TransportMissing
-from tensorhub.core.events import ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from tensorhub.core.messages import Grant, Report
 from tensorhub.core.names import Digest, Ticket, Version, worker_id
+from tensorhub.core.worker.events import ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import register
 from tensorhub.runtime.codec import decode_to_server, encode

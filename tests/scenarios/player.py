@@ -6,7 +6,10 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.core.events import (
+from tensorhub.core.manifest import Layout
+from tensorhub.core.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
+from tensorhub.core.names import Digest, Version
+from tensorhub.core.worker.events import (
     Called,
     Cancelled,
     ClaimDropped,
@@ -40,10 +43,7 @@ from tensorhub.core.events import (
     Trust,
     Wished,
 )
-from tensorhub.core.manifest import Layout
-from tensorhub.core.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
-from tensorhub.core.names import Digest, Version
-from tensorhub.core.worker import Worker
+from tensorhub.core.worker.machine import Worker
 
 from .words import name_of
 

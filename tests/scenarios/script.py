@@ -8,11 +8,11 @@ import re
 import textwrap
 from collections.abc import Callable
 
-from tensorhub.core.events import ReadMeasured
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Failure, Hello
 from tensorhub.core.names import ModelName, ReplicaName, Shard, Version
 from tensorhub.core.settings import Settings
+from tensorhub.core.worker.events import ReadMeasured
 
 from .player import CHUNKS, Player
 from .stage import Letter, Stage

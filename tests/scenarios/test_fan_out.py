@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from tensorhub.core.events import ReadMeasured
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Hello
 from tensorhub.core.names import worker_id
 from tensorhub.core.settings import Settings
+from tensorhub.core.worker.events import ReadMeasured
 
 from . import player as players
 from .player import Player

@@ -4,21 +4,6 @@ Numbers of the server (tickets, sessions) are shown in the order in which they f
 says no more than the one before it in the same direction is not shown, so what is left is news.
 """
 
-from tensorhub.core.events import (
-    CopyIn,
-    CopyOut,
-    Delayed,
-    DropCopy,
-    Effect,
-    Finished,
-    Left,
-    OpenRead,
-    StartRead,
-    StartServing,
-    StopRead,
-    StopServing,
-    Warn,
-)
 from tensorhub.core.messages import (
     Answer,
     Buffer,
@@ -39,6 +24,21 @@ from tensorhub.core.messages import (
     Withdrawing,
 )
 from tensorhub.core.names import WorkerId
+from tensorhub.core.worker.events import (
+    CopyIn,
+    CopyOut,
+    Delayed,
+    DropCopy,
+    Effect,
+    Finished,
+    Left,
+    OpenRead,
+    StartRead,
+    StartServing,
+    StopRead,
+    StopServing,
+    Warn,
+)
 
 
 def name_of(worker: WorkerId) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tensorhub.core.errors import UsageError
-from tensorhub.core.events import Finished
+from tensorhub.core.worker.events import Finished
 from tensorhub.sim.cluster import Cluster
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.groups import GroupJudge

@@ -6,7 +6,7 @@ import pytest
 
 from .sources import PACKAGE, Source, imports_of, snippet, sources
 
-OF_CORE = ("tensorhub.core.events", "tensorhub.core.messages", "tensorhub.core.names")
+OF_CORE = ("tensorhub.core.worker.events", "tensorhub.core.messages", "tensorhub.core.names")
 OF_SIM = ("tensorhub.sim.truth", "tensorhub.sim.judges", "tensorhub.sim.plan", "tensorhub.sim.world")
 TABLES = ("worker", "control", "cluster", "machine", "server_machine")  # where the machines could be reached
 
@@ -48,5 +48,5 @@ def test_a_judge_that_asks_is_found_out(code: str) -> None:
 
 
 def test_a_judge_may_know_the_words() -> None:
-    code = "from ...core.messages import Holding\nfrom ...core import events\nfrom ..truth.life import Life"
+    code = "from ...core.messages import Holding\nfrom ...core.worker import events\nfrom ..truth.life import Life"
     assert partial(snippet(code, "src/tensorhub/sim/judges/snippet.py")) == []

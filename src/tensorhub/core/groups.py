@@ -9,17 +9,12 @@ from dataclasses import dataclass, field
 
 from .messages import Answer, Failure, Operation, Spec
 from .names import Digest, ReplicaName, Shard, Version, WorkerId
+from .specs import call_text
 
 
 def some_shards(shards: Sequence[int]) -> str:
     """The first few of them, for an error: a replica may have thousands."""
     return ", ".join(str(shard) for shard in shards[:8]) + (", …" if len(shards) > 8 else "")
-
-
-def call_text(verb: str, spec: Spec, claim: Version | None) -> str:
-    """A call as its caller would write it."""
-    said = f"{verb}({spec!r})" if spec != "" else f"{verb}()"
-    return said if claim is None else f"{said} for mutating(version={claim})"
 
 
 @dataclass

@@ -24,7 +24,7 @@ from .messages import (
 from .names import Digest, Ticket, Version
 from .open_reads import OpenRead
 from .references import Model, version_in, versions_in
-from .reports import add_up
+from .sums import add_up
 
 if TYPE_CHECKING:
     from .server import Server

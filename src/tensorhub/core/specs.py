@@ -35,3 +35,9 @@ def steps_back(spec: str) -> int:
     found = _LATEST.match(spec)
     assert found is not None
     return int(found.group(1) or 0)
+
+
+def call_text(verb: str, spec: Spec, claim: Version | None) -> str:
+    """A call as its caller would write it."""
+    said = f"{verb}({spec!r})" if spec != "" else f"{verb}()"
+    return said if claim is None else f"{said} for mutating(version={claim})"

@@ -14,13 +14,13 @@ from typing import TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
-from ..core.calls import update_at_once, why_not_begin
 from ..core.errors import Closed, DeadlineExceeded, HostMemoryFull, InvariantViolation, NotDrained, UsageError
-from ..core.events import Called, ClaimDropped, Registered, Wished
 from ..core.manifest import Manifest
 from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
 from ..core.specs import PREFETCHED, parse_spec
+from ..core.worker.call import update_at_once, why_not_begin
+from ..core.worker.events import Called, ClaimDropped, Registered, Wished
 from ..memory.digests import NAMES_SHOWN, algorithm_of, build_manifest, changed_chunks, some, tensors_of
 from ..memory.registration import Registration
 from ..memory.room import HINT

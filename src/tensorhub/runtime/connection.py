@@ -24,8 +24,8 @@ from collections.abc import Callable
 
 import aiohttp
 
-from ..core.events import Connected, Disconnected, Received
 from ..core.messages import Hello, LayoutInfo, Refusal, Report
+from ..core.worker.events import Connected, Disconnected, Received
 from .codec import Malformed, decode_to_worker, encode
 
 _log = logging.getLogger(__name__)

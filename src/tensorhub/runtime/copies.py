@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from ..core.errors import CorruptTransfer, TensorHubError, UsageError
-from ..core.events import CopiedIn, CopiedOut, CopyDropped, Event
 from ..core.manifest import Manifest
 from ..core.messages import Failure
 from ..core.names import Digest, Version, WorkerId
+from ..core.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
 from ..memory.digests import freed, some
 from ..memory.fill import FillSink
 from ..memory.guarded import Freed

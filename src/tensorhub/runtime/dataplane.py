@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping
 
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
-from ..core.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from ..core.manifest import Manifest
 from ..core.messages import MOST_FAR, MOST_SOURCES, Failure, Grant
 from ..core.names import Digest, Ticket, Version, WorkerId
-from ..core.reports import add_up
+from ..core.sums import add_up
+from ..core.worker.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
 from ..transport.base import Transport

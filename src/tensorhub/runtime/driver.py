@@ -13,7 +13,9 @@ from math import inf
 from typing import assert_never
 
 from ..core.errors import InvariantViolation, ServerUnreachable, TensorHubError, UsageError, error_from_code
-from ..core.events import (
+from ..core.messages import Failure, Hello, Orders, Refusal
+from ..core.names import Version
+from ..core.worker.events import (
     Called,
     Cancelled,
     Closing,
@@ -38,9 +40,7 @@ from ..core.events import (
     Trust,
     Warn,
 )
-from ..core.messages import Failure, Hello, Orders, Refusal
-from ..core.names import Version
-from ..core.worker import Worker
+from ..core.worker.machine import Worker
 from ..transport.base import Transport
 from .config import Options
 from .connection import Connection, LineEvent

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from ..core.events import ReadMeasured
 from ..core.messages import Grant
+from ..core.worker.events import ReadMeasured
 from ..transport.base import Read
 from ..transport.choose import Way
 from .content import Content

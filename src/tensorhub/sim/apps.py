@@ -7,9 +7,9 @@ and makes the next step of its plan, as a real SPMD program would. A shard that 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..core.events import Called, Finished
 from ..core.messages import Failure
 from ..core.names import Digest, Version
+from ..core.worker.events import Called, Finished
 from .plan import Replica, Step
 from .process import Process
 

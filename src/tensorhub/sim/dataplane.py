@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..core.events import ReadMeasured
 from ..core.messages import Failure, Grant
 from ..core.names import Digest
+from ..core.worker.events import ReadMeasured
 from .fates import Fates
 from .plan import Plan
 from .world import World

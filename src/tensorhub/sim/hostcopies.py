@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..core.events import CopiedIn, CopiedOut, CopyDropped
 from ..core.messages import Failure
 from ..core.names import Version
+from ..core.worker.events import CopiedIn, CopiedOut, CopyDropped
 
 if TYPE_CHECKING:
     from .process import Process

@@ -5,7 +5,10 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from ..core.events import (
+from ..core.manifest import Layout, TensorSpec
+from ..core.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report
+from ..core.names import Version, WorkerId
+from ..core.worker.events import (
     Called,
     Cancelled,
     Closing,
@@ -38,10 +41,7 @@ from ..core.events import (
     Warn,
     Wished,
 )
-from ..core.manifest import Layout, TensorSpec
-from ..core.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report
-from ..core.names import Version, WorkerId
-from ..core.worker import Worker
+from ..core.worker.machine import Worker
 from .dataplane import SimRead
 from .hostcopies import HostCopies, Place
 from .network import Connection

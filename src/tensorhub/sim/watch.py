@@ -5,11 +5,11 @@ The only thing that it asks of the core is whether a machine contradicts itself;
 
 from typing import TYPE_CHECKING
 
-from ..core import events
 from ..core.errors import InvariantViolation
-from ..core.events import Finished
 from ..core.messages import Orders, Report
 from ..core.names import Version
+from ..core.worker import events
+from ..core.worker.events import Finished
 from .dataplane import SimRead
 from .judges.crossings import CrossingJudge
 from .judges.drains import DrainJudge

@@ -2,8 +2,8 @@
 
 from math import inf
 
-from ...core.events import Finished
 from ...core.names import Version
+from ...core.worker.events import Finished
 from ..truth.life import Call, Life
 from .bench import Judge
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from ...core.events import Finished
 from ...core.messages import Failure, Grant, Hello, Report
 from ...core.names import Digest, Ticket, Version, WorkerId
+from ...core.worker.events import Finished
 
 Memory = list[int]
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from ...core import events
 from ...core.messages import Holding, Orders, Report
 from ...core.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
+from ...core.worker import events
 from ..plan import Plan
 from ..world import World
 from .life import Call, Copied, Held, Life, Read

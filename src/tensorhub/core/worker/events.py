@@ -5,8 +5,8 @@ The memory of a worker is written by one read at a time, and a new one starts on
 
 from dataclasses import dataclass
 
-from .messages import Failure, Grant, LayoutInfo, Orders, Refusal, Report, Spec
-from .names import Digest, Ticket, Version
+from ..messages import Failure, Grant, LayoutInfo, Orders, Refusal, Report, Spec
+from ..names import Digest, Ticket, Version
 
 # --- events: the shell tells ----------------------------------------------------------------------------------------
 

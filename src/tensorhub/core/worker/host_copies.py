@@ -17,10 +17,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from .errors import CorruptTransfer, InvariantViolation
+from ..errors import CorruptTransfer, InvariantViolation
+from ..messages import MOST_COPIES, Failure, Holding, HostCopy, Orders, Reading, Spec, Withdrawing
+from ..names import Digest, Version
 from .events import CopyIn, CopyOut, DropCopy, Effect
-from .messages import MOST_COPIES, Failure, Holding, HostCopy, Orders, Reading, Spec, Withdrawing
-from .names import Digest, Version
 
 Copying = tuple[Literal["in", "out"], Version]
 

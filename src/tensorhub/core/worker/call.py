@@ -4,15 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import UsageError
+from ..errors import UsageError
+from ..messages import VERBS, Answer, Failure, Filling, Hello, Holding, Operation, Poisoned, Spec, Vacated, Withdrawing
+from ..names import Digest, Version
+from ..specs import PREFETCHED, call_text, parse_spec
 from .events import Called
-from .groups import call_text
-from .messages import VERBS, Answer, Failure, Filling, Hello, Holding, Operation, Poisoned, Spec, Vacated, Withdrawing
-from .names import Digest, Version
-from .specs import PREFETCHED, parse_spec
 
 if TYPE_CHECKING:
-    from .worker import Worker
+    from .machine import Worker
 
 FILLS = ("replicate", "update")
 UNANSWERED = 3  # reports: a server that has answered none of them lives, perhaps, and is no help now

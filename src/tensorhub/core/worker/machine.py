@@ -19,11 +19,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import assert_never
 
-from . import events, filling, worker_calls
-from .calls import FILLS, Call, deadline_failure
-from .errors import InvariantViolation
-from .invariants import worker_contradiction
-from .messages import (
+from ..errors import InvariantViolation
+from ..messages import (
     Buffer,
     Empty,
     Failure,
@@ -38,10 +35,13 @@ from .messages import (
     Vacated,
     Withdrawing,
 )
-from .names import Digest, Number, Version, WorkerId
+from ..names import Digest, Number, Version, WorkerId
+from . import calling, events, filling
+from .call import FILLS, Call, deadline_failure
+from .host_copies import Shelf
+from .invariants import worker_contradiction
 from .read_slot import ReadSlot
-from .reports import ReportBook
-from .shelf import Shelf
+from .report_book import ReportBook
 
 
 @dataclass
@@ -105,12 +105,12 @@ class Worker:
             case events.Registered():
                 self._register(event)
             case events.Called():
-                worker_calls.take(self, event, now)
+                calling.take(self, event, now)
             case events.ClaimDropped():
                 self.claim = None
             case events.Cancelled():
                 if self.call is not None:
-                    worker_calls.end(self, well=False, now=now)
+                    calling.end(self, well=False, now=now)
             case events.Closing(deadline=deadline):
                 self._begin_closing(deadline, now)
             case events.ReadOpened():
@@ -221,7 +221,7 @@ class Worker:
         self.shelf.take(orders, next_report=self.book.number + 1)
         self.note_newest(orders.newest)
         self.take_receipts(orders)
-        worker_calls.take_conflict(self, orders.conflict, now)
+        calling.take_conflict(self, orders.conflict, now)
         call = self.call
         if call is not None and call.take(orders.answer):
             if call.verb in FILLS:  # a version that is being published may yet fail to come into being
@@ -232,12 +232,12 @@ class Worker:
         if is_going and is_answer and self.shelf.copying is None:  # else it is said again afterwards
             self.stop_serving(now)
         if self.leaving_in and orders.acknowledged >= self.leaving_in:
-            worker_calls.leave(self, drained=True)
+            calling.leave(self, drained=True)
 
     def _take_refusal(self, refusal: Refusal, now: float) -> None:
         self.refusal = refusal
         if refusal.retry_s <= 0 and self.call is not None:
-            worker_calls.fail(self, Failure(refusal.code, refusal.message, refusal.hint), now)
+            calling.fail(self, Failure(refusal.code, refusal.message, refusal.hint), now)
 
     # --- from the caller ----------------------------------------------------------------------------------------------
 
@@ -259,27 +259,27 @@ class Worker:
         if self.closing is None:
             self.closing = Call("close", "", Digest(""), now, deadline)
             if self.call is not None:
-                worker_calls.fail(self, Failure("closed", f"{self.me} was closed during {self.call.verb}"), now)
+                calling.fail(self, Failure("closed", f"{self.me} was closed during {self.call.verb}"), now)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         """Take every step that how things are now allows."""
-        worker_calls.advance_closing(self, now)
+        calling.advance_closing(self, now)
         call = self.call
         if call is not None and call.number is None and (self.ended or self.position is not None):
             call.number = max(self.ended, self.position or 0) + 1
-        if call is not None and now < call.deadline and worker_calls.retries(call):
-            worker_calls.again(self, call, now)
+        if call is not None and now < call.deadline and calling.retries(call):
+            calling.again(self, call, now)
         elif call is not None and call.answer is not None and call.answer.error is not None:
-            worker_calls.fail(self, call.answer.error, now)
+            calling.fail(self, call.answer.error, now)
         elif call is not None and call.answer is not None and call.answer.finished:
-            worker_calls.end(self, well=True, now=now)
+            calling.end(self, well=True, now=now)
         elif call is not None and now >= call.deadline:
-            worker_calls.fail(self, deadline_failure(self, call), now)
+            calling.fail(self, deadline_failure(self, call), now)
         elif call is not None:
-            worker_calls.advance(self, call, now)
-            worker_calls.say_delay(self, call, now)
+            calling.advance(self, call, now)
+            calling.say_delay(self, call, now)
         filling.advance_read(self, now)
         self._advance_copies(now)
 

@@ -7,10 +7,8 @@ is vacated: nobody reads it here, and its bytes are all there. The first byte th
 
 from typing import TYPE_CHECKING
 
-from . import events
-from .calls import FILLS
-from .errors import InvariantViolation
-from .messages import (
+from ..errors import InvariantViolation
+from ..messages import (
     MOST_FAILURES,
     MOST_WORDS,
     Empty,
@@ -23,10 +21,12 @@ from .messages import (
     Vacated,
     shortened,
 )
-from .names import Version
+from ..names import Version
+from . import events
+from .call import FILLS
 
 if TYPE_CHECKING:
-    from .worker import Worker
+    from .machine import Worker
 
 
 # --- what the data plane tells ----------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from math import inf
 
 from msgspec.structs import replace
 
-from .messages import OTHERS, Filling, Report
-from .names import Number, Ticket
+from ..messages import Filling, Report
+from ..names import Number, Ticket
 
 MOST_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is long over
 
@@ -23,14 +23,6 @@ def news_of(report: Report) -> Report:
     counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "far_bytes": {}}
     carried = replace(report, newest=None, newest_receipt="", receipts={}, ceiling=Number(0), ceiling_receipt="")
     return replace(carried, buffer=buffer, reading=reading, copies=copies, **counters)
-
-
-def add_up(table: dict[str, int], name: str, amount: int, *, most: int) -> None:
-    """Count the amount under that name. Of more than `most` names the ones longest unheard of are told as one sum."""
-    table[name] = table.pop(name, 0) + amount
-    named = [each for each in table if each != OTHERS]
-    for each in named[: max(0, len(named) - most)]:
-        table[OTHERS] = table.get(OTHERS, 0) + table.pop(each)
 
 
 class ReportBook:

@@ -9,10 +9,10 @@ from math import inf
 
 from msgspec.structs import replace
 
-from .errors import InvariantViolation
+from ..errors import InvariantViolation
+from ..messages import MOST_WORDS, Grant, Reading, shortened
+from ..names import Digest, Number, Ticket, WorkerId
 from .events import Effect, OpenRead, ReadMeasured, StartRead, StopRead, Trust
-from .messages import MOST_WORDS, Grant, Reading, shortened
-from .names import Digest, Number, Ticket, WorkerId
 
 
 @dataclass

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from ..messages import Empty, Failure, Filling, Holding, Poisoned, Vacated, Withdrawing
+from ..names import Digest
 from . import events, filling
-from .calls import FILLS, Call, why_not_begin
-from .messages import Empty, Failure, Filling, Holding, Poisoned, Vacated, Withdrawing
-from .names import Digest
+from .call import FILLS, Call, why_not_begin
 
 if TYPE_CHECKING:
-    from .worker import Worker
+    from .machine import Worker
 
 
 def take(worker: "Worker", event: events.Called, now: float) -> None:
