@@ -60,6 +60,7 @@ class OpenedRead:
     grant: Grant
     begun_at: float
     share_before: float  # of the version, when it began
+    finish_at: float = inf  # as far as could be told when it was last looked at
 
 
 class ThinWorker:
@@ -161,25 +162,16 @@ class ThinWorker:
         self._follow_ups.append(events.ReadTouched(grant.ticket))
         self._watch(self.read)
 
-    def finish_at(self) -> float | None:
-        """When the read under way ends; None if there is none."""
-        read = self.read
-        if read is None:
-            return None
-        return self._ground.finish_at(read.grant, read.begun_at, 1.0 - read.share_before)
-
     def _watch(self, read: OpenedRead) -> None:
         """Look again when the next measurement is due, or the end."""
-        finish_at = self.finish_at()
-        assert finish_at is not None
-        left_s = finish_at - self._ground.now
-        self._ground.after(min(left_s, MEASURE_S), lambda: self._measure(read))
+        read.finish_at = self._ground.finish_at(read.grant, read.begun_at, 1.0 - read.share_before)
+        self._ground.after(min(read.finish_at - self._ground.now, MEASURE_S), lambda: self._measure(read))
 
     def _measure(self, read: OpenedRead) -> None:
-        finish_at = self.finish_at()
-        if self.read is not read or finish_at is None or not self.is_alive:
+        if self.read is not read or not self.is_alive:
             return
         now, grant = self._ground.now, read.grant
+        finish_at = read.finish_at = self._ground.finish_at(grant, read.begun_at, 1.0 - read.share_before)
         if now >= finish_at - 1e-6:
             self.read, self._filling = None, None
             self.held[grant.version] = now

@@ -5,11 +5,11 @@ import pytest
 from benchmarks import decisions, ideal, lateness
 from benchmarks.decisions import Curve, Curves
 from benchmarks.deep import deep_size
-from benchmarks.fleet import BUSY, GONE, IDLE, Fleet, TooDear
+from benchmarks.fleet import BUSY, GONE, HOP_S, IDLE, Fleet, TooDear
 from benchmarks.section import Options
 from benchmarks.thin import hello_of, root_of
-from tensorhub.core.messages import Holding, Operation, Report
-from tensorhub.core.names import Version, worker_id
+from tensorhub.core.messages import Grant, Holding, Operation, Report
+from tensorhub.core.names import Ticket, Version, worker_id
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -26,6 +26,15 @@ def test_a_fleet_follows_its_trainer(shards):
     assert fleet.holders(2) == 8
     assert 1.0 <= fleet.now - began < 4.0, "one read, after at most a second"
     assert all(finished.error is None for thin in fleet.workers.values() for _, finished in thin.finished)
+
+
+def test_a_long_chain_ends_a_hop_later_for_each_link():
+    fleet = Fleet(3_000)
+    before, *chain = fleet.workers.values()
+    for number, thin in enumerate(chain, start=1):
+        thin._start(Grant(Ticket(number), Version(2), root_of(2, 0), before.me, (), "a chain"))
+        before = thin
+    assert before.read.finish_at == pytest.approx(fleet.read_s + (len(chain) - 1) * HOP_S)
 
 
 def test_only_the_server_is_counted_and_idle_reports_apart():
