@@ -1,0 +1,202 @@
+"""Which part of which global tensor lies where in a registered tensor: the words with which a worker says how it cuts.
+
+    global tensor "layers.0.o_proj", shape (4096, 4096)      registered tensor "o", shape (4096, 512)
+    ┌───────┬───┬─────────────┐                               ┌───┐
+    │       │ B │             │   at=(0, 1024)                │ B │   offset=0, strides=(512, 1)
+    │       │   │             │   size=(4096, 512)            │   │
+    └───────┴───┴─────────────┘                               └───┘
+
+Rules:
+1. Everything is counted in elements. `at` and `size` are counted in the global tensor; `offset` and `strides` in the
+   memory of the registered tensor, from its first element on, as `torch.as_strided` counts them. So a transposed view,
+   a slice of columns, one of several parts fused into one tensor, and one expert of a stack are all boxes.
+2. Memory of a registered tensor that is in no box (padding) is neither read nor written.
+3. The same part may lie in several places, on one worker or on several. Wherever it lies it has the same content.
+4. A tensor for which no boxes are given is one box: the whole of the global tensor that has its name.
+
+Never: look at memory, know a version, or cast: a box has the dtype of the tensor that it lies in.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import msgspec
+
+from .errors import LayoutMismatch, UsageError
+from .manifest import Layout, TensorSpec
+
+MAX_EXTENT = 1 << 40  # of one dimension: a name, a dimension and a place in it are sorted as one number of 64 bits
+MAX_ELEMENTS = 1 << 58  # of one tensor: its bytes still fit 62 bits
+MAX_DIMENSIONS = 64  # numpy's limit
+_bits = re.compile(r"[a-z]+(\d+)(?:x(\d+))?")
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """One part of one global tensor in one registered tensor. All numbers are counts of elements.
+
+    `strides` may be left out for a part that lies there contiguously, `dtype` where it is the registered tensor's.
+    """
+
+    name: str  # of the global tensor; anything, also with slashes
+    global_shape: tuple[int, ...]
+    at: tuple[int, ...]  # where the part begins in the global tensor
+    size: tuple[int, ...]  # the part's own shape
+    offset: int = 0  # of the part's first element, from the registered tensor's first element on
+    strides: tuple[int, ...] | None = None  # one for each dimension of the global tensor
+    dtype: str = ""  # torch's name without the prefix: "bfloat16"
+
+    def __str__(self) -> str:
+        return f"{self.name!r}{part_text(self.at, self.size)}"
+
+
+class GlobalTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a version, whole, however it is cut."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: {self.dtype}{list(self.shape)}"
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * item_bytes(self.dtype)
+
+
+def part_text(at: Sequence[int], size: Sequence[int]) -> str:
+    """A part as one would index it: "[0:4096, 1024:1536]"."""
+    return "[" + ", ".join(f"{start}:{start + count}" for start, count in zip(at, size, strict=True)) + "]"
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element, by the dtype's name; elements of less than a byte, and packs of them, count as one byte."""
+    if dtype == "bool":
+        return 1
+    found = _bits.match(dtype)
+    if found is None:
+        raise UsageError(f"dtype {dtype!r} is not one that workers can exchange")
+    bits = int(found[1]) * int(found[2] or 1)
+    if not 0 < bits <= 128:
+        raise UsageError(f"dtype {dtype!r} is not one that workers can exchange: it has {bits} bits")
+    return -(-bits // 8)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor of this shape whose last dimension runs fastest, in elements."""
+    strides, following = [], 1
+    for extent in reversed(shape):
+        strides.append(following)
+        following *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def whole(tensor: TensorSpec) -> Box:
+    """The box that a registered tensor is when nothing else is said of it."""
+    return Box(tensor.name, tensor.shape, (0,) * len(tensor.shape), tensor.shape, 0, tensor.strides, tensor.dtype)
+
+
+def boxes_of(layout: Layout, given: Mapping[str, Sequence[Box]] | None = None) -> list[tuple[TensorSpec, Box]]:
+    """Every box of a shard beside the tensor it lies in, complete and checked, in the order of registration.
+
+    Raises `UsageError` naming tensor and part: a box that cannot be, boxes for a tensor that is not registered, or two
+    boxes that disagree about one global tensor. An empty list of boxes says that nothing of that tensor takes part.
+    """
+    given = given or {}
+    known = {tensor.name for tensor in layout.tensors}
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"boxes are given for tensor {name!r}, which is not registered", hint="register it as well"
+            )
+    found: list[tuple[TensorSpec, Box]] = []
+    seen: dict[str, tuple[str, GlobalTensor]] = {}
+    for tensor in layout.tensors:
+        mine = given.get(tensor.name)
+        boxes = [whole(tensor)] if mine is None else [checked(box, tensor) for box in mine]
+        for box in boxes:
+            one = GlobalTensor(box.name, box.dtype, box.global_shape)
+            where, before = seen.setdefault(box.name, (tensor.name, one))
+            if before != one:
+                raise UsageError(
+                    f"tensor {where!r} is said to have a part of {before}, and tensor {tensor.name!r} of {one}",
+                    hint="all boxes of one name say the same dtype and global_shape",
+                )
+            found.append((tensor, box))
+    return found
+
+
+def checked(box: Box, tensor: TensorSpec) -> Box:
+    """The box with nothing left out. Raises `UsageError`, naming tensor and part, if it cannot lie in this tensor."""
+    numbers = (*box.global_shape, *box.at, *box.size, *(box.strides or ()), box.offset)
+    if not isinstance(box.name, str) or not all(type(number) is int for number in numbers):
+        raise UsageError(f"tensor {tensor.name!r}: a box is made of a name and integers, but this one is {box!r}")
+    dimensions = len(box.global_shape)
+    lengths = (len(box.at), len(box.size), dimensions if box.strides is None else len(box.strides))
+    if lengths != (dimensions,) * 3 or dimensions > MAX_DIMENSIONS:
+        raise UsageError(
+            f"tensor {tensor.name!r}: the box of {box.name!r} has a global shape of {dimensions} dimensions, but"
+            f" {lengths[0]} in `at`, {lengths[1]} in `size` and {lengths[2]} in `strides`"
+        )
+    complete = msgspec.structs.replace(
+        box,
+        strides=contiguous_strides(box.size) if box.strides is None else box.strides,
+        dtype=box.dtype or tensor.dtype,
+    )
+    wrong = _wrong_in_global(complete, tensor) or _wrong_in_memory(complete, tensor)
+    if wrong:
+        what, hint = wrong
+        raise UsageError(f"tensor {tensor.name!r}: box {box} {what}", hint=hint)
+    return complete
+
+
+def _wrong_in_global(box: Box, tensor: TensorSpec) -> tuple[str, str] | None:
+    if box.dtype != tensor.dtype:
+        return f"is of {box.dtype}, and lies in a tensor of {tensor.dtype}", "a box never casts"
+    if any(not 0 <= extent <= MAX_EXTENT for extent in box.global_shape) or prod(box.global_shape) > MAX_ELEMENTS:
+        return f"has the global shape {list(box.global_shape)}, which is out of range", "say the shape in elements"
+    for start, count, extent in zip(box.at, box.size, box.global_shape, strict=True):
+        if start < 0 or count < 0 or start + count > extent:
+            return (
+                f"is not inside of the global shape {list(box.global_shape)}",
+                "padding belongs to no box: say the size without it",
+            )
+    return None
+
+
+def _wrong_in_memory(box: Box, tensor: TensorSpec) -> tuple[str, str] | None:
+    assert box.strides is not None, "completed before"
+    if 0 in box.size:
+        return None  # nothing lies anywhere
+    span = 1
+    for stride, count in sorted((s, n) for s, n in zip(box.strides, box.size, strict=True) if n > 1):
+        if stride < span:
+            return (
+                f"has strides {list(box.strides)}, with which several of its elements share memory",
+                "each element of a box lies in a place of its own",
+            )
+        span += stride * (count - 1)
+    elements = prod(tensor.shape)
+    if box.offset < 0 or box.offset + span > elements:
+        return (
+            f"takes elements {box.offset} to {box.offset + span}, and the tensor has {elements}",
+            "offset and strides are counted in elements of the registered tensor",
+        )
+    return None
+
+
+def refuse_difference(mine: GlobalTensor, theirs: GlobalTensor, *, here: str, there: str) -> None:
+    """Raises `LayoutMismatch`, saying how, where two workers mean different tensors by one name."""
+    if mine.dtype != theirs.dtype:
+        raise LayoutMismatch(
+            f"tensor {mine.name!r} has dtype {mine.dtype} {here} and {theirs.dtype} {there}",
+            hint="publish it with the dtype that its readers have",
+        )
+    if mine.shape != theirs.shape:
+        shorter, longer = sorted((mine.shape, theirs.shape))
+        is_padded = len(shorter) == len(longer) and sum(a != b for a, b in zip(shorter, longer, strict=True)) == 1
+        raise LayoutMismatch(
+            f"tensor {mine.name!r} has global shape {list(mine.shape)} {here} and {list(theirs.shape)} {there}",
+            hint="say the shape without padding; padding belongs to no box" if is_padded else None,
+        )
