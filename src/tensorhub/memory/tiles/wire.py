@@ -1,0 +1,210 @@
+"""How box tables and grids travel and are stored: columns of integers, compressed; and the digests that name them.
+
+A layout is known by the digest of its shard's table. It is sent once for each layout, not for each version. What comes
+from a peer is checked until no number in it can lead out of the shard's stream or of a tensor. It is then as good as
+one that was made here, whatever it says.
+"""
+
+import zlib
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from ...core.boxes import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_EXTENT, GlobalTensor, item_bytes
+from ...core.errors import UsageError
+from ...core.manifest import DIGEST_BYTES
+from ...core.names import Digest
+from .arrays import Ints, starts_of
+from .grid import MAX_SEGMENTS, Grid
+from .table import BoxTable, filled_shapes, items_of, table_of_columns
+
+LEVEL = 1  # columns repeat so much that higher levels gain little
+MAX_WIRE_BYTES = 1 << 30  # uncompressed: 2^23 boxes
+MAX_STREAM_BYTES = 1 << 62
+
+
+class _Tensors(msgspec.Struct, frozen=True, array_like=True):
+    names: list[str]
+    kinds: list[tuple[str, tuple[int, ...]]]  # dtype and shape
+    kind: bytes  # of each name, 4 bytes
+
+
+class _Table(msgspec.Struct, frozen=True, array_like=True):
+    tensors: bytes  # of `_Tensors`: the same bytes in most shards of a layout, and decoded once
+    size_bytes: int
+    columns: bytes  # tensor, offset, at, size, strides; 8 bytes each, column after column
+
+
+class _Grid(msgspec.Struct, frozen=True, array_like=True):
+    tensors: _Tensors
+    dimensions: int
+    kind: bytes
+    counts: bytes  # cuts of each kind and dimension
+    cuts: bytes
+
+
+def encode_table(table: BoxTable) -> bytes:
+    """A shard's boxes as they travel."""
+    return zlib.compress(_plain_table(table), LEVEL)
+
+
+def layout_digest(table: BoxTable) -> Digest:
+    """Equal for two shards exactly when they have the same boxes in the same places of their streams."""
+    return _digest(_plain_table(table))
+
+
+def _plain_table(table: BoxTable) -> bytes:
+    columns = np.concatenate(
+        [table.tensor[:, None], table.offset[:, None], table.at, table.size, table.strides], axis=1
+    )
+    return msgspec.msgpack.encode(
+        _Table(
+            msgspec.msgpack.encode(_pack_tensors(table.tensors)),
+            table.size_bytes,
+            np.asarray(columns, "<i8").T.tobytes(),
+        )
+    )
+
+
+def decode_table(data: bytes) -> BoxTable:
+    """Boxes from a peer's bytes. Raises `UsageError` if they are malformed, or reach out of stream or tensor."""
+    plain = _inflated(data)
+    try:
+        found = msgspec.msgpack.decode(plain, type=_Table)
+        tensors, shapes, item = _tensors_of(found.tensors)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise UsageError(f"malformed table of boxes: {error}") from error
+    dimensions = shapes.shape[1]
+    width = 2 + 3 * dimensions
+    if len(found.columns) % (8 * width):
+        raise UsageError(f"malformed table of boxes: {len(found.columns)} B of columns of {width} numbers")
+    columns = np.frombuffer(found.columns, "<i8").astype(np.int64).reshape(width, -1).T
+    _check_columns(shapes, item, found.size_bytes, columns)
+    return table_of_columns(tensors, found.size_bytes, columns, item)
+
+
+def _check_columns(shapes: Ints, item: Ints, size_bytes: int, columns: Ints) -> None:
+    dimensions = shapes.shape[1]
+    tensor, offset = columns[:, 0], columns[:, 1]
+    at, size, strides = (columns[:, 2 + n * dimensions : 2 + (n + 1) * dimensions] for n in range(3))
+    if not 0 <= size_bytes <= MAX_STREAM_BYTES:
+        raise UsageError(f"table of boxes in a stream of {size_bytes} B")
+    if not len(columns):
+        return
+    is_good = (tensor >= 0) & (tensor < len(shapes)) & (offset >= 0) & (offset <= size_bytes)
+    is_good &= ((at >= 0) & (at <= MAX_EXTENT) & (size >= 1) & (size <= MAX_EXTENT)).all(axis=1)
+    is_good &= ((strides >= 0) & ((strides > 0) == (size > 1))).all(axis=1)
+    if is_good.all():
+        reach = ((size - 1) * strides.astype(np.float64)).sum(axis=1)  # as floats first: products may pass 64 bits
+        is_good &= (at + size <= shapes[tensor]).all(axis=1) & (reach <= size_bytes)
+    if is_good.all():
+        is_good &= offset + ((size - 1) * strides).sum(axis=1) + item[tensor] <= size_bytes
+    if not is_good.all():
+        raise UsageError(
+            f"table of boxes whose row {int(np.flatnonzero(~is_good)[0])} lies outside of stream or tensor"
+        )
+
+
+def encode_grid(grid: Grid) -> bytes:
+    """A grid as it travels."""
+    return zlib.compress(_plain_grid(grid), LEVEL)
+
+
+def grid_digest(grid: Grid) -> Digest:
+    """Equal exactly for equal grids."""
+    return _digest(_plain_grid(grid))
+
+
+def _plain_grid(grid: Grid) -> bytes:
+    counts = grid.cells.ravel() + 1
+    packed = (np.asarray(column, "<i8").tobytes() for column in (grid.kind, counts, grid.cuts))
+    return msgspec.msgpack.encode(_Grid(_pack_tensors(grid.tensors), grid.dimensions, *packed))
+
+
+def decode_grid(data: bytes) -> Grid:
+    """A grid from a peer's bytes. Raises `UsageError` if it is malformed."""
+    try:
+        found = msgspec.msgpack.decode(_inflated(data), type=_Grid)
+        kind, counts, cuts = (
+            np.frombuffer(column, "<i8").astype(np.int64) for column in (found.kind, found.counts, found.cuts)
+        )
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise UsageError(f"malformed grid: {error}") from error
+    tensors, dimensions = _unpack_tensors(found.tensors), found.dimensions
+    if dimensions != max((len(tensor.shape) for tensor in tensors), default=1) and dimensions != 1:
+        raise UsageError(f"malformed grid: {dimensions} dimensions")
+    kinds = len(counts) // max(1, dimensions)
+    is_good = dimensions >= 1 and len(counts) == kinds * dimensions and len(kind) == len(tensors)
+    is_good = is_good and bool((counts >= 1).all() and (counts <= len(cuts)).all() and counts.sum() == len(cuts))
+    if not is_good or not bool(((kind >= 0) & (kind < kinds)).all()):
+        raise UsageError("malformed grid: its columns do not fit each other")
+    ends = starts_of(counts)
+    grid = Grid(tensors, kind, cuts, ends[:-1].reshape(kinds, dimensions), (counts - 1).reshape(kinds, dimensions))
+    _check_cuts(grid, ends)
+    return grid
+
+
+def _check_cuts(grid: Grid, ends: Ints) -> None:
+    """From 0 to the extent of each tensor of the kind, always rising, and not too many tiles."""
+    rises = np.diff(grid.cuts) > 0
+    rises[ends[1:-1] - 1] = True  # from one dimension to the next
+    first, last = grid.cuts[ends[:-1]].reshape(grid.cells.shape), grid.cuts[ends[1:] - 1].reshape(grid.cells.shape)
+    is_good = bool(rises.all() and (first == 0).all())
+    if is_good and grid.tensors:
+        is_good = bool((last[grid.kind] == filled_shapes(grid.tensors, grid.dimensions)).all())
+        is_good = is_good and float(np.prod(grid.cells.astype(np.float64), axis=1)[grid.kind].sum()) < 1 << 40
+    if not is_good:
+        raise UsageError("malformed grid: cuts that are not those of its tensors")
+
+
+def _pack_tensors(tensors: tuple[GlobalTensor, ...]) -> _Tensors:
+    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+    kind = [kinds.setdefault((tensor.dtype, tensor.shape), len(kinds)) for tensor in tensors]
+    return _Tensors([tensor.name for tensor in tensors], list(kinds), np.array(kind, "<i4").tobytes())
+
+
+@lru_cache(maxsize=8)
+def _tensors_of(packed: bytes) -> tuple[tuple[GlobalTensor, ...], Ints, Ints]:
+    """With their filled-up shapes and bytes of an element.
+
+    Equal bytes give the same object, so that what was found out about one shard's tensors serves for the next.
+    """
+    tensors = _unpack_tensors(msgspec.msgpack.decode(packed, type=_Tensors))
+    dimensions = max((len(tensor.shape) for tensor in tensors), default=1) or 1
+    return tensors, filled_shapes(tensors, dimensions), items_of(tensors)
+
+
+def _unpack_tensors(packed: _Tensors) -> tuple[GlobalTensor, ...]:
+    if len(packed.kind) != 4 * len(packed.names) or len(packed.names) >= MAX_SEGMENTS:
+        raise UsageError("malformed table of tensors: its columns do not fit each other")
+    for dtype, shape in packed.kinds:
+        size = float(item_bytes(dtype))  # raises for a dtype that is none
+        for extent in shape:
+            size *= extent if 0 <= extent <= MAX_EXTENT else MAX_ELEMENTS * 2.0
+        if len(shape) > MAX_DIMENSIONS or size > MAX_ELEMENTS * 16.0:
+            raise UsageError(f"malformed table of tensors: shape {list(shape)}")
+    kind = np.frombuffer(packed.kind, "<i4").tolist()
+    if any(not 0 <= number < len(packed.kinds) for number in kind):
+        raise UsageError("malformed table of tensors: a kind that is none")
+    names = packed.names
+    if any(one >= other for one, other in pairwise(names)):
+        raise UsageError("malformed table of tensors: names that are not sorted, or twice there")
+    return tuple(GlobalTensor(name, *packed.kinds[number]) for name, number in zip(names, kind, strict=True))
+
+
+def _inflated(data: bytes) -> bytes:
+    unpacking = zlib.decompressobj()
+    try:
+        plain = unpacking.decompress(data, MAX_WIRE_BYTES)
+    except zlib.error as error:
+        raise UsageError(f"malformed layout: {error}") from error
+    if not unpacking.eof:
+        raise UsageError("malformed layout: it is cut off, or too long")
+    return plain
+
+
+def _digest(plain: bytes) -> Digest:
+    return Digest(blake2b(plain, digest_size=DIGEST_BYTES).hexdigest())
