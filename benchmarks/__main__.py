@@ -18,6 +18,7 @@ from . import (
     lateness,
     machine,
     one_reader,
+    plans,
     plots,
     processes,
     report,
@@ -35,6 +36,7 @@ PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
     "fanout": ("N readers on N shaped links, beside the star (root)", (fan_out.run,)),
     "faults": ("the source is killed at 10, 50 and 90 % (root)", (faults.run,)),
     "memory": ("peak beyond the tensors; growth over many updates", (footprint.run, footprint.run_growth)),
+    "plans": ("from any layout to any layout: time and memory of planning, sizes of manifests", (plans.run,)),
     "server": (
         "what a report, a version, a death, a restart cost the reference server as the fleet grows; its lateness",
         (control.run, decisions.run, lateness.run),
@@ -104,6 +106,7 @@ def options_of(given: argparse.Namespace) -> Options:
         most_cpu_s=given.most_cpu,
     )
     if given.quick:
+        options.is_quick = True
         options.rounds, options.largest_bytes = min(3, given.rounds), min(256 * MIB, given.largest)
         options.size_bytes, options.link_bytes = min(256 * MIB, given.size), min(128 * MIB, given.link_size)
         options.fleets, options.crowds = fleets[:3], crowds[:1]

@@ -14,6 +14,7 @@ class Options:
 
     rounds: int = 5
     is_tiny: bool = False  # every part in a few seconds; the figures mean nothing
+    is_quick: bool = False  # what takes minutes is left out
     size_bytes: int = 256 * MIB
     largest_bytes: int = 2 * GIB
     readers: tuple[int, ...] = (1, 2, 4, 8)

@@ -17,6 +17,7 @@ PARTS = {
     "faults",
     "memory",
     "growth",
+    "plans",
     "server",
     "decisions",
     "lateness",
