@@ -81,13 +81,13 @@ class ThinWorker:
         self._filling: Version | None = None
         self._tick_at = inf
         self._follow_ups: list[events.Event] = []
-        self.tell(events.Registered(LAYOUT_INFO, LAYOUT_DIGEST, SIZE_BYTES, most_copies=1))
+        self.tell(events.Registered(LAYOUT_INFO, LAYOUT_DIGEST, SIZE_BYTES, max_copies=1))
 
     def begin_with(self, version: int) -> None:
         """It comes with that version in its buffer, as after a restart of the server. Before it connects."""
         assert not self.worker.connected
-        self.worker.buffer = Holding(Version(version), root_of(version, self.me.shard))
-        self.worker.serving = Version(version)
+        memory = self.worker.state.memory
+        memory.buffer, memory.serving = Holding(Version(version), root_of(version, self.me.shard)), Version(version)
 
     def call(self, verb: str, spec: int | str = "", *, timeout_s: float = 600.0) -> None:
         """The caller calls."""

@@ -1,4 +1,4 @@
-"""Writes the tables in docs/ that say what the code says: errors, messages, settings.
+"""Writes the tables and diagrams in docs/ that say what the code says: errors, messages, settings, the buffer.
 
 A page has places for them, between `<!-- generated: NAME -->` and `<!-- end -->`; everything else in it is prose and is
 left alone. `--check` writes nothing and ends with 1 if a table is not what the code says now.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tensorhub.core import errors, messages
 from tensorhub.core import settings as server_settings
+from tensorhub.core.worker import buffer
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -111,13 +112,67 @@ def message_tables(heading: str) -> str:
     return "\n".join(parts)
 
 
+# --- the buffer -------------------------------------------------------------------------------------------------------
+
+
+def buffer_diagram() -> str:
+    """What a buffer may become, as the table of transitions has it."""
+    labels: dict[tuple[str, str], list[str]] = {}
+    for each in buffer.TRANSITIONS:
+        labels.setdefault((tag_of(each.before), tag_of(each.after)), []).append(each.trigger)
+    arrows = [f"    {before} --> {after}: {', '.join(names)}" for (before, after), names in labels.items()]
+    return "\n".join(["```mermaid", "stateDiagram-v2", "    [*] --> empty", *arrows, "```", ""])
+
+
+def buffer_table() -> str:
+    """Each transition: what triggers it, why, and who decides that it happens."""
+    deciders = deciders_of([each.trigger for each in buffer.TRANSITIONS])
+    rows = [
+        (code(each.trigger), tag_of(each.before), tag_of(each.after), cell(each.why), deciders[each.trigger])
+        for each in buffer.TRANSITIONS
+    ]
+    return table(("what happens", "from", "to", "why", "decided in"), rows)
+
+
+def tag_of(state: type) -> str:
+    """What a state is called in a report."""
+    return str(state.__struct_config__.tag)  # type: ignore[attr-defined]
+
+
+def deciders_of(triggers: list[str]) -> dict[str, str]:
+    """By trigger: the functions of `core/worker/` that call it on the registered memory.
+
+    A function without any condition decides nothing: those who call it do, unless it is an event that makes them.
+    """
+    functions = {}
+    for path in sorted(Path(str(buffer.__file__)).parent.glob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        functions.update({f"{path.stem}.{n.name}": n for n in nodes if isinstance(n, ast.FunctionDef)})
+    calls = {
+        name: [ast.unparse(n.func) for n in ast.walk(f) if isinstance(n, ast.Call)] for name, f in functions.items()
+    }
+
+    def callers_of(called: str, outside: str = "") -> list[str]:
+        found = []
+        for name, names in calls.items():
+            short = called.removeprefix(f"{name.partition('.')[0]}.")
+            if not {called, short, f"worker.{called}"} & {*names} or name == outside:
+                continue
+            decides = any(isinstance(node, ast.If | ast.Match) for node in ast.walk(functions[name]))
+            behind = [] if decides else [each for each in callers_of(name, name) if not each.startswith("machine.")]
+            found += behind or [name]
+        return found
+
+    return {each: ", ".join(map(code, dict.fromkeys(callers_of(f"memory.{each}")))) for each in triggers}
+
+
 def limit_table() -> str:
     """The limits on what may travel."""
     module = Module(Path(str(messages.__file__)))
     rows = []
     for node in module.constants:
         name = ast.unparse(node.targets[0])
-        if name.startswith("MOST_") or name == "PROTOCOL":
+        if name.startswith(("MAX_", "MOST_")) or name == "PROTOCOL":
             value = getattr(messages, name)
             shown = f"{value:,}" if isinstance(value, int) else repr(value)
             rows.append((code(name), code(shown), cell(module.comments.get(node.lineno, ""))))
@@ -149,6 +204,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "error-tree": error_tree,
     "error-table": error_table,
     "limits": limit_table,
+    "buffer-diagram": buffer_diagram,
+    "buffer-table": buffer_table,
     "server-settings": server_setting_table,
     "worker-settings": worker_setting_table,
     **{f"messages-{name}": (lambda name=name: message_tables(name)) for name in GROUPS.values()},

@@ -71,12 +71,13 @@ class Conversation:
     def __init__(self, *told: events.Event) -> None:
         self.worker = Worker(worker("rollout"))
         self.wanted: list[events.Effect] = []
+        self.now = 0.0
         self.tell(*told)
 
     @classmethod
-    def begun(cls, *, most_copies: int = 0) -> "Conversation":
+    def begun(cls, *, max_copies: int = 0) -> "Conversation":
         """With a worker that has tensors and has heard from the server once."""
-        registered = events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, most_copies)
+        registered = events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, max_copies)
         return cls(events.Connected(), registered, events.Received(orders(1)))
 
     def resolved(self, version: int) -> Answer:
@@ -87,7 +88,7 @@ class Conversation:
 
     def tell(self, *told: events.Event) -> None:
         for event in told:
-            self.wanted += self.worker.handle(event, now=0.0)
+            self.wanted += self.worker.handle(event, now=self.now)
             self.worker.check_invariants()
 
     def wants(self, effect: events.Effect) -> bool:

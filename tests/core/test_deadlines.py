@@ -4,7 +4,7 @@ import pytest
 
 from tensorhub.core.errors import BY_CODE
 from tensorhub.core.messages import Answer, Failure, LayoutInfo, Orders, Refusal
-from tensorhub.core.names import Digest, Number, Version
+from tensorhub.core.names import Number, Version
 from tensorhub.core.worker import events
 from tensorhub.core.worker.machine import Worker
 
@@ -29,7 +29,7 @@ class Waiting:
 
     def order(self, **more: object) -> None:
         self.number += 1
-        acknowledged = self.worker.book.number
+        acknowledged = self.worker.reported
         orders = Orders(Number(self.number), Number(1), acknowledged, 100.0, 90.0, 1.0, position=0, **more)  # type: ignore[arg-type]
         self.tell(events.Received(orders))
 
@@ -83,5 +83,4 @@ def test_what_was_waited_for_before_is_not_said() -> None:
     failure = it.failure()
     assert "missing" not in failure.message
     assert "chunks of version 3" in failure.message
-    assert it.worker.layout is not None
-    assert it.worker.layout.digest != Digest("")
+    assert it.worker.is_registered

@@ -22,6 +22,7 @@ from tensorhub.core.open_reads import OpenRead
 from tensorhub.core.server import Server
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker import events
+from tensorhub.core.worker.call import Call
 from tensorhub.core.worker.machine import Worker
 
 from .kit import LAYOUT, grant, hello, worker
@@ -29,40 +30,42 @@ from .kit import LAYOUT, grant, hello, worker
 ROOT = Digest("r")
 ONE, TWO = Version(1), Version(2)
 READING = Reading(Ticket(5), worker("trainer"), TWO)
+CALL = Call("update", "latest", Digest(""), 0.0, 60.0)
 
 
 def somebody(**state: object) -> Worker:
-    """A worker in that state; `reading`, `is_opened` and the like are those of its read slot."""
+    """A worker in that state; `buffer` and the like are its memory's, `reading` and the like its read slot's."""
     found = Worker(worker("rollout"))
     found.handle(events.Registered(LayoutInfo.of(LAYOUT), LAYOUT.digest(), 16, 1), now=0.0)
     for name, value in state.items():
-        is_slots = name in ("reading", "is_opened", "is_opening", "is_stopping", "is_barred", "closed")
-        setattr(found.slot if is_slots else found, name, value)
+        owners = (found.state.memory if name in ("buffer", "serving") else found.state.slot, found.state)
+        setattr(owners[name == "call"], name, value)
     return found
 
 
 GOOD: list[dict[str, object]] = [
     {},
-    {"buffer": Filling(TWO), "serving": TWO, "reading": READING, "closed": Ticket(4)},
+    {"buffer": Filling(TWO), "serving": TWO, "reading": READING, "closed": Ticket(4), "call": CALL},
     {"buffer": Vacated(ONE, ROOT), "reading": READING},
     {"buffer": Holding(ONE, ROOT), "serving": ONE, "reading": READING, "is_opened": True},
     {"buffer": Holding(ONE, ROOT), "serving": ONE, "reading": READING, "is_opening": True},
     {"buffer": Holding(ONE, ROOT), "serving": ONE, "reading": READING, "is_stopping": True, "is_barred": True},
     {"buffer": Withdrawing(ONE, ROOT), "serving": ONE, "reading": READING, "is_opened": True},
     {"buffer": Poisoned(), "reading": READING, "is_stopping": True},
-    {"buffer": Empty(), "serving": ONE, "is_stopping_serving": True},
 ]
 BAD: list[tuple[dict[str, object], str]] = [
     ({"buffer": Empty(), "reading": READING}, "into a buffer that is"),
     ({"buffer": Poisoned(), "reading": READING}, "into a buffer that is"),
     ({"buffer": Vacated(ONE, ROOT), "serving": ONE}, "has vacated 1 and serves 1"),
-    ({"buffer": Filling(TWO), "reading": READING, "closed": Ticket(5)}, "called closed up to 5"),
-    ({"buffer": Filling(TWO), "reading": READING, "closed": Ticket(6)}, "called closed up to 6"),
+    ({"buffer": Filling(TWO), "reading": READING, "closed": Ticket(5), "call": CALL}, "called closed up to 5"),
+    ({"buffer": Filling(TWO), "reading": READING, "closed": Ticket(6), "call": CALL}, "called closed up to 6"),
+    ({"buffer": Filling(TWO), "serving": TWO}, "is in no call"),
     ({"buffer": Empty(), "serving": ONE}, "from an empty buffer"),
     ({"buffer": Holding(ONE, ROOT)}, "holds 1 and serves None"),
     ({"buffer": Holding(ONE, ROOT), "serving": TWO}, "holds 1 and serves 2"),
     ({"buffer": Holding(ONE, ROOT), "serving": ONE, "reading": READING, "is_stopping": True}, "still writes"),
-    ({"buffer": Withdrawing(ONE, ROOT), "reading": READING, "is_stopping": True}, "still writes"),
+    ({"buffer": Withdrawing(ONE, ROOT)}, "holds 1 and serves None"),
+    ({"buffer": Withdrawing(ONE, ROOT), "serving": ONE, "reading": READING, "is_stopping": True}, "still writes"),
 ]
 
 
@@ -80,9 +83,10 @@ def test_a_worker_that_contradicts_itself_is_found(state: dict[str, object], wha
 @pytest.mark.parametrize(("copies", "is_going", "is_wrong"), [(1, False, False), (2, False, True), (2, True, False)])
 def test_no_worker_has_more_host_copies_than_fit(copies: int, is_going: bool, is_wrong: bool) -> None:
     it = somebody()
-    it.shelf.copies = {Version(n): HostCopy(n, Version(n), ROOT, layout=it.shelf.layout) for n in range(1, copies + 1)}
+    mine = it.state.copies
+    mine.by_version = {Version(n): HostCopy(n, Version(n), ROOT, layout=mine.layout) for n in range(1, copies + 1)}
     if is_going:
-        it.shelf.leave(ONE, next_report=1)
+        mine.leave(ONE, next_report=1)
     if is_wrong:
         with pytest.raises(InvariantViolation, match="has 2 host copies where 1 are allowed"):
             it.check_invariants()
@@ -92,7 +96,8 @@ def test_no_worker_has_more_host_copies_than_fit(copies: int, is_going: bool, is
 
 def test_copies_of_former_tensors_do_not_count_as_those_of_the_present_ones() -> None:
     it = somebody()
-    it.shelf.copies = {Version(n): HostCopy(n, Version(n), ROOT, layout=Digest("former")) for n in (1, 2)}
+    former = {Version(n): HostCopy(n, Version(n), ROOT, layout=Digest("former")) for n in (1, 2)}
+    it.state.copies.by_version = former
     it.check_invariants()
 
 

@@ -82,12 +82,12 @@ class Busy:
             name = f"{number}{NAME}"[:MOST_NAME]
             add_up(received, name, RECEIVED, most=MOST_SOURCES)
         far = {HIGHEST - number: HIGHEST for number in range(MOST_FAR)}
-        self.worker = Worker(LONGEST, received_bytes=received, far_bytes=far)
+        self.worker = Worker(LONGEST, received_bytes=received, cross_site_bytes=far)
         self.number = HIGHEST // 2
         self.reports: list[Report] = []
         self.grant: Grant | None = None
         self.tell(events.Connected())
-        self.tell(events.Registered(LayoutInfo.of(LAYOUT), ROOT, HIGHEST, most_copies=100))
+        self.tell(events.Registered(LayoutInfo.of(LAYOUT), ROOT, HIGHEST, max_copies=100))
         pins = tuple(Version(HIGHEST - number) for number in range(MOST_PINS))
         self.tell(events.Wished("latest-999999999", pins))
 
@@ -98,7 +98,7 @@ class Busy:
 
     def order(self, **more: object) -> None:
         self.number += 1
-        acknowledged = self.worker.book.number
+        acknowledged = self.worker.reported
         orders = Orders(Number(self.number), Number(self.number), acknowledged, 4.0, 3.6, 1.0, position=0, **more)  # type: ignore[arg-type]
         self.tell(events.Received(orders))
 
@@ -121,10 +121,10 @@ def test_the_longest_report_fits() -> None:
         it.tell(events.ReadEnded(it.granted(HIGHEST_VERSION, to_host=False), failure=FAILURE))
     ticket = it.granted(HIGHEST_VERSION, to_host=False)
     it.tell(events.ReadAdvanced(ticket, HIGHEST - 1, HIGHEST))
-    it.worker.shelf.copying = ("out", Version(HIGHEST - 3))
+    it.worker.state.copies.copying = ("out", Version(HIGHEST - 3))
     it.tell(events.CopiedOut(Version(HIGHEST - 3), FAILURE))
     it.tell(events.ReadMeasured(ticket, ENDLESS, ENDLESS, ENDLESS, HIGHEST))
-    it.worker.claim = Version(HIGHEST_VERSION)
+    it.worker.state.claim = Version(HIGHEST_VERSION)
     it.tell(events.Tick())
     report = it.reports[-1]
     assert len(report.copies) == MOST_COPIES

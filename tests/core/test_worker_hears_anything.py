@@ -128,7 +128,7 @@ class Shell:
             case "told" | "refused":
                 self.tell(events.Received(value))
             case "granted":
-                given = grant(self.worker.seen + 1, version=value)
+                given = grant(self.worker.state.seen + 1, version=value)
                 call = self.worker.call
                 answer = Answer(call.number, value) if call is not None and call.number is not None else None
                 self.tell(events.Received(self.new_orders(answer=answer, grant=given)))
@@ -157,7 +157,7 @@ class Shell:
                 self.data_plane(what, value)
 
     def new_orders(self, **more: object) -> Orders:
-        number = Number(self.worker.seen + 2)
+        number = Number(self.worker.state.seen + 2)
         return Orders(number, Number(1), self.reports, 4.0, 3.6, 1.0, position=self.position, **more)  # type: ignore[arg-type]
 
     @property

@@ -167,7 +167,7 @@ class Actor:
             return False
         limit = source.available(read.grant)
         if read.is_only_opened:
-            return limit is not None and not self.worker.slot.is_opened
+            return limit is not None and not self.worker.state.slot.is_opened
         return max(limit or 0, read.limit) > self.read_done()
 
     def read_on(self, small: "Small", source: "Actor") -> None:

@@ -24,6 +24,7 @@ from tensorhub.core.names import WorkerId
 from tensorhub.core.open_reads import OpenRead
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker.report_book import ReportBook
+from tensorhub.core.worker.state import WorkerState
 
 from .actor import Actor
 
@@ -42,7 +43,18 @@ DEADLINES = (  # times that are compared with now only
 )
 SKIPPED = (
     *("_story", "effects", "counters", "message", "hint", "reason", "stop_reason", "why", "path", "transport", "story"),
-    *("received_bytes", "far_bytes", "last_holder", "started", "settings", "layouts", "first_number", "numbers", "key"),
+    *(
+        "received_bytes",
+        "far_bytes",
+        "cross_site_bytes",
+        "last_holder",
+        "started",
+        "settings",
+        "layouts",
+        "first_number",
+        "numbers",
+        "key",
+    ),
     *("notary", "ceiling", "ceiling_receipt"),
     *("endpoints", "teller", "budget", "shape", "lives"),
     *("capacity", "looked_at"),  # for who is slow or rebalanced: nobody here
@@ -55,6 +67,7 @@ BY_CLASS = {
     (Report, "number"): REPORT,
     (ReportBook, "number"): REPORT,
     (Report, "seen"): SKIP,
+    (WorkerState, "now"): SKIP,  # of its last event: each event brings its own
     (Member, "queued_at"): SKIP,  # when it is looked at although nothing may be due then
     (Members, "_times"): SKIP,
 }

@@ -36,7 +36,7 @@ def before(shape: "Shape") -> list[str]:
 
 def may_call(small: "Small", actor: Actor) -> bool:
     """The program makes its next call now."""
-    if actor.tries >= MOST_TRIES or actor.worker.closing is not None:
+    if actor.tries >= MOST_TRIES or actor.worker.state.departure is not None:
         return False
     if actor.name == "trainer":
         return actor.step < len(TRAINER) + small.shape.closes

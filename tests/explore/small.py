@@ -160,7 +160,7 @@ class Small:
         is_lost = source is None or (
             source.available(read.grant) is None and not source.verb
         )  # else it is about to come
-        return [("read is lost", actor.name)] if is_lost and not actor.worker.slot.is_opened else []
+        return [("read is lost", actor.name)] if is_lost and not actor.worker.state.slot.is_opened else []
 
     def _misfortunes(self) -> list[Action]:
         found: list[Action] = []

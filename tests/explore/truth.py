@@ -42,7 +42,7 @@ def check(small: "Small", actor: Actor) -> None:
     if isinstance(buffer, Holding | Withdrawing | Vacated) and actor.memory != content(buffer.version):
         raise Broken(f"G1 immutable: {actor.name} is {buffer}, and its memory is {actor.memory}")
     for version, place in actor.copies.items():
-        if actor.worker.shelf.whole(version) is not None and place != content(version):
+        if actor.worker.state.copies.whole(version) is not None and place != content(version):
             raise Broken(f"G1 immutable: the host copy of {version} at {actor.name} is {place}")
 
 
@@ -64,7 +64,7 @@ def usable(actor: Actor) -> dict[int, None]:
     if isinstance(buffer, Holding | Withdrawing | Vacated) and actor.memory == content(buffer.version):
         found[int(buffer.version)] = None
     for version, place in actor.copies.items():
-        if actor.worker.shelf.whole(version) is not None and place == content(version):
+        if actor.worker.state.copies.whole(version) is not None and place == content(version):
             found[int(version)] = None
     return found
 

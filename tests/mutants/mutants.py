@@ -26,8 +26,8 @@ MUTANTS = (
     ),
     Mutant(
         "the lease counts from the answer",
-        "            self.slot.extend_trust(sent_at + orders.trust_s)\n",
-        "            self.slot.extend_trust(now + orders.trust_s)\n",
+        "        worker.slot.extend_trust(sent_at + orders.trust_s)\n",
+        "        worker.slot.extend_trust(worker.now + orders.trust_s)\n",
         "a lease counts from when the acknowledged report was sent",
     ),
     Mutant(
@@ -38,8 +38,8 @@ MUTANTS = (
     ),
     Mutant(
         "drained is believed from before the withdrawal",
-        "        if is_going and is_answer and self.shelf.copying is None:",
-        "        if is_going and self.shelf.copying is None:",
+        "    if worker.memory.is_going(orders.drained) and is_answer and worker.copies.copying is None:",
+        "    if worker.memory.is_going(orders.drained) and worker.copies.copying is None:",
         "drained counts only in answer to a report that said so",
     ),
     Mutant(
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "who waits for a shard that lives says nothing",
-        "        worker.effects.append(events.Delayed(call.number or 0, why))\n",
+        "        worker.want(events.Delayed(call.number or 0, why))\n",
         "",
         "who waits for long for a shard that lives says so",
     ),
@@ -111,8 +111,8 @@ MUTANTS = (
     ),
     Mutant(
         "a claim is forgotten with the call",
-        "        worker.claim = call.claim  #",
-        "        worker.claim = None  #",
+        "    worker.claim = call.claim  #",
+        "    worker.claim = None  #",
         "a claim lasts until it is published",
     ),
     Mutant(
@@ -130,22 +130,21 @@ MUTANTS = (
     ),
     Mutant(
         "a failed fill is refilled while it is read",
-        "    worker.buffer = Poisoned(worker.serving)\n",
-        "    worker.buffer, worker.serving = Poisoned(), None\n",
+        "        self._become(trigger, Poisoned(self.serving))\n",
+        "        self._become(trigger, Poisoned())\n        self.serving = None\n",
         "nobody reads a buffer when it changes from one version to another",
     ),
     Mutant(
         "publish while readers of the old version remain",
-        "    if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient and now >= call.impatient_at:\n"
-        "        withdraw(worker, impatient=True, now=now)\n",
-        "    if isinstance(worker.buffer, Withdrawing) and now >= call.started + 0.2:\n"
-        "        worker.stop_serving(now)\n",
+        "    if worker.now >= call.impatient_at:\n        filling.hurry(worker)\n",
+        "    if isinstance(worker.buffer, Withdrawing) and worker.now >= call.started + 0.2:\n"
+        "        worker.want(worker.memory.stop_serving())\n",
         "a buffer changes only after the server has said that it is drained",
     ),
     Mutant(
         "workers keep what they know to themselves",
-        "            newest=self.proved_newest[0],\n",
-        "            newest=None,\n",
+        "        newest=proofs.newest,\n",
+        "        newest=None,\n",
         "latest survives a restart of the server",
     ),
     Mutant(
@@ -247,8 +246,8 @@ MUTANTS = (
     ),
     Mutant(
         "the old version is withdrawn before the new one is within reach",
-        "            if filling.is_opened(worker, call.resolved):\n",
-        "            if True:\n",
+        "        case Holding(version=held) if held != version and worker.has_within_reach(version):\n",
+        "        case Holding(version=held) if held != version:\n",
         "a version is not given up for one that may not come",
     ),
     Mutant(
@@ -283,8 +282,8 @@ MUTANTS = (
     ),
     Mutant(
         "what was lost is not called again",
-        "    return is_lost and call.verb in FILLS and not isinstance(call.spec, int)\n",
-        "    return False\n",
+        "        return is_lost and self.fills and not isinstance(self.spec, int)\n",
+        "        return False\n",
         "latest is what is not lost, for a call under way too",
     ),
     Mutant(
@@ -362,8 +361,8 @@ MUTANTS = (
     ),
     Mutant(
         "a worker that closes drops its copies at once",
-        "        worker.shelf.leave_all(next_report=worker.book.number + 1)\n",
-        "        worker.shelf.leave_all(next_report=0)\n        for each in worker.shelf.leaving.values():\n"
+        "        worker.copies.leave_all(next_report=worker.next_report)\n",
+        "        worker.copies.leave_all(next_report=0)\n        for each in worker.copies.leaving.values():\n"
         "            each.is_agreed = True\n",
         "copies go only when the server has moved their readers",
     ),
@@ -375,13 +374,13 @@ MUTANTS = (
     ),
     Mutant(
         "other tensors are filled from a copy of the former ones",
-        "        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MOST_TRIES\n",
-        "        return self.failed.get(copy.version, 0) >= MOST_TRIES\n",
+        "        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MAX_TRIES\n",
+        "        return self.failed.get(copy.version, 0) >= MAX_TRIES\n",
         "a copy fills only the tensors of which it is one",
     ),
     Mutant(
         "copying that fails is tried for ever",
-        "        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MOST_TRIES\n",
+        "        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MAX_TRIES\n",
         "        return copy.layout != self.layout\n",
         "who cannot copy reads from peers",
     ),
@@ -393,14 +392,14 @@ MUTANTS = (
     ),
     Mutant(
         "copies are counted, not weighed",
-        "        return max(0, min(MOST_COPIES - len(self.copies), room_bytes // self.size_bytes))\n",
-        "        return max(0, self.most - len(self.copies))\n",
+        "        return max(0, min(MOST_COPIES - len(self.by_version), room_bytes // self.size_bytes))\n",
+        "        return max(0, self.max_copies - len(self.by_version))\n",
         "copies of larger tensors count as what they are",
     ),
     Mutant(
         "a copy fills tensors behind which others read",
-        "                filling.poison(self)  # a read had begun",
-        "                self.stop_serving(now)  # a read had begun",
+        "must go first.\n            worker.memory.cut_short(next_report=worker.next_report)\n",
+        "must go first.\n            worker.want(worker.memory.stop_serving())\n",
         "tensors are drained before they are filled otherwise",
     ),
     Mutant(
@@ -411,8 +410,8 @@ MUTANTS = (
     ),
     Mutant(
         "the tensors change while they are offloaded",
-        "        if is_going and is_answer and self.shelf.copying is None:",
-        "        if is_going and is_answer:",
+        "    if worker.memory.is_going(orders.drained) and is_answer and worker.copies.copying is None:",
+        "    if worker.memory.is_going(orders.drained) and is_answer:",
         "a buffer is free only once its copy is made",
     ),
     Mutant(

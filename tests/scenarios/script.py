@@ -258,13 +258,13 @@ def _stumble(stage: Stage, words: list[str]) -> None:
 
 def _prefetch(stage: Stage, words: list[str]) -> None:
     for player in _players(stage, words[0]):
-        player.wish(int(words[1]) if words[1].isdigit() else words[1], player.worker.shelf.pins)
+        player.wish(int(words[1]) if words[1].isdigit() else words[1], player.worker.pins)
         stage.pump()
 
 
 def _pin(stage: Stage, words: list[str]) -> None:
     for player in _players(stage, words[0]):
-        player.wish(player.worker.shelf.prefetch, tuple(Version(int(word)) for word in words[1:]))
+        player.wish(player.worker.prefetch, tuple(Version(int(word)) for word in words[1:]))
         stage.pump()
 
 

@@ -24,9 +24,9 @@ def _player(player: Player) -> str:
         parts[0] = f"filling {worker.buffer.version} ({player.done} of {CHUNKS})"
     if worker.call is not None:
         parts.append(f"in {call_text(worker.call.verb, worker.call.spec)}")
-    if worker.serving is not None:
-        parts.append(f"serves {worker.serving}")
-    parts += [copy_text(copy) for copy in worker.shelf.told()]
+    if worker.state.memory.serving is not None:
+        parts.append(f"serves {worker.state.memory.serving}")
+    parts += [copy_text(copy) for copy in worker.state.copies.for_report()]
     if not worker.connected:
         parts.append("not connected")
     return f"{player.name}: {', '.join(parts)}"

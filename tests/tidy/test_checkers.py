@@ -3,6 +3,7 @@
 import pytest
 
 from .circles import circle_violations
+from .core_order import order_violations, ownership_violations
 from .dangers import blind_violations, noqa_violations, sleep_violations, unsafe_violations
 from .error_tree import drawn_tree
 from .layers import layer_violations
@@ -53,6 +54,49 @@ def test_layers_bite(path: str, code: str) -> None:
 )
 def test_layers_let_pass(path: str, code: str) -> None:
     assert layer_violations(snippet(code, f"src/tensorhub/{path}")) == []
+
+
+# --- the order of files inside the core -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("worker/buffer.py", "from .state import WorkerState"),
+        ("worker/buffer.py", "from . import machine"),
+        ("worker/filling.py", "from .filling import take_back"),
+        ("worker/state.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .machine import Worker"),
+        ("worker/newcomer.py", "from .buffer import RegisteredMemory"),
+        ("worker/machine.py", "from ..server import Server"),
+        ("worker/machine.py", "from .. import membership"),
+        ("worker/machine.py", "from tensorhub.core.groups import Replica"),
+        ("membership.py", "from .worker.report_book import ReportBook"),
+        ("membership.py", "from . import worker"),
+        ("names.py", "from tensorhub.core.worker import events"),
+    ],
+)
+def test_the_order_inside_the_core_bites(path: str, code: str) -> None:
+    assert order_violations(snippet(code, f"src/tensorhub/core/{path}"))
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("worker/state.py", "from .buffer import RegisteredMemory\nfrom ..names import Version"),
+        ("worker/machine.py", "from . import events, filling\nfrom ..messages import Orders"),
+        ("groups.py", "from .specs import call_text\nfrom . import messages"),
+    ],
+)
+def test_the_order_inside_the_core_lets_pass(path: str, code: str) -> None:
+    assert order_violations(snippet(code, f"src/tensorhub/core/{path}")) == []
+
+
+def test_a_buffer_is_changed_in_one_file() -> None:
+    code = "def f(worker):\n    worker.memory.buffer, worker.memory.serving = 1, 2\n    worker.memory.withdrawn_in += 1"
+    assert len(ownership_violations(snippet(code, "src/tensorhub/core/worker/filling.py"))) == 3
+    assert ownership_violations(snippet(code, "src/tensorhub/core/worker/buffer.py")) == []
+    code = "def f(worker):\n    return worker.memory.buffer == worker.memory.serving"
+    assert ownership_violations(snippet(code, "src/tensorhub/core/worker/filling.py")) == []
 
 
 # --- purity -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pytest
 
 from .circles import circle_violations
+from .core_order import ROWS, order_violations, ownership_violations
 from .dangers import (
     ALLOWED_SLEEPS,
     blind_violations,
@@ -31,6 +32,18 @@ def none_of(violations: list[str]) -> None:
 @in_src
 def test_imports_run_one_way(source: Source) -> None:
     none_of(layer_violations(source))
+
+
+@pytest.mark.parametrize("source", sources("src/tensorhub/core"), ids=lambda source: source.path)
+def test_the_core_runs_one_way_inside(source: Source) -> None:
+    none_of(order_violations(source) + ownership_violations(source))
+
+
+@pytest.mark.parametrize("package", ROWS)
+def test_every_file_has_its_place_in_the_row(package: str) -> None:
+    folder = f"src/{package.replace('.', '/')}"
+    files = [source.module.rpartition(".")[2] for source in sources(folder) if source.module != package]
+    assert sorted(files) == sorted(ROWS[package])
 
 
 @pytest.mark.parametrize("source", [s for s in SRC if is_pure_territory(s)], ids=lambda source: source.path)

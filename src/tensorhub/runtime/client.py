@@ -19,7 +19,6 @@ from ..core.manifest import Manifest
 from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
 from ..core.specs import PREFETCHED, parse_spec
-from ..core.worker.call import update_at_once, why_not_begin
 from ..core.worker.events import Called, ClaimDropped, Registered, Wished
 from ..memory.digests import NAMES_SHOWN, algorithm_of, build_manifest, changed_chunks, some, tensors_of
 from ..memory.registration import Registration
@@ -74,7 +73,7 @@ class Client:
             if verb != "unpublish":
                 self._check_in_place()
             worker, called = self.driver.worker, Called(verb, spec, deadline, claim=claim)
-            known = update_at_once(worker, self._hello, called)
+            known = worker.update_at_once(self._hello, called)
             if isinstance(known, Failure):
                 raise failed(known)
             if known is not None:
@@ -90,7 +89,7 @@ class Client:
                 raise HostMemoryFull(text, hint=f"{error.hint}; or {HINT}" if error.hint else HINT) from error
             if verb == "unpublish" and copies.spoiled is not None:
                 raise self._lost(before, copies.spoiled)
-            if verb != "unpublish" and worker.shelf.prefetch is not None and (spec != PREFETCHED or version != before):
+            if verb != "unpublish" and worker.prefetch is not None and (spec != PREFETCHED or version != before):
                 self._wish(prefetch=None)  # what was fetched ahead has served its purpose
             return version
 
@@ -108,14 +107,14 @@ class Client:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
         self._check_usable()
         parse_spec(spec)
-        if self.driver.worker.layout is None:
+        if not self.driver.worker.is_registered:
             raise UsageError(f"prefetch on {self.me} before register()", hint="register the tensors first")
         self._wish(prefetch=spec)
 
     async def pin(self, version: Version, deadline: float) -> None:
         """Keep a version, however new others are. Raises `VersionUnavailable` if nobody has it."""
         self._check_usable()
-        pins = self.driver.worker.shelf.pins
+        pins = self.driver.worker.pins
         if version in pins:
             return
         if len(pins) >= MOST_PINS:
@@ -124,20 +123,20 @@ class Client:
         try:
             await check_held(self.options, self.me.model, version, deadline)
         except BaseException:
-            self._wish(pins=tuple(pin for pin in self.driver.worker.shelf.pins if pin != version))
+            self._wish(pins=tuple(pin for pin in self.driver.worker.pins if pin != version))
             raise
 
     async def unpin(self, version: Version, deadline: float) -> None:
         """Take a pin back. Does nothing where there was none."""
         self._check_usable()
-        await self._wish_heard(tuple(pin for pin in self.driver.worker.shelf.pins if pin != version), deadline)
+        await self._wish_heard(tuple(pin for pin in self.driver.worker.pins if pin != version), deadline)
 
     async def publish(self, version: Spec, deadline: float) -> Version | None:
         """Hash what the tensors are now, and promise not to change it."""
         with self._one_call("publish"):
             buffer = self.driver.worker.buffer
             root = buffer.root if isinstance(buffer, Holding) else Digest("")
-            wrong = why_not_begin(self.driver.worker, Called("publish", version, deadline, root))
+            wrong = self.driver.worker.why_not_begin(Called("publish", version, deadline, root))
             if wrong is not None:
                 raise failed(wrong)
             self._check_in_place()
@@ -209,16 +208,16 @@ class Client:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _wish(self, **wishes: object) -> None:
-        shelf = self.driver.worker.shelf
-        known = {"prefetch": shelf.prefetch, "pins": shelf.pins, **wishes}
+        worker = self.driver.worker
+        known = {"prefetch": worker.prefetch, "pins": worker.pins, **wishes}
         self.driver.feed(Wished(**known))  # type: ignore[arg-type]
 
     async def _wish_heard(self, pins: tuple[Version, ...], deadline: float) -> None:
         """Returns once the server knows of the pins."""
         self._wish(pins=pins)
-        book = self.driver.worker.book
-        number = book.number
-        if not await self.driver.until(lambda: book.acknowledged >= number, deadline):
+        worker = self.driver.worker
+        number = worker.reported
+        if not await self.driver.until(lambda: worker.acknowledged >= number, deadline):
             text = f"{self.me}: the reference server has not heard of the pins {list(pins)} in time"
             raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
 

@@ -57,7 +57,7 @@ class DataPlane:
         self.incoming: Content | None = None  # opened: what it is to be filled with next, nothing of it is written
         self.vacated: Manifest | None = None  # of what was withdrawn, and is not yet written over
         self.received_bytes: dict[str, int] = {}  # by source replica: the latest few, and the sum of the others
-        self.far_bytes: dict[int, int] = {}  # by version: from other sites, the latest few
+        self.cross_site_bytes: dict[int, int] = {}  # by version: from other sites, the latest few
         self.bytes_by_transport: dict[str, int] = {}
         self.is_closed = False
         self._transports = transports
@@ -315,15 +315,15 @@ class DataPlane:
             news, reading.counted_bytes = received - reading.counted_bytes, received
             add_up(self.received_bytes, replica, news, most=MOST_SOURCES)
             if reading.grant.is_far:
-                self._count_far(reading.grant.version, news)
+                self._count_cross_site(reading.grant.version, news)
             if reading.way is not None:
                 scheme = reading.way.scheme
                 self.bytes_by_transport[scheme] = self.bytes_by_transport.get(scheme, 0) + news
 
-    def _count_far(self, version: Version, size_bytes: int) -> None:
-        self.far_bytes[version] = self.far_bytes.pop(version, 0) + size_bytes
-        while len(self.far_bytes) > MOST_FAR:
-            del self.far_bytes[next(iter(self.far_bytes))]
+    def _count_cross_site(self, version: Version, size_bytes: int) -> None:
+        self.cross_site_bytes[version] = self.cross_site_bytes.pop(version, 0) + size_bytes
+        while len(self.cross_site_bytes) > MOST_FAR:
+            del self.cross_site_bytes[next(iter(self.cross_site_bytes))]
 
     def _ended(self, reading: OpenRead, error: TensorHubError | None) -> None:
         """In the loop, after the last byte of this read."""

@@ -72,7 +72,9 @@ class Driver:
         """`why_in_vain` is asked once of a call that waits long for shards that live; what it says ends the call."""
         self.me = hello.worker
         self.data = DataPlane(self.me, transports, verify=options.verify, tell=self.feed, host_bytes=options.host_bytes)
-        self.worker = Worker(self.me, received_bytes=self.data.received_bytes, far_bytes=self.data.far_bytes)
+        self.worker = Worker(
+            self.me, received_bytes=self.data.received_bytes, cross_site_bytes=self.data.cross_site_bytes
+        )
         self.line = Connection(options.server, hello, self._on_line)
         self.broken: InvariantViolation | None = None
         self.is_gone = False

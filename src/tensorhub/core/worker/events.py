@@ -35,7 +35,7 @@ class Registered:
     layout: LayoutInfo
     digest: Digest
     size_bytes: int
-    most_copies: int = 0  # that the limit on host memory allows
+    max_copies: int = 0  # so many fit under the limit on host memory
 
 
 @dataclass(frozen=True, slots=True)

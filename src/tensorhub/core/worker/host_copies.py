@@ -1,15 +1,16 @@
-"""A worker's host copies: versions beside the buffer, offloaded from it or fetched ahead, which others may read.
+"""A worker's host copies: versions in host memory beside the buffer, offloaded from it or fetched ahead.
 
-The server orders what to offload, to fetch and to release; the limit on host memory is the worker's own, and no copy is
-begun that does not fit. A copy that is to go is served until nothing here writes it or reads it any more.
+Peers may read them as they read the buffer. The server says what to offload, to fetch and to release. The limit on host
+memory is the worker's own: no copy is begun that does not fit.
 
-A release takes two steps, because an order may come late and from a server that is dead by now: the worker reports the
-copy as about to go, and drops it when orders that answer such a report still release it. Whoever sent those lets nobody
-begin to read it. Orders that answer such a report and do not release it know nothing of the release: the copy stays.
+A release takes two steps, because orders may come late, and from a server that is dead by now. The worker first reports
+the copy as `leaving`. It drops the copy when orders that answer such a report still release it: the server that sent
+them lets nobody begin to read the copy. If orders that answer such a report do not release the copy, their server knows
+nothing of the release, and the copy stays. A copy that is told to go is served until nothing here writes or reads it.
 
-What the worker itself has no use for any more goes the same way, but that it does not stay: only the server knows who
-still reads it. A copy is one of a version, whatever is registered now: other tensors make it unfit to fill them, and no
-worse for anybody else.
+A copy that the worker itself has no more use for goes the same way, except that it never stays: only the server knows
+who still reads it. When other tensors are registered, the copies of the former ones cannot fill them, but peers may go
+on reading those that are whole.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from .events import CopyIn, CopyOut, DropCopy, Effect
 
 Copying = tuple[Literal["in", "out"], Version]
 
-MOST_TRIES = 3  # of copying in, in one call: it is memory to memory, what fails thrice is not mended by waiting
+MAX_TRIES = 3  # of copying in, in one call: from memory to memory, what has failed three times will fail again
 
 
 @dataclass
@@ -32,67 +33,72 @@ class Leaving:
     """A host copy that is about to go."""
 
     released_in: int  # the first report that said so
-    is_final: bool = False  # of no use here any more, whatever the server says
-    is_agreed: bool = False  # the server that knows of it still wants it to go; or nobody was ever able to read it
+    is_final: bool = False  # it is of no use here any more, whatever the server says
+    is_agreed: bool = False  # the server knows that it is leaving and still releases it, or nobody could ever read it
     is_dropping: bool = False
 
     def is_answered(self, acknowledged: int) -> bool:
-        """Whoever sent orders with that acknowledgement has heard of it, and can still say what becomes of it."""
+        """The server that sent orders with that acknowledgement knows of it, and can still decide about it."""
         return not self.is_dropping and acknowledged >= self.released_in
 
 
 @dataclass
-class Shelf:
-    """Host copies by version, and the one local copy that may be under way."""
+class HostCopies:
+    """Host copies by version, and the one that may be being copied from or to the buffer."""
 
-    most: int = 0  # copies of the present tensors that the limit allows
+    max_copies: int = 0  # of the present tensors: so many the limit on host memory allows
     size_bytes: int = 0  # of one of those
     layout: Digest = Digest("")  # of the present tensors
-    copies: dict[Version, HostCopy] = field(default_factory=dict)
+    by_version: dict[Version, HostCopy] = field(default_factory=dict)
     sizes: dict[Version, int] = field(default_factory=dict)  # of the copies, in bytes
     failed: dict[Version, int] = field(default_factory=dict)  # how often copying it in has failed, in this call
     copying: Copying | None = None
-    offload: Version | None = None  # as last ordered
-    fetch: Version | None = None
+    offload: Version | None = None  # as the latest orders say
+    fetch: Version | None = None  # the same
     error: Failure | None = None  # why the last offload failed
-    prefetch: Spec | None = None  # what the caller wants ahead
+    prefetch: Spec | None = None  # what the caller wants fetched ahead
     pins: tuple[Version, ...] = ()
     leaving: dict[Version, Leaving] = field(default_factory=dict)
     _made: int = 0
 
     @property
-    def left(self) -> int:
-        """How many more of the present tensors would fit. What is kept of former ones comes before what may come."""
+    def room(self) -> int:
+        """How many more copies of the present tensors fit beside all copies that are here, of former tensors too."""
         if not self.size_bytes:
-            return max(0, self.most - len(self.copies))
-        room_bytes = self.most * self.size_bytes - sum(self.sizes.values())
-        return max(0, min(MOST_COPIES - len(self.copies), room_bytes // self.size_bytes))
+            return max(0, self.max_copies - len(self.by_version))
+        room_bytes = self.max_copies * self.size_bytes - sum(self.sizes.values())
+        return max(0, min(MOST_COPIES - len(self.by_version), room_bytes // self.size_bytes))
 
     def whole(self, version: Version | None) -> HostCopy | None:
-        """The copy of that version, if all of it is there to stay, and the buffer can be filled from it."""
-        found = self.copies.get(version) if version is not None else None
+        """The copy of that version, if it is whole, stays, and can fill the buffer."""
+        found = self.by_version.get(version) if version is not None else None
         is_there = found is not None and found.whole and found.version not in self.leaving
         return found if found is not None and is_there and not self._is_unfit(found) else None
 
     def _is_unfit(self, copy: HostCopy) -> bool:
-        """It cannot fill the buffer: that is made of other tensors, or trying has failed again and again."""
-        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MOST_TRIES
+        """It cannot fill the buffer: it is of other tensors, or copying it in has failed too often."""
+        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MAX_TRIES
 
     def has_newer(self, held: Version) -> bool:
         """Some copy is whole, and newer than what the buffer holds."""
-        return any(version > held and self.whole(version) is not None for version in self.copies)
+        return any(version > held and self.whole(version) is not None for version in self.by_version)
 
-    def register(self, layout: Digest, size_bytes: int, most: int, *, next_report: int) -> None:
-        """Other tensors. What is whole stays, as others may need it; what is not can become so no more."""
-        self.layout, self.size_bytes, self.most, self.failed = layout, size_bytes, min(most, MOST_COPIES), {}
-        for copy in self.copies.values():
+    def register(self, layout: Digest, size_bytes: int, max_copies: int, *, next_report: int) -> None:
+        """Other tensors. Whole copies stay, as others may need them; unfinished ones can no longer be finished."""
+        self.layout, self.size_bytes, self.failed = layout, size_bytes, {}
+        self.max_copies = min(max_copies, MOST_COPIES)
+        for copy in self.by_version.values():
             if copy.layout != layout and not copy.whole:
                 self.leave(copy.version, next_report=next_report)
 
-    def take(self, orders: Orders, *, next_report: int) -> None:
-        """The latest orders. What they make of the copies will be said in the next report, with that number."""
+    def new_call(self) -> None:
+        """A call begins: what has failed before may be tried again."""
+        self.error, self.failed = None, {}
+
+    def take_orders(self, orders: Orders, *, next_report: int) -> None:
+        """The latest orders. The next report, with that number, is the first that says what they change here."""
         self.offload, self.fetch = orders.offload, orders.fetch
-        for copy in self.copies.values():
+        for copy in self.by_version.values():
             is_released, leaving = copy.number in orders.release, self.leaving.get(copy.version)
             if leaving is None and is_released:
                 self.leaving[copy.version] = Leaving(next_report)
@@ -104,15 +110,16 @@ class Shelf:
                 del self.leaving[copy.version]
 
     def leave(self, version: Version, *, next_report: int) -> None:
-        """The copy is of no use here any more: it goes as soon as the server says that nobody reads it."""
+        """The copy is of no use here any more: it goes as soon as the server lets nobody read it."""
         self.leaving.setdefault(version, Leaving(next_report)).is_final = True
 
     def leave_all(self, *, next_report: int) -> None:
-        for version in self.copies:
+        """The worker leaves, and needs none of them."""
+        for version in self.by_version:
             self.leave(version, next_report=next_report)
 
-    def told(self) -> tuple[HostCopy, ...]:
-        """As a report tells it."""
+    def for_report(self) -> tuple[HostCopy, ...]:
+        """As a report says it."""
         return tuple(
             replace(
                 each,
@@ -120,34 +127,37 @@ class Shelf:
                 layout=each.layout if each.layout != self.layout else Digest(""),
                 unfit=each.whole and self._is_unfit(each),
             )
-            for each in self.copies.values()
+            for each in self.by_version.values()
         )
 
     # --- filled from a peer -------------------------------------------------------------------------------------------
 
     def may_fetch(self, version: Version, resolved: Version | None) -> bool:
-        """A read into the copy of that version is wanted and fits."""
-        found = self.copies.get(version)
+        """A read into a host copy of that version is wanted, and there is room."""
+        found = self.by_version.get(version)
         if version in self.leaving or (found is not None and found.whole) or version not in (self.fetch, resolved):
             return False  # what was begun of other tensors is leaving
-        return found is not None or self.left > 0
+        return found is not None or self.room > 0
 
     def begun(self, version: Version, root: Digest) -> None:
-        if version not in self.copies:
+        """A read into the copy has begun."""
+        if version not in self.by_version:
             self._make(version, root)
 
     def _make(self, version: Version, root: Digest, *, published: bool = False) -> None:
         self._made += 1
-        self.copies[version] = HostCopy(self._made, version, root, published=published, layout=self.layout)
+        self.by_version[version] = HostCopy(self._made, version, root, published=published, layout=self.layout)
         self.sizes[version] = self.size_bytes
 
     def advanced(self, version: Version, done: int, chunks: int) -> None:
-        found = self.copies[version]
-        self.copies[version] = replace(found, done=max(found.done, done), chunks=chunks)
+        """So many of its chunks are in place."""
+        found = self.by_version[version]
+        self.by_version[version] = replace(found, done=max(found.done, done), chunks=chunks)
 
     def filled(self, version: Version) -> None:
-        found, leaving = self.copies[version], self.leaving.get(version)
-        self.copies[version] = replace(found, done=found.chunks, whole=True)
+        """Its last chunk is in place."""
+        found, leaving = self.by_version[version], self.leaving.get(version)
+        self.by_version[version] = replace(found, done=found.chunks, whole=True)
         if leaving is not None and leaving.is_final and not leaving.is_agreed:
             del self.leaving[version]  # its last chunk came just before it was given up
 
@@ -155,7 +165,7 @@ class Shelf:
 
     def copy_out(self, buffer: Holding | Withdrawing) -> CopyOut | None:
         """Begin to offload, if that is ordered and fits."""
-        is_busy = self.copying is not None or buffer.version in self.copies or not self.left
+        is_busy = self.copying is not None or buffer.version in self.by_version or not self.room
         if is_busy or self.offload != buffer.version or self.error is not None:
             return None
         self.copying, self.error = ("out", buffer.version), None
@@ -163,9 +173,10 @@ class Shelf:
         return CopyOut(buffer.version)
 
     def copied_out(self, version: Version, failure: Failure | None) -> None:
+        """The offload has ended."""
         self._copied("out", version)
         if failure is None:
-            self.copies[version] = replace(self.copies[version], whole=True)
+            self.by_version[version] = replace(self.by_version[version], whole=True)
         else:
             self.error = failure.bounded()
             self.leaving[version] = Leaving(0, is_final=True, is_agreed=True)  # nobody was ever able to read it
@@ -178,13 +189,13 @@ class Shelf:
         return CopyIn(version)
 
     def copied_in(self, version: Version, failure: Failure | None, *, next_report: int) -> Digest | None:
-        """The content's identity, or None: the copy was no good, and goes; or copying failed, and it may be good."""
+        """Returns the root of what is in the buffer now. None: the copy was no good and goes, or copying has failed."""
         self._copied("in", version)
-        found = self.copies[version]
+        found = self.by_version[version]
         if failure is None:
             return found.root
         if failure.code == CorruptTransfer.code:
-            self.copies[version] = replace(found, done=0, whole=False)
+            self.by_version[version] = replace(found, done=0, whole=False)
             self.leave(version, next_report=next_report)
         else:
             self.failed[version] = self.failed.get(version, 0) + 1
@@ -197,8 +208,8 @@ class Shelf:
 
     # --- dropped ------------------------------------------------------------------------------------------------------
 
-    def drops(self, reading: Reading | None) -> list[Effect]:
-        """What of those that were told to go can go now."""
+    def drop_what_may_go(self, reading: Reading | None) -> list[Effect]:
+        """Drop those that are agreed to go, unless the open read or a copy in or out needs them now."""
         busy = [self.copying[1]] if self.copying is not None else []
         if reading is not None and reading.to_host:
             busy.append(reading.version)
@@ -210,7 +221,8 @@ class Shelf:
         return found
 
     def dropped(self, version: Version) -> None:
+        """Its memory is free."""
         leaving = self.leaving.get(version)
         if leaving is None or not leaving.is_dropping:
-            raise InvariantViolation(f"the copy of version {version} was dropped, which nobody had asked for")
-        del self.leaving[version], self.copies[version], self.sizes[version]
+            raise InvariantViolation(f"the copy of version {version} was dropped, which was not asked for")
+        del self.leaving[version], self.by_version[version], self.sizes[version]

@@ -1,31 +1,29 @@
 """What must be true of a worker after every event, whatever came in. A contradiction is a bug of ours."""
 
-from typing import TYPE_CHECKING
-
 from ..messages import Empty, Filling, Holding, Vacated, Withdrawing
-
-if TYPE_CHECKING:
-    from .machine import Worker
+from .state import WorkerState
 
 
-def worker_contradiction(worker: "Worker") -> str | None:
-    """How a worker machine contradicts itself, or None."""
-    reading, buffer, serving = worker.reading, worker.buffer, worker.serving
-    may_write = worker.slot.may_write
-    if may_write and not worker.slot.is_stopping and not isinstance(buffer, Filling | Vacated):
+def contradiction(worker: WorkerState) -> str | None:
+    """How a worker contradicts itself, or None."""
+    slot, buffer, serving = worker.slot, worker.buffer, worker.memory.serving
+    reading = slot.reading
+    if slot.may_write and not slot.is_stopping and not isinstance(buffer, Filling | Vacated):
         return f"reads {reading} into a buffer that is {buffer}"
+    if isinstance(buffer, Filling) and worker.call is None:
+        return f"fills {buffer} and is in no call"
     if isinstance(buffer, Vacated) and serving is not None:
         return f"has vacated {buffer.version} and serves {serving}"
-    if reading is not None and worker.slot.closed >= reading.ticket:
-        return f"reads ticket {reading.ticket}, called closed up to {worker.slot.closed}"
-    if isinstance(buffer, Empty) and serving is not None and not worker.is_stopping_serving:
+    if reading is not None and slot.closed >= reading.ticket:
+        return f"reads ticket {reading.ticket}, called closed up to {slot.closed}"
+    if isinstance(buffer, Empty) and serving is not None:
         return f"serves version {serving} from an empty buffer"
-    if isinstance(buffer, Holding) and serving != buffer.version:
+    if isinstance(buffer, Holding | Withdrawing) and serving != buffer.version:
         return f"holds {buffer.version} and serves {serving}"
-    if isinstance(buffer, Holding | Withdrawing) and may_write:
+    if isinstance(buffer, Holding | Withdrawing) and slot.may_write:
         return f"holds {buffer.version} while {reading} still writes"
-    shelf = worker.shelf
-    count = sum(copy.layout == shelf.layout for copy in shelf.copies.values())
-    if count > shelf.most and not shelf.leaving:
-        return f"has {count} host copies where {shelf.most} are allowed"
+    copies = worker.copies
+    count = sum(copy.layout == copies.layout for copy in copies.by_version.values())
+    if count > copies.max_copies and not copies.leaving:
+        return f"has {count} host copies where {copies.max_copies} are allowed"
     return None

@@ -1,7 +1,7 @@
-"""The one place through which a worker's memory is written by peers: what it may read, what it reads, what is closed.
+"""The one read that a worker may have open: what it may read, what it reads, which tickets are closed.
 
-A grant that came with the latest orders waits here until the buffer wants it. At most one read is open. Every ticket up
-to the watermark `closed` will never be read again; the server may rely on that once it was reported.
+A grant from the latest orders waits here until it is wanted. At most one read is open. No ticket up to `closed` will
+ever be read again, and the server may rely on that once it was reported.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from math import inf
 from msgspec.structs import replace
 
 from ..errors import InvariantViolation
-from ..messages import MOST_WORDS, Grant, Reading, shortened
+from ..messages import MOST_FAILURES, MOST_WORDS, Failure, Grant, Reading, TicketFailure, shortened
 from ..names import Digest, Number, Ticket, WorkerId
 from .events import Effect, OpenRead, ReadMeasured, StartRead, StopRead, Trust
 
@@ -25,12 +25,15 @@ class ReadSlot:
     is_opening: bool = False  # it fetches the manifest only
     is_opened: bool = False  # the manifest is here, and it waits for the buffer
     is_stopping: bool = False
-    is_barred: bool = False  # and writes nothing any more, the shell has said
+    is_barred: bool = False  # while it stops: the shell has said that it writes nothing any more
     closed: Ticket = Ticket(0)
     trust_until: float = -inf
     root: Digest = Digest("")  # of the content that is being read
+    failures: list[TicketFailure] = field(default_factory=list)  # of the current call, newest last
     effects: list[Effect] = field(default_factory=list)
     stop_reason: str = ""
+
+    # --- grant and lease ----------------------------------------------------------------------------------------------
 
     def take_grant(self, grant: Grant | None) -> None:
         """The latest orders grant this, and nothing else any more."""
@@ -52,15 +55,23 @@ class ReadSlot:
         self.stop("own lease ended")
         return had_grant
 
+    # --- questions ----------------------------------------------------------------------------------------------------
+
     def may_start(self, *, is_wanted: bool, now: float) -> bool:
         """What is granted is wanted, nothing is open, and the lease lasts."""
         return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until
 
     @property
+    def is_into_buffer(self) -> bool:
+        """The open read is one into the buffer."""
+        return self.reading is not None and not self.reading.to_host
+
+    @property
     def may_write(self) -> bool:
-        """A read into the buffer is open that may write, or may have written without our having heard of it yet."""
-        is_into_buffer = self.reading is not None and not self.reading.to_host
-        return is_into_buffer and not self.is_opening and not self.is_opened and not self.is_barred
+        """The open read may write the buffer, or may have written it without our having heard of it yet."""
+        return self.is_into_buffer and not self.is_opening and not self.is_opened and not self.is_barred
+
+    # --- the open read ------------------------------------------------------------------------------------------------
 
     def start(self, *, is_only_opened: bool = False) -> None:
         """Begin to read what is granted, or to open it."""
@@ -72,7 +83,7 @@ class ReadSlot:
         self.effects += [Trust(self.trust_until), OpenRead(grant) if is_only_opened else StartRead(grant)]
 
     def note_opened(self, ticket: Ticket) -> Reading | None:
-        """The manifest is here. Returns the read, unless it is another one by now."""
+        """The manifest is here. Returns the read, unless another one is open by now."""
         if self.reading is None or self.reading.ticket != ticket or not self.is_opening:
             return None
         self.is_opening, self.is_opened = False, True
@@ -101,6 +112,11 @@ class ReadSlot:
         if self.reading is not None and ticket != self.reading.ticket:
             self.stop("no longer granted")
 
+    def give_up(self, why: str) -> None:
+        """The call that wanted the buffer filled is over: end a read into it, and do not begin it again."""
+        self.grant = None
+        self.stop(why)
+
     def stop(self, why: str) -> None:
         """Ask the open read, if any, to end."""
         if self.reading is not None and not self.is_stopping:
@@ -115,7 +131,7 @@ class ReadSlot:
             self.reading = replace(self.reading, rate_bytes_per_s=rate, arrived_bytes=arrived, **words)
 
     def ended(self, ticket: Ticket) -> tuple[Reading, bool]:
-        """The read has ended, no byte of it can land any more. Returns it, and whether it ended by itself."""
+        """No byte of the read can land any more. Returns the read, and whether it ended by itself."""
         reading = self.reading
         if reading is None or reading.ticket != ticket:
             raise InvariantViolation(f"{self.me}: read {ticket} ended, but {reading} was open")
@@ -126,6 +142,12 @@ class ReadSlot:
         if self.grant is not None and self.grant.ticket <= ticket:
             self.grant = None
         return reading, by_itself
+
+    def failed(self, reading: Reading, failure: Failure) -> None:
+        """That read has failed by itself: the next reports say so."""
+        why = shortened(failure.message, MOST_WORDS)
+        self.failures = [*self.failures, TicketFailure(reading.ticket, reading.source, failure.code, why)]
+        self.failures = self.failures[-MOST_FAILURES:]
 
     def raise_watermark(self, seen: Number) -> Ticket:
         """Close every ticket that is neither read nor waiting; orders up to `seen` have been taken in."""
@@ -139,5 +161,6 @@ class ReadSlot:
         return self.closed
 
     def take_effects(self) -> list[Effect]:
+        """What it wants done since the last time."""
         effects, self.effects = self.effects, []
         return effects

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..messages import Filling, Report
 from ..names import Number, Ticket
 
-MOST_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is long over
+MAX_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is long over
 
 
 def news_of(report: Report) -> Report:
@@ -69,7 +69,7 @@ class ReportBook:
         self.number += 1
         self._last_news, self._last_at = news_of(report), now
         self._sent_at[self.number] = now
-        if len(self._sent_at) > MOST_UNACKNOWLEDGED:
+        if len(self._sent_at) > MAX_UNACKNOWLEDGED:
             del self._sent_at[min(self._sent_at)]
         return replace(report, number=self.number)
 

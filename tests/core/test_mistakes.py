@@ -19,7 +19,6 @@ from tensorhub.core.messages import (
 )
 from tensorhub.core.names import Digest, Version
 from tensorhub.core.worker import events
-from tensorhub.core.worker.call import update_at_once, why_not_begin
 from tensorhub.core.worker.events import Called
 from tensorhub.core.worker.machine import Worker
 
@@ -34,7 +33,7 @@ def somebody(buffer: object = None) -> Worker:
     found = Worker(worker("rollout"))
     found.handle(events.Registered(LayoutInfo.of(LAYOUT), LAYOUT.digest(), 16, 1), now=0.0)
     if buffer is not None:
-        found.buffer = buffer  # type: ignore[assignment]
+        found.state.memory.buffer = buffer  # type: ignore[assignment]
     return found
 
 
@@ -51,31 +50,31 @@ def code(failure: Failure | None) -> str | None:
 
 def test_a_call_that_is_no_mistake_may_begin() -> None:
     for called in (publishes(1), Called("unpublish", "", 60.0), Called("update", "prefetched", 60.0)):
-        assert why_not_begin(somebody(), called) is None
-    assert why_not_begin(somebody(), Called("replicate", "latest-2", 60.0)) is None
+        assert somebody().why_not_begin(called) is None
+    assert somebody().why_not_begin(Called("replicate", "latest-2", 60.0)) is None
 
 
 def test_a_worker_that_was_closed_takes_no_call() -> None:
     it = somebody()
     it.handle(events.Closing(60.0), now=0.0)
-    assert code(why_not_begin(it, publishes(1))) == "closed"
+    assert code(it.why_not_begin(publishes(1))) == "closed"
 
 
 def test_one_call_at_a_time() -> None:
     it = somebody()
     it.handle(Called("update", "latest", 60.0), now=0.0)
-    assert code(why_not_begin(it, Called("update", "latest", 60.0))) == "usage"
+    assert code(it.why_not_begin(Called("update", "latest", 60.0))) == "usage"
 
 
 @pytest.mark.parametrize(("retry_s", "expected"), [(0.0, "refused"), (1.0, None)])
 def test_who_was_refused_for_good_calls_in_vain(retry_s: float, expected: str | None) -> None:
     it = somebody()
     it.handle(events.Received(Refusal("refused", "no", retry_s=retry_s)), now=0.0)
-    assert code(why_not_begin(it, publishes(1))) == expected
+    assert code(it.why_not_begin(publishes(1))) == expected
 
 
 def test_tensors_come_first() -> None:
-    assert code(why_not_begin(Worker(worker("rollout")), publishes(1))) == "usage"
+    assert code(Worker(worker("rollout")).why_not_begin(publishes(1))) == "usage"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_tensors_come_first() -> None:
     ids=str,
 )
 def test_what_names_nothing_is_a_mistake(called: Called) -> None:
-    assert code(why_not_begin(somebody(), called)) == "usage"
+    assert code(somebody().why_not_begin(called)) == "usage"
 
 
 # --- publish ----------------------------------------------------------------------------------------------------------
@@ -114,12 +113,12 @@ def test_what_names_nothing_is_a_mistake(called: Called) -> None:
     ids=repr,
 )
 def test_what_the_buffer_is_decides_whether_1_may_be_published(buffer: object, expected: str | None) -> None:
-    assert code(why_not_begin(somebody(buffer), publishes(1))) == expected
+    assert code(somebody(buffer).why_not_begin(publishes(1))) == expected
 
 
 def test_the_buffer_is_no_matter_to_who_does_not_publish() -> None:
     for buffer in (Poisoned(), Holding(ONE, ROOT), Filling(ONE)):
-        assert why_not_begin(somebody(buffer), Called("update", "latest", 60.0)) is None
+        assert somebody(buffer).why_not_begin(Called("update", "latest", 60.0)) is None
 
 
 # --- update("prefetched") ---------------------------------------------------------------------------------------------
@@ -130,8 +129,9 @@ PREFETCHED = Called("update", "prefetched", 60.0)
 
 def holder(*copies: HostCopy, wishes: bool = True) -> Worker:
     it = somebody(Holding(Version(2), ROOT))
-    it.shelf.copies = {copy.version: replace(copy, layout=it.shelf.layout) for copy in copies}
-    it.shelf.prefetch = "latest" if wishes else None
+    mine = it.state.copies
+    mine.by_version = {copy.version: replace(copy, layout=mine.layout) for copy in copies}
+    mine.prefetch = "latest" if wishes else None
     return it
 
 
@@ -140,12 +140,12 @@ def rollout(**more: object) -> Hello:
 
 
 def test_where_nothing_newer_is_here_what_is_held_is_kept_at_once() -> None:
-    assert update_at_once(holder(), rollout(), PREFETCHED) == 2
+    assert holder().update_at_once(rollout(), PREFETCHED) == 2
 
 
 def test_other_calls_are_the_servers_business() -> None:
     for called in (Called("update", "latest", 60.0), Called("replicate", "latest", 60.0)):
-        assert update_at_once(holder(), rollout(), called) is None
+        assert holder().update_at_once(rollout(), called) is None
 
 
 @pytest.mark.parametrize(
@@ -158,44 +158,44 @@ def test_other_calls_are_the_servers_business() -> None:
     ],
 )
 def test_only_a_whole_and_newer_copy_needs_the_server(copy: HostCopy, expected: int | None) -> None:
-    assert update_at_once(holder(copy), rollout(), PREFETCHED) == expected
+    assert holder(copy).update_at_once(rollout(), PREFETCHED) == expected
 
 
 def test_a_copy_that_goes_is_none() -> None:
     it = holder(HostCopy(1, Version(3), ROOT, whole=True))
-    it.shelf.leave(Version(3), next_report=1)
-    assert update_at_once(it, rollout(), PREFETCHED) == 2
+    it.state.copies.leave(Version(3), next_report=1)
+    assert it.update_at_once(rollout(), PREFETCHED) == 2
 
 
 def test_a_copy_of_other_tensors_fills_nothing() -> None:
     it = holder(HostCopy(1, Version(3), ROOT, whole=True))
-    it.shelf.layout = Digest("of others")
-    assert update_at_once(it, rollout(), PREFETCHED) == 2
+    it.state.copies.layout = Digest("of others")
+    assert it.update_at_once(rollout(), PREFETCHED) == 2
 
 
 def test_who_holds_nothing_asks_the_server() -> None:
     it = holder()
-    it.buffer = Empty()
-    assert update_at_once(it, rollout(), PREFETCHED) is None
+    it.state.memory.buffer = Empty()
+    assert it.update_at_once(rollout(), PREFETCHED) is None
 
 
 def test_several_shards_ask_the_server() -> None:
-    assert update_at_once(holder(), rollout(shards=2), PREFETCHED) is None
+    assert holder().update_at_once(rollout(shards=2), PREFETCHED) is None
 
 
 def test_who_fetches_nothing_ahead_would_wait_for_ever() -> None:
     it = holder(wishes=False)
-    failure = update_at_once(it, rollout(), PREFETCHED)
+    failure = it.update_at_once(rollout(), PREFETCHED)
     assert isinstance(failure, Failure)
     assert failure.code == "usage"
     always = Hello(**{**{name: getattr(rollout(), name) for name in Hello.__struct_fields__}, "prefetch": "always"})
-    assert update_at_once(it, always, PREFETCHED) == 2
+    assert it.update_at_once(always, PREFETCHED) == 2
 
 
 def test_a_mistake_is_a_mistake_at_once_too() -> None:
     it = holder()
     it.handle(events.Closing(60.0), now=0.0)
-    failure = update_at_once(it, rollout(), PREFETCHED)
+    failure = it.update_at_once(rollout(), PREFETCHED)
     assert isinstance(failure, Failure)
     assert failure.code == "closed"
 

@@ -2,7 +2,7 @@
 
 from tensorhub.core.messages import Empty, Filling, Holding
 from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker.report_book import MOST_UNACKNOWLEDGED, ReportBook, news_of
+from tensorhub.core.worker.report_book import MAX_UNACKNOWLEDGED, ReportBook, news_of
 
 from .kit import report
 
@@ -44,9 +44,9 @@ def test_reports_are_numbered_and_their_sending_is_remembered_until_acknowledged
 
 def test_silence_does_not_fill_the_memory() -> None:
     book = ReportBook()
-    for at in range(10 * MOST_UNACKNOWLEDGED):
+    for at in range(10 * MAX_UNACKNOWLEDGED):
         book.sent(report(0), now=float(at))
-    assert book.statistics()["unacknowledged"] == MOST_UNACKNOWLEDGED
+    assert book.statistics()["unacknowledged"] == MAX_UNACKNOWLEDGED
 
 
 def test_an_acknowledgement_of_what_was_never_sent_counts_for_nothing() -> None:

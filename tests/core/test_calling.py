@@ -7,7 +7,6 @@ from tensorhub.core.messages import Answer, Failure, Filling, Poisoned, Refusal
 from tensorhub.core.names import Digest, Number, Version
 from tensorhub.core.worker import events
 from tensorhub.core.worker.call import Call
-from tensorhub.core.worker.calling import retries
 
 from .kit import Conversation, grant, orders
 
@@ -31,7 +30,7 @@ def test_a_fill_is_called_again_when_what_it_was_resolved_to_is_lost(
 ) -> None:
     call = Call(verb, spec, ROOT, 0.0, 60.0)
     call.answer = Answer(1, error=Failure(code, "it says why") if code else None)
-    assert retries(call) is expected
+    assert call.is_called_again is expected
 
 
 @pytest.mark.parametrize(("retry_s", "errors"), [(0.0, ["refused"]), (1.0, [])])
@@ -46,7 +45,7 @@ def test_a_call_ends_with_a_refusal_for_good_and_waits_for_a_server_that_may_tak
 
 def fetching_ahead_and_filling() -> Conversation:
     """It reads version 2 into host memory while a call waits for a source to fill the buffer with 1."""
-    it = Conversation.begun(most_copies=2)
+    it = Conversation.begun(max_copies=2)
     it.tell(events.Called("replicate", 1, 60.0))
     ahead = replace(grant(2, version=2), to_host=True)
     it.tell(events.Received(orders(3, fetch=Version(2), grant=ahead, answer=it.resolved(1))))
@@ -77,11 +76,11 @@ def test_what_is_granted_before_the_buffer_is_free_is_read_as_soon_as_it_is() ->
     it.tell(events.Received(orders(3, grant=grant(2), answer=it.resolved(1))), events.Cancelled())
     it.tell(events.ReadEnded(grant(2).ticket), events.Called("replicate", 1, 60.0))
     assert it.worker.buffer == Poisoned(ONE)  # others may be reading behind what had come into it
-    told = it.worker.book.number
+    told = it.worker.reported
     both = orders(5, grant=grant(4), answer=it.resolved(1), drained=ONE)
     it.tell(events.Received(replace(both, acknowledged=told)))
     assert it.wants(events.StopServing(ONE))
     assert not it.wants(events.StartRead(grant(4)))
     it.tell(events.ServingStopped(ONE))
     assert it.wants(events.StartRead(grant(4)))
-    assert it.worker.seen == Number(5)
+    assert it.worker.state.seen == Number(5)

@@ -13,7 +13,7 @@ ONE = Version(1)
 
 def test_a_buffer_that_had_begun_to_be_read_is_filled_from_the_copy() -> None:
     it = Conversation()
-    it.tell(events.Connected(), events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, most_copies=2))
+    it.tell(events.Connected(), events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, max_copies=2))
     ahead, into_buffer = replace(grant(1), to_host=True), grant(2)
     again = replace(grant(3), to_host=True)
     it.tell(events.Received(orders(1, fetch=ONE, grant=ahead)))
@@ -31,7 +31,7 @@ def test_a_buffer_that_had_begun_to_be_read_is_filled_from_the_copy() -> None:
     # others may be reading behind what had come into the buffer: only the server knows
     assert not it.wants(events.StopServing(ONE))
     assert it.worker.buffer == Poisoned(ONE)
-    told = it.worker.book.number
+    told = it.worker.reported
     early = replace(orders(4, fetch=ONE, answer=answer, drained=ONE), acknowledged=told - 1)
     it.tell(events.Received(early))
     assert not it.wants(events.StopServing(ONE))

@@ -1,0 +1,47 @@
+"""The steps of leaving: withdraw, let heirs and readers finish for half of the time, then go."""
+
+from ..messages import Empty, Failure, Holding, Poisoned, Withdrawing
+from . import calling, events, filling
+from .departure import Departure
+from .state import WorkerState
+
+
+def begin(worker: WorkerState, deadline: float) -> None:
+    """The caller wants to leave by then."""
+    if worker.departure is None:
+        worker.departure = Departure(worker.now, deadline)
+        if worker.call is not None:
+            text = f"{worker.me} was closed during {worker.call.verb}"
+            calling.fail(worker, Failure("closed", text))
+
+
+def advance(worker: WorkerState) -> None:
+    """Take the step of leaving that how things are now allows."""
+    departure = worker.departure
+    if departure is None or departure.has_left:
+        return
+    if isinstance(worker.buffer, Holding):
+        filling.withdraw(worker)
+    if worker.now >= departure.impatient_at:
+        departure.is_hurried = True
+        worker.copies.leave_all(next_report=worker.next_report)
+        filling.hurry(worker)
+    if worker.now >= departure.deadline or not worker.connected:
+        worker.slot.stop("closing")
+        worker.want(worker.memory.stop_serving())
+        leave(worker, departure, drained=not isinstance(worker.buffer, Withdrawing))
+    elif _is_gone(worker) and not departure.leaving_in:
+        departure.leaving_in = worker.next_report
+
+
+def leave(worker: WorkerState, departure: Departure, *, drained: bool) -> None:
+    """Tell the shell that nothing keeps this worker any more."""
+    if not departure.has_left:
+        departure.has_left = True
+        worker.want(events.Left(drained))
+
+
+def _is_gone(worker: WorkerState) -> bool:
+    """Nothing is held here any more, and nobody reads or writes here."""
+    is_empty = isinstance(worker.buffer, Empty | Poisoned) and not worker.copies.by_version
+    return is_empty and worker.is_untouched and worker.reading is None

@@ -1,0 +1,113 @@
+"""Reads: when one is opened, begun and stopped, and what it brings to the buffer or to a host copy."""
+
+from ..messages import Empty, Filling, Grant, Holding, Poisoned, Vacated
+from . import events, filling
+from .state import WorkerState
+
+# --- what the data plane tells ----------------------------------------------------------------------------------------
+
+
+def opened(worker: WorkerState, event: events.ReadOpened) -> None:
+    """The source has what was granted: the old version may be withdrawn for it."""
+    reading = worker.slot.note_opened(event.ticket)
+    if reading is not None:
+        worker.note(f"has opened version {reading.version} at {reading.source}")
+        if worker.call is not None:
+            worker.call.opened = reading.version
+
+
+def barred(worker: WorkerState, event: events.ReadBarred) -> None:
+    """A read that was told to stop writes no more. The old version is back if nothing was written and nobody calls."""
+    if not worker.slot.bar(event.ticket):
+        return
+    if event.is_touched:
+        filling.touched(worker, event.ticket)
+    filling.take_back(worker)
+
+
+def advanced(worker: WorkerState, event: events.ReadAdvanced) -> None:
+    """More chunks are in place."""
+    reading = worker.reading
+    if reading is None or reading.ticket != event.ticket:
+        return
+    if reading.to_host:
+        worker.copies.advanced(reading.version, event.done, event.chunks)
+        return
+    if event.done:
+        filling.touched(worker, event.ticket)
+    if isinstance(worker.buffer, Filling):
+        worker.memory.advance(event.done, event.chunks)
+
+
+def ended(worker: WorkerState, event: events.ReadEnded) -> None:
+    """No byte of a read can land any more."""
+    if event.complete:
+        filling.touched(worker, event.ticket)  # a version of no bytes has touched none
+    reading, by_itself = worker.slot.ended(event.ticket)
+    if event.complete and reading.to_host:
+        worker.copies.filled(reading.version)
+        worker.note(f"has a host copy of version {reading.version}, last chunk from {reading.source}")
+    elif event.complete and isinstance(worker.buffer, Filling) and worker.buffer.version == reading.version:
+        worker.want(worker.memory.complete(worker.slot.root))
+        worker.note(f"holds version {reading.version}, last chunk from {reading.source}")
+    elif event.failure is not None and by_itself:
+        worker.slot.failed(reading, event.failure)
+        worker.note(f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
+    filling.take_back(worker)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def advance(worker: WorkerState) -> None:
+    """Open, begin or stop a read, as grant and buffer have it now."""
+    slot, call = worker.slot, worker.call
+    wanted = _is_wanted(worker, slot.grant)
+    may_be_wanted = call is not None and call.fills and not isinstance(worker.buffer, Holding)
+    if slot.grant is not None and not wanted and (slot.grant.to_host or not may_be_wanted):
+        slot.grant, worker.is_urgent = None, True  # its source need not wait for us
+    slot.stop_unless_granted(is_wanted=wanted)
+    if slot.may_start(is_wanted=wanted, now=worker.now):
+        _begin(worker)
+    elif slot.is_opened and not slot.is_stopping and isinstance(worker.buffer, Vacated):
+        slot.go_on()
+    for effect in slot.effects:
+        if isinstance(effect, events.StopRead):
+            worker.note(f"stops ticket {effect.ticket}: {slot.stop_reason}")
+    worker.effects += slot.take_effects()
+
+
+def _is_wanted(worker: WorkerState, grant: Grant | None) -> bool:
+    """What is granted can be opened or read now, or is being read."""
+    call = worker.call
+    if grant is None:
+        return False
+    if grant.to_host:
+        return worker.copies.may_fetch(grant.version, call.resolved if call is not None else None)
+    if call is None or not call.fills or call.resolved != grant.version:
+        return False
+    if isinstance(worker.buffer, Filling):
+        return worker.buffer.version == grant.version and worker.copies.copying is None
+    is_other = not isinstance(worker.buffer, Empty | Poisoned) and worker.buffer.version != grant.version
+    return is_other and worker.copies.whole(grant.version) is None
+
+
+def _begin(worker: WorkerState) -> None:
+    slot, grant = worker.slot, worker.slot.grant
+    assert grant is not None
+    if grant.to_host:
+        slot.start()
+        worker.copies.begun(grant.version, grant.root)
+    elif isinstance(worker.buffer, Filling):
+        if worker.memory.is_stopping:
+            return
+        slot.start()
+        worker.memory.serve_fill()
+    elif worker.call is None or worker.call.opened != grant.version:
+        slot.start(is_only_opened=True)
+    elif isinstance(worker.buffer, Vacated):
+        slot.start()
+    else:
+        return  # it was opened before, at another source: it is read once the buffer is free
+    verb = "reads" if not slot.is_opening else "opens"
+    worker.note(f"{verb} {grant.version} at {grant.source}, ticket {grant.ticket}: {grant.reason}")

@@ -1,0 +1,39 @@
+"""What a worker says of itself: its whole state, as one report."""
+
+from ..messages import Report
+from ..names import Digest
+from .state import WorkerState
+
+
+def report_of(worker: WorkerState) -> Report:
+    """How things are here. It gets its number when it is sent."""
+    layout, departure, proofs = worker.layout, worker.departure, worker.proofs
+    return Report(
+        number=0,
+        session=worker.session,
+        seen=worker.seen,
+        buffer=worker.buffer,
+        layout=layout.digest if layout is not None else Digest(""),
+        size_bytes=layout.size_bytes if layout is not None else 0,
+        operation=worker.call.for_report() if worker.call is not None else None,
+        ended=worker.ended,
+        finished=worker.finished,
+        reading=worker.reading,
+        closed=worker.slot.closed,
+        newest=proofs.newest,
+        newest_receipt=proofs.newest_receipt,
+        receipts=proofs.receipts_of(worker.versions_here),
+        ceiling=proofs.ceiling,
+        ceiling_receipt=proofs.ceiling_receipt,
+        failures=tuple(worker.slot.failures),
+        received_bytes=dict(worker.received_bytes),
+        far_bytes=dict(worker.cross_site_bytes),
+        copies=worker.copies.for_report(),
+        copies_left=worker.copies.room,
+        copy_error=worker.copies.error,
+        pins=worker.copies.pins,
+        prefetch=worker.copies.prefetch,
+        closing=departure is not None,
+        leaving=departure is not None and departure.leaving_in > 0,
+        claim=worker.claim if departure is None else None,
+    )

@@ -1,0 +1,366 @@
+"""The table of what may become of a buffer: each line of it happens to some worker, and nothing else can happen."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+from msgspec.structs import replace
+
+from tensorhub.core.errors import InvariantViolation
+from tensorhub.core.messages import (
+    Buffer,
+    Empty,
+    Failure,
+    Filling,
+    Grant,
+    Holding,
+    LayoutInfo,
+    Orders,
+    Poisoned,
+    Vacated,
+    Withdrawing,
+)
+from tensorhub.core.names import Digest, Number, Ticket, Version
+from tensorhub.core.worker import events
+from tensorhub.core.worker.buffer import TRANSITIONS, RegisteredMemory
+
+from .kit import LAYOUT, Conversation, grant, orders, worker
+
+ROOT = Digest("r")
+ONE, TWO = Version(1), Version(2)
+REGISTERED = events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, 2)
+
+Taken = tuple[str, type[Buffer], type[Buffer]]
+TABLE: list[Taken] = [(each.trigger, each.before, each.after) for each in TRANSITIONS]
+
+
+def name_of(taken: Taken) -> str:
+    trigger, before, after = taken
+    return f"{before.__name__}-{trigger}-{after.__name__}"
+
+
+class Life(Conversation):
+    """A worker to which one thing after another happens, as far as some line of the table."""
+
+    @classmethod
+    def begun(cls, *, max_copies: int = 2) -> "Life":
+        found = super().begun(max_copies=max_copies)
+        assert isinstance(found, cls)
+        return found
+
+    def ordered(self, **more: object) -> None:
+        """The server has heard everything, and says this."""
+        number = Number(self.worker.state.seen + 1)
+        told = replace(orders(number, **more), acknowledged=self.worker.reported)
+        assert isinstance(told, Orders)
+        self.tell(events.Received(told))
+
+    def called(self, verb: str, spec: int | str = "", *, version: Version | None = None, **more: object) -> None:
+        """The caller calls, and the server says which version that is."""
+        self.tell(events.Called(verb, spec, 60.0, ROOT if verb == "publish" else Digest("")))
+        if version is not None:
+            self.ordered(answer=self.resolved(version), **more)
+
+    def granted(self, version: Version, **more: object) -> Grant:
+        """A read is granted: of the version that the call under way is about, into the buffer."""
+        given = grant(self.worker.state.seen + 1, version=version)
+        self.ordered(answer=self.resolved(version), grant=given, **more)
+        return given
+
+    def drained(self) -> None:
+        """Nobody reads what is withdrawn, the server says; and the shell stops serving it."""
+        call, slot = self.worker.call, self.worker.state.slot
+        answer = self.resolved(call.resolved) if call is not None and call.resolved is not None else None
+        self.ordered(drained=self.worker.state.memory.serving, answer=answer, grant=slot.grant)
+        self.stopped()
+
+    def stopped(self) -> None:
+        serving = self.worker.state.memory.serving
+        assert serving is not None
+        assert self.wants(events.StopServing(serving))
+        self.tell(events.ServingStopped(serving))
+
+    def ended(self) -> None:
+        """The call has ended well in the whole group."""
+        call = self.worker.call
+        assert call is not None
+        self.ordered(answer=replace(self.resolved(call.resolved or 0), version=call.resolved, finished=True))
+
+
+# --- how far lives go -------------------------------------------------------------------------------------------------
+
+
+def published() -> Life:
+    it = Life.begun()
+    it.called("publish", 1, version=ONE)
+    it.ended()
+    return it
+
+
+def filling() -> Life:
+    it = Life.begun()
+    it.called("replicate", 1, version=ONE)
+    return it
+
+
+def read_into() -> Life:
+    it = filling()
+    given = it.granted(ONE)
+    it.tell(events.ReadAdvanced(given.ticket, 1, 4))
+    return it
+
+
+def replicated() -> Life:
+    it = read_into()
+    it.tell(events.ReadEnded(ticket_of(it), complete=True))
+    it.ended()
+    return it
+
+
+def ticket_of(it: Life) -> Ticket:
+    assert it.worker.reading is not None
+    return it.worker.reading.ticket
+
+
+def poisoned() -> Life:
+    it = filling()
+    it.tell(events.Cancelled())
+    return it
+
+
+def withdrawing(before: Callable[[], Life] = published) -> Life:
+    """It updates to version 2, which has been opened at its source."""
+    it = before()
+    it.called("update", 2, version=TWO)
+    given = it.granted(TWO)
+    it.tell(events.ReadOpened(given.ticket))
+    return it
+
+
+def vacated(before: Callable[[], Life] = published) -> Life:
+    it = withdrawing(before)
+    it.drained()
+    return it
+
+
+def vacated_by_unpublish(before: Callable[[], Life] = published) -> Life:
+    it = before()
+    it.called("unpublish")
+    it.drained()
+    return it
+
+
+def conflict(it: Life) -> Life:
+    it.ordered(conflict=ROOT)
+    return it
+
+
+# --- and the last step ------------------------------------------------------------------------------------------------
+
+
+def registers_again() -> Life:
+    it = poisoned()
+    it.tell(REGISTERED)
+    return it
+
+
+def fills_again() -> Life:
+    it = poisoned()
+    it.called("replicate", 1, version=ONE)
+    return it
+
+
+def fills_from_a_copy() -> Life:
+    """What it updates to has been fetched ahead."""
+    it = published()
+    ahead = replace(grant(it.worker.state.seen + 1, version=2), to_host=True)
+    it.ordered(grant=ahead, fetch=TWO)
+    it.tell(events.ReadEnded(ahead.ticket, complete=True))
+    it.called("update", 2, version=TWO)
+    it.drained()
+    assert it.wants(events.CopyIn(TWO))
+    return it
+
+
+def touches() -> Life:
+    it = vacated()
+    it.tell(events.ReadTouched(ticket_of(it)))
+    return it
+
+
+def ends_in_the_middle() -> Life:
+    it = read_into()
+    it.tell(events.Cancelled())
+    return it
+
+
+def hurries() -> Life:
+    it = withdrawing()
+    it.now = 30.0
+    it.tell(events.Tick())
+    return it
+
+
+def keeps() -> Life:
+    it = withdrawing()
+    it.tell(events.Cancelled())
+    return it
+
+
+def leaves() -> Life:
+    it = published()
+    it.tell(events.Closing(60.0))
+    it.drained()
+    return it
+
+
+def spoiled_and_free() -> Life:
+    it = ends_in_the_middle()
+    it.tell(events.ReadEnded(ticket_of(it)))
+    it.drained()
+    return it
+
+
+def disowned_and_free() -> Life:
+    it = conflict(published())
+    it.drained()
+    return it
+
+
+def takes_back() -> Life:
+    it = vacated()
+    it.tell(events.Cancelled())
+    assert isinstance(it.worker.buffer, Vacated)  # the read might have written, until its shell has said
+    it.tell(events.ReadBarred(ticket_of(it), is_touched=False))
+    return it
+
+
+def unpublishes() -> Life:
+    it = vacated_by_unpublish()
+    it.ended()
+    return it
+
+
+LIVES: dict[Taken, Callable[[], Life]] = {
+    ("register", Empty, Empty): Life.begun,
+    ("register", Poisoned, Empty): registers_again,
+    ("publish", Empty, Holding): published,
+    ("begin_fill", Empty, Filling): filling,
+    ("begin_fill", Poisoned, Filling): fills_again,
+    ("begin_fill", Vacated, Filling): fills_from_a_copy,
+    ("touch", Vacated, Filling): touches,
+    ("advance", Filling, Filling): read_into,
+    ("complete", Filling, Holding): replicated,
+    ("cut_short", Filling, Poisoned): ends_in_the_middle,
+    ("withdraw", Holding, Withdrawing): withdrawing,
+    ("hurry", Withdrawing, Withdrawing): hurries,
+    ("keep", Withdrawing, Holding): keeps,
+    ("serving_stopped", Withdrawing, Vacated): vacated,
+    ("serving_stopped", Withdrawing, Empty): leaves,
+    ("serving_stopped", Poisoned, Poisoned): spoiled_and_free,
+    ("serving_stopped", Poisoned, Empty): disowned_and_free,
+    ("take_back", Vacated, Holding): takes_back,
+    ("let_go", Vacated, Empty): unpublishes,
+    ("disown", Holding, Poisoned): lambda: conflict(published()),
+    ("disown", Withdrawing, Poisoned): lambda: conflict(withdrawing()),
+    ("disown", Vacated, Poisoned): lambda: conflict(vacated_by_unpublish(replicated)),
+    ("disown", Vacated, Empty): lambda: conflict(vacated_by_unpublish()),
+}
+
+
+@pytest.mark.parametrize("line", TABLE, ids=name_of)
+def test_every_line_of_the_table_happens(line: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Taken] = []
+    become = RegisteredMemory._become
+
+    def recorded(self: RegisteredMemory, trigger: str, after: Buffer) -> None:
+        steps.append((trigger, type(self.buffer), type(after)))
+        become(self, trigger, after)
+
+    monkeypatch.setattr(RegisteredMemory, "_become", recorded)
+    assert line in LIVES, "nobody takes this line: tell a life that does, or strike the line"
+    it = LIVES[line]()
+    assert steps[-1] == line
+    assert type(it.worker.buffer) is line[2]
+
+
+def test_no_line_stands_twice_and_no_life_is_of_another_table() -> None:
+    assert sorted(map(name_of, LIVES)) == sorted(map(name_of, TABLE))
+
+
+def test_every_line_says_why_and_is_named_for_a_method() -> None:
+    for each in TRANSITIONS:
+        assert callable(getattr(RegisteredMemory, each.trigger))
+        assert each.why
+
+
+# --- what is not in the table -----------------------------------------------------------------------------------------
+
+
+TRIGGERS: dict[str, Callable[[RegisteredMemory], object]] = {
+    "register": lambda it: it.register(),
+    "publish": lambda it: it.publish(TWO, ROOT),
+    "begin_fill": lambda it: it.begin_fill(TWO),
+    "touch": lambda it: it.touch(TWO),
+    "advance": lambda it: it.advance(1, 2),
+    "complete": lambda it: it.complete(ROOT),
+    "cut_short": lambda it: it.cut_short(next_report=1),
+    "withdraw": lambda it: it.withdraw(next_report=1),
+    "hurry": lambda it: it.hurry(),
+    "keep": lambda it: it.keep(),
+    "serving_stopped": lambda it: it.serving_stopped(ONE, is_leaving=False),
+    "take_back": lambda it: it.take_back(),
+    "let_go": lambda it: it.let_go(),
+    "disown": lambda it: it.disown(next_report=1),
+}
+BUFFERS: list[Buffer] = [
+    *(Empty(), Poisoned(), Filling(ONE), Holding(ONE, ROOT), Withdrawing(ONE, ROOT), Vacated(ONE, ROOT))
+]
+
+
+@pytest.mark.parametrize(
+    ("trigger", "buffer"),
+    [
+        (trigger, buffer)
+        for trigger, buffer in product(TRIGGERS, BUFFERS)
+        if (trigger, type(buffer)) not in [(of, before) for of, before, _ in TABLE]
+    ],
+    ids=str,
+)
+def test_whatever_is_not_in_the_table_is_our_bug_and_says_what_was_to_happen(trigger: str, buffer: Buffer) -> None:
+    it = RegisteredMemory(worker("rollout"), buffer)
+    if trigger == "serving_stopped":
+        it.serving, it.is_stopping = ONE, True
+    with pytest.raises(InvariantViolation, match=trigger):
+        TRIGGERS[trigger](it)
+    assert it.buffer == buffer
+
+
+def test_every_trigger_is_tried_where_it_may_not_happen() -> None:
+    assert sorted(TRIGGERS) == sorted({trigger for trigger, _, _ in TABLE})
+
+
+# --- what goes with the buffer ----------------------------------------------------------------------------------------
+
+
+def test_what_was_disowned_with_nobody_reading_leaves_no_trace_in_the_next_fill() -> None:
+    it = conflict(vacated_by_unpublish())
+    assert it.worker.buffer == Empty()
+    it.called("replicate", 3, version=Version(3))
+    given = it.granted(Version(3))
+    it.tell(events.ReadAdvanced(given.ticket, 1, 4), events.Cancelled(), events.ReadEnded(given.ticket))
+    it.drained()
+    assert it.worker.buffer == Poisoned()  # spoiled by the fill: it may not be published
+
+
+def test_a_server_that_says_finished_too_early_leaves_no_fill_behind() -> None:
+    it = read_into()
+    it.ended()
+    assert isinstance(it.worker.buffer, Poisoned)
+    assert it.wants(events.StopRead(ticket_of(it)))
+
+
+def test_a_read_that_fails_leaves_the_buffer_as_it_is() -> None:
+    it = read_into()
+    it.tell(events.ReadEnded(ticket_of(it), failure=Failure("source-lost", "gone")))
+    assert it.worker.buffer == Filling(ONE, 1, 4)
