@@ -40,7 +40,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The caller wants one operation, and waits until `deadline` (same clock as `now`)."""
+    """The caller makes a call, and waits for its end until `deadline` (same clock as `now`)."""
 
     verb: str
     spec: Spec
@@ -51,12 +51,12 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class ClaimDropped:
-    """The caller will not publish what its last unpublish has claimed."""
+    """The caller will not publish the version that its last unpublish has claimed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The caller does not want the current operation any more."""
+    """The caller does not wait for its call any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,10 @@ class ReadTouched:
 
 @dataclass(frozen=True, slots=True)
 class ReadBarred:
-    """After `StopRead`, at once: no byte is written unless one was allowed before, which `is_touched` says."""
+    """The answer to `StopRead`, at once: the read may write nothing that it was not allowed to write before.
+
+    `is_touched`: it was allowed to write something, which may still land.
+    """
 
     ticket: Ticket
     is_touched: bool
@@ -223,8 +226,8 @@ class Trust:
 
 @dataclass(frozen=True, slots=True)
 class StopRead:
-    """Let it write nothing that it was not allowed to write before, and say so at once with `ReadBarred`; end it soon:
-    `ReadEnded` is awaited too."""
+    """Let the read write nothing that it was not allowed to write before, and answer at once with `ReadBarred`. End it
+    soon, and answer with `ReadEnded`."""
 
     ticket: Ticket
 
@@ -267,7 +270,7 @@ class DropCopy:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The caller's operation ended: with a version (None after an unpublish), or with an error."""
+    """The caller's call has ended: with a version (None after an unpublish), or with an error."""
 
     number: int
     version: Version | None = None
@@ -276,7 +279,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Delayed:
-    """The caller's operation has waited for longer than a lease because of this, and goes on. Said once of each."""
+    """The caller's call has waited for longer than a lease, for this reason, and goes on. Told once for each call."""
 
     number: int
     why: Failure
@@ -284,7 +287,7 @@ class Delayed:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something that nobody asked about has gone wrong here: for the log, once."""
+    """Something has gone wrong here that no call can tell the caller: for the log, once."""
 
     text: str
 

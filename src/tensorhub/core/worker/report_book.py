@@ -1,6 +1,6 @@
-"""When a worker says how things are: on news, once a second, and when something must not wait.
+"""When a worker reports: at once when there is news, and once a second in any case.
 
-Remembers when each report was sent, because a lease counts from the sending of the report that was acknowledged.
+The book remembers when each report was sent: a lease counts from the sending of the report that was acknowledged.
 """
 
 from math import inf
@@ -14,7 +14,7 @@ MAX_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is lon
 
 
 def news_of(report: Report) -> Report:
-    """What of a report is worth telling at once: all but the counters that move by themselves."""
+    """The report without counters and what the server itself has said: a change of anything else is told at once."""
     buffer = Filling(report.buffer.version) if isinstance(report.buffer, Filling) else report.buffer
     reading = report.reading
     if reading is not None:
@@ -38,18 +38,20 @@ class ReportBook:
         self._last_at = -inf
 
     def statistics(self) -> dict[str, int]:
+        """Counters, for people."""
         return {"reports": self.number, "unacknowledged": len(self._sent_at)}
 
     @property
     def next_at(self) -> float:
+        """When the next report is due if there is no news."""
         return self._last_at + self.every_s
 
     def unanswered_s(self, now: float) -> float:
-        """For how long the server has not acknowledged what it was told."""
+        """How long the oldest report has waited that the server has not acknowledged."""
         return max(0.0, now - min(self._sent_at.values(), default=now))
 
     def repeat(self) -> None:
-        """A new connection: whatever was told before must be told again, perhaps to a server that has heard nothing."""
+        """A new connection: the server at its end may have heard nothing, so all is told again."""
         self._last_news, self._last_at = None, -inf
         self._since = self.number + 1
 
