@@ -186,6 +186,12 @@ def test_in_whatever_order_they_come_all_who_live_agree(fresh: bool, history: li
         assert all(replica.shards in counts for replica in (model.replicas.values() if model is not None else ()))
 
 
+@pytest.mark.parametrize(("length", "expected"), [(1, ""), (200, ""), (201, "usage")])
+def test_a_name_has_its_longest(length: int, expected: str) -> None:
+    assert code(Town().hello("a" * length, 0, 1)) == expected
+    assert code(Town().hello("a", 0, 1, model="m" * length)) == expected
+
+
 def test_an_answer_is_an_answer() -> None:
     """Without this the others might hold because nobody is ever let in."""
     town = Town()

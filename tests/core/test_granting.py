@@ -100,3 +100,15 @@ def test_what_was_told_to_go_and_is_gone_is_forgotten() -> None:
         assert list(town.server.known(READER).releasing) == [number]
     town.says(READER, buffer=Filling(ONE))
     assert not town.server.known(READER).releasing
+
+
+def test_a_read_from_a_host_copy_that_is_gone_is_taken_back() -> None:
+    town, copy = Town(), HostCopy(1, ONE, ROOT, whole=True)
+    town.joins(SPOT, reliable=False, copies=(copy,))
+    town.joins(READER)
+    town.says(READER, operation=Operation(1, "replicate", 1))
+    grant = town.orders[READER].grant
+    assert grant is not None
+    assert (grant.source, grant.from_host) == (SPOT, True)
+    town.says(SPOT)
+    assert town.orders[READER].grant is None

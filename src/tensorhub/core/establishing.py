@@ -75,7 +75,7 @@ def has_reliable_holder(model: Model, record: VersionRecord, leaver: Member) -> 
 def is_keeper(server: "Server", model: Model, member: Member) -> bool:
     """It holds the newest established version, and of those that do it is the one to make a copy ahead of need."""
     version, buffer = model.newest_established, member.report.buffer
-    if version is None or not isinstance(buffer, Holding) or buffer.version != version:
+    if not isinstance(buffer, Holding) or buffer.version != version:
         return False
     record = model.record(version)
     if not _may_keep(model, record, member):

@@ -212,7 +212,7 @@ def _prefetched(
     if len(members) < replica.shards or None in members:
         text = f"not all shards of {replica.name} are here: nobody knows what they have fetched ahead"
         return None, _missing(replica) or Failure("group-incomplete", text, "is every shard running?")
-    for version in sorted((v for v, record in model.versions.items() if record.exists), reverse=True):
+    for version in sorted(model.versions, reverse=True):  # what somebody has a whole copy of exists
         if all(member is not None and member.fills_itself(version) for member in members):
             return version, None
     return (held, None) if held is not None else model.resolve("latest")
