@@ -3,12 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Answer, Failure, Filling, Poisoned, Refusal
+from tensorhub.core.messages import Answer, Empty, Failure, Filling, LayoutInfo, Poisoned, Refusal, Report, Vacated
 from tensorhub.core.names import Digest, Number, Version
 from tensorhub.core.worker import events
 from tensorhub.core.worker.call import Call
 
-from .kit import Conversation, grant, orders
+from .kit import LAYOUT, Conversation, grant, orders
 
 ONE = Version(1)
 ROOT = Digest("r")
@@ -41,6 +41,34 @@ def test_a_call_ends_with_a_refusal_for_good_and_waits_for_a_server_that_may_tak
     it.tell(events.Called("update", "latest", 60.0))
     it.tell(events.Received(Refusal("refused", "no", retry_s=retry_s)))
     assert it.errors == errors
+
+
+def test_a_call_that_was_never_numbered_ends_as_number_0() -> None:
+    it = Conversation()
+    it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, 0), events.Called("update", "latest", 60.0))
+    it.tell(events.Received(Refusal("refused", "no")))
+    assert [effect.number for effect in it.wanted if isinstance(effect, events.Finished)] == [0]
+
+
+@pytest.mark.parametrize(("published", "buffer"), [(True, Empty()), (False, Poisoned())])
+def test_what_is_not_its_version_is_given_up(published: bool, buffer: object) -> None:
+    """Whoever published has its tensors as they are; whoever replicated has bytes that are nothing."""
+    it = Conversation.begun()
+    it.worker.buffer = Vacated(ONE, ROOT, published)
+    it.tell(events.Received(orders(2, conflict=Digest("another"))))
+    assert it.worker.buffer == Vacated(ONE, ROOT, published)
+    it.tell(events.Received(orders(3, conflict=ROOT)))
+    assert it.worker.buffer == buffer
+
+
+def test_the_highest_ceiling_is_carried() -> None:
+    it = Conversation.begun()
+    for number, ceiling, carried in ((2, 100, 100), (3, 90, 100), (4, 110, 110)):
+        it.tell(events.Received(orders(number, ceiling=ceiling, ceiling_receipt=f"of {ceiling}")))
+        it.tell(events.Called("update", "latest", 60.0), events.Cancelled())
+        told = [effect.message for effect in it.wanted if isinstance(effect, events.Send)][-1]
+        assert isinstance(told, Report)
+        assert (told.ceiling, told.ceiling_receipt) == (carried, f"of {carried}")
 
 
 def fetching_ahead_and_filling() -> Conversation:

@@ -1,7 +1,10 @@
 """What the server grants and until when it watches, of which no transcript tells."""
 
+import pytest
 from msgspec.structs import replace
 
+from tensorhub.core import granting
+from tensorhub.core.membership import Member
 from tensorhub.core.messages import Filling, Holding, HostCopy, LayoutInfo, Operation, Orders, Reading, Withdrawing
 from tensorhub.core.names import Digest, Number, Version, WorkerId
 from tensorhub.core.server import Server
@@ -112,3 +115,14 @@ def test_a_read_from_a_host_copy_that_is_gone_is_taken_back() -> None:
     assert (grant.source, grant.from_host) == (SPOT, True)
     town.says(SPOT)
     assert town.orders[READER].grant is None
+
+
+def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once_more(server: Server, model: object, replica: object, member: Member) -> None:
+        server.touch(member.worker)
+
+    monkeypatch.setattr(granting, "decide_read", once_more)
+    town = Town()
+    town.joins(READER)
+    assert town.server.counters["unsettled"] > 0
+    assert town.orders[READER].acknowledged == 1

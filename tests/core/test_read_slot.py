@@ -111,3 +111,16 @@ def test_only_the_read_that_was_told_to_stop_writes_no_more() -> None:
     assert found.may_write
     assert found.bar(Ticket(5))
     assert not found.may_write
+
+
+def test_a_read_that_was_opened_says_so_until_it_goes_on() -> None:
+    found = slot(ticket=5)
+    found.start(is_only_opened=True)
+    assert found.note_opened(Ticket(4)) is None
+    opened = found.note_opened(Ticket(5))
+    assert opened is not None
+    assert opened.is_opened
+    assert found.reading == opened
+    found.go_on()
+    assert found.reading is not None
+    assert not found.reading.is_opened
