@@ -54,7 +54,7 @@ def test_a_call_that_was_never_numbered_ends_as_number_0() -> None:
 def test_what_is_not_its_version_is_given_up(published: bool, buffer: object) -> None:
     """Whoever published has its tensors as they are; whoever replicated has bytes that are nothing."""
     it = Conversation.begun()
-    it.worker.buffer = Vacated(ONE, ROOT, published)
+    it.worker.state.memory.buffer = Vacated(ONE, ROOT, published)
     it.tell(events.Received(orders(2, conflict=Digest("another"))))
     assert it.worker.buffer == Vacated(ONE, ROOT, published)
     it.tell(events.Received(orders(3, conflict=ROOT)))

@@ -99,7 +99,13 @@ print(json.dumps(asdict(verdict)))
         ("assert found is not None", "while True: pass", "", "timed out", "tests/core/test_specs.py::test_steps_back"),
         ("assert found is not None", "assert found", "", "survived", ""),
         ("assert found is not None", "assert found", "int + str", "killed", "mypy"),
-        ("\nimport re\n", "\nimport nothing_of_that_name\n", "", "killed", "tests/core/test_specs.py"),
+        (
+            "import re\n\nfrom .errors",
+            "import nothing_of_that_name\n\nfrom .errors",
+            "",
+            "killed",
+            "tests/core/test_specs.py",
+        ),
         ('r"latest(?:', 'r"newest(?:', "", "killed", "tests/core/test_specs.py::test_steps_back"),
     ],
 )
