@@ -18,7 +18,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 FIRST = ("tests/tidy/",)  # seconds, and they explain what others only suffer from
 LAST = "processes"  # the mark of tests with real processes: minutes
 
-KEPT = ("TENSORHUB_BLESS",)  # spoken to the tests, not to the product
+KEPT = ("TENSORHUB_BLESS", "TENSORHUB_NATIVE")  # what is blessed, and by which of two ways bytes move in these tests
 for name in [name for name in os.environ if name.startswith("TENSORHUB_") and name not in KEPT]:
     del os.environ[name]  # here, so that subprocesses of tests do not see them either
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from .c_shape import c_violations
 from .circles import circle_violations
 from .core_order import order_violations, ownership_violations
 from .dangers import blind_violations, noqa_violations, sleep_violations, unsafe_violations
@@ -341,3 +342,25 @@ def test_circles_bite(code: str) -> None:
 )
 def test_circles_let_pass(code: str) -> None:
     assert circle_violations(snippet(code)) == []
+
+
+# --- C ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("int x;\n", "no comment"),
+        ("/* Long. */\n" + "int x;\n" * 400, "401 lines"),
+        ("/* Wide. */\n" + " " * 121 + "\n", "121 columns"),
+        ("/* A long one. */\nint f(void) {\n" + "    x();\n" * 70 + "}\n", "a function of 72 lines"),
+    ],
+)
+def test_limits_for_c_bite(code: str, says: str) -> None:
+    (found,) = c_violations("a.c", code)
+    assert says in found
+
+
+def test_limits_for_c_bear_with_short_functions() -> None:
+    short = "int f(void) {\n" + "    x();\n" * 60 + "}\n"
+    assert not c_violations("a.c", "/* Several. */\n" + short * 5)

@@ -1,7 +1,10 @@
 """Every file of the product and of the tests keeps the house rules."""
 
+from pathlib import Path
+
 import pytest
 
+from .c_shape import c_files, c_violations
 from .circles import circle_violations
 from .core_order import ROWS, order_violations, ownership_violations
 from .dangers import (
@@ -54,6 +57,11 @@ def test_core_and_simulator_are_pure(source: Source) -> None:
 @in_src
 def test_files_and_functions_are_short_and_say_what_they_are(source: Source) -> None:
     none_of(shape_violations(source))
+
+
+@pytest.mark.parametrize("path", c_files(), ids=lambda path: path.name)
+def test_c_files_are_short_and_say_what_they_are(path: Path) -> None:
+    none_of(c_violations(path.name, path.read_text(encoding="utf-8")))
 
 
 @in_src

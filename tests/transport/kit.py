@@ -20,10 +20,11 @@ from typing import Any
 
 import xxhash
 
-from tensorhub.core.errors import CorruptTransfer, TensorHubError
+from tensorhub.core.errors import CorruptTransfer, SessionLost, TensorHubError
 from tensorhub.core.manifest import chunk_count
 from tensorhub.transport import local_host, nixl_probe, tcp_lend
-from tensorhub.transport.base import Export, Look, Read, Transport
+from tensorhub.transport.base import Export, Look, Read, Terms, Transport
+from tensorhub.transport.gates import Gate as WordGate
 from tensorhub.transport.local import LocalSettings, LocalTransport
 from tensorhub.transport.nixl import NixlSettings, NixlTransport
 from tensorhub.transport.progress import Progress
@@ -145,6 +146,8 @@ def open_files() -> int:
 class Pieces:
     """A byte stream over one buffer, cut into pieces of the given length (0: one piece)."""
 
+    is_bare = True
+
     def __init__(self, buffer: bytearray, piece_bytes: int = 0) -> None:
         self.view = memoryview(buffer)
         self.piece_bytes = piece_bytes
@@ -183,6 +186,8 @@ class Pieces:
 
 class BlockedPieces(Pieces):
     """Memory that cannot be read until `release` is set, like a device that hangs."""
+
+    is_bare = False
 
     def __init__(self, buffer: bytearray) -> None:
         super().__init__(buffer)
@@ -231,13 +236,15 @@ class Target:
         self.chunk_bytes = chunk_bytes
         count = chunk_count(len(right), chunk_bytes)
         self.progress = Progress(count)
-        self.order: list[int] = []
+        self._order: list[int] = []
+        self.told_bytes: int | None = None  # by a transport that judged by itself
         self.arrivals: dict[int, list[bytes]] = {}  # what was shown of each chunk while it came
         self.manifest: bytes | None = None
+        self.gate = WordGate()
         self.touches = 0  # chunks that were about to be written
         self.touch_error: Exception | None = None
         self._wanted = range(count) if wanted is None else wanted
-        self._digests = [xxhash.xxh3_128_digest(right[i * chunk_bytes : (i + 1) * chunk_bytes]) for i in range(count)]
+        self.digests = [xxhash.xxh3_128_digest(right[i * chunk_bytes : (i + 1) * chunk_bytes]) for i in range(count)]
         self._gates = gates or {}
         self._begin_error = begin_error
         self._accept_error = accept_error
@@ -274,12 +281,34 @@ class Target:
             digest.update(view)
         if chunk in self.arrivals:
             assert b"".join(self.arrivals[chunk]) == b"".join(views), "what was shown is what came, in order"
-        if digest.digest() != self._digests[chunk]:
+        if digest.digest() != self.digests[chunk]:
             raise CorruptTransfer(f"chunk {chunk} is not as announced")
 
     def stored(self, chunk: int) -> None:
-        self.order.append(chunk)
+        self._order.append(chunk)
         self.progress.mark(chunk)
+
+    @property
+    def order(self) -> list[int]:
+        """The chunks that count, in the order in which they came to; in theirs, if nobody was there to see it."""
+        if self.told_bytes is None:
+            return self._order
+        return [chunk for chunk in range(self.progress.chunk_count) if self.progress.has(chunk)]
+
+    def terms(self) -> Terms | None:
+        """Transports may judge by themselves, unless the test wants to stop or to spoil a chunk."""
+        if type(self).accept is not Target.accept or self._gates or self._accept_error is not None:
+            return None
+        self.told_bytes = 0
+        return Terms(b"".join(self.digests), self.progress, (self.gate,))
+
+    def told(self, size_bytes: int) -> None:
+        assert self.told_bytes is not None
+        self.told_bytes += size_bytes
+
+    def check(self) -> None:
+        if self.gate.is_shut:
+            raise SessionLost("the gate was shut")
 
     def export(self, key: str, manifest: bytes = b"manifest") -> Export:
         """What this target has, for others to read behind it."""

@@ -1,8 +1,9 @@
 """A worker in a process of its own, to be killed or stopped. Prints what the test waits for, one line each.
 All take the silence limit as a last argument.
 
-    peer.py source KIND SIZE CHUNK READY     exports "k" with the first READY chunks there; prints its endpoint
-    peer.py reader KIND SIZE CHUNK ENDPOINT  reads "k"; prints `stored N` for each chunk and `end ...`
+    peer.py source KIND SIZE CHUNK READY     exports "k" with the first READY chunks there; prints its endpoint; has the
+                                             others once it is sent a line
+    peer.py reader KIND SIZE CHUNK ENDPOINT  reads "k"; prints `stored N` for each chunk, or now and then, and `end ...`
     peer.py forgetful KIND SIZE CHUNK READY  is in the middle of serving and reading when its main thread ends
 """
 
@@ -19,6 +20,10 @@ class TalkingTarget(kit.Target):
     def stored(self, chunk: int) -> None:
         super().stored(chunk)
         print("stored", chunk, flush=True)
+
+    def told(self, size_bytes: int) -> None:
+        super().told(size_bytes)
+        print("stored", size_bytes, "B", flush=True)
 
 
 def main(role: str, kind: str, size: str, chunk: str, last: str, silence_s: str = "5") -> None:
@@ -40,7 +45,9 @@ def main(role: str, kind: str, size: str, chunk: str, last: str, silence_s: str 
         print("leaving", flush=True)
         return
     print(transport.endpoint, flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        for rest in range(int(last), progress.chunk_count):
+            progress.mark(rest)
 
 
 main(*sys.argv[1:])

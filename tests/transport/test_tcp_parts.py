@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from tensorhub.core.errors import UsageError
 from tensorhub.transport.progress import Progress
+from tensorhub.transport.tcp_claims import Ahead, Claims, as_ranges
+from tensorhub.transport.tcp_job import Job
 from tensorhub.transport.tcp_settings import TcpSettings, advertised_endpoint, format_endpoint, parse_endpoint
-from tensorhub.transport.tcp_stream import Ahead, Claims, Job, dial
-from tensorhub.transport.tcp_wire import Silent, Vanished, Wire, as_ranges
+from tensorhub.transport.tcp_stream import dial
+from tensorhub.transport.tcp_wire import Silent, Vanished, Wire
 from tensorhub.transport.vectors import Addresses
 
 from . import kit

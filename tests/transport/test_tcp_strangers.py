@@ -15,8 +15,8 @@ from tensorhub.transport import tcp_wire
 from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_job import NoRoom
 from tensorhub.transport.tcp_settings import TcpSettings, parse_endpoint
-from tensorhub.transport.tcp_stream import NoRoom
 from tensorhub.transport.tcp_wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
 
 from . import kit

@@ -25,7 +25,8 @@ from ..core.errors import (
 )
 from ..core.manifest import Manifest, decode_manifest
 from ..core.names import Digest
-from ..transport.base import ByteStream, Look
+from ..transport.base import ByteStream, Look, Terms
+from ..transport.gates import Gate
 from ..transport.progress import Progress
 from .digests import ALGORITHM, ALGORITHMS, NO_ALGORITHM, Hashing, Verify, check_verify, digest, tensors_of
 from .registration import Registration
@@ -66,6 +67,7 @@ class FillSink:
         self._is_settled = False
         self._hashing: dict[int, Hashing] = {}  # chunks on their way, each in one thread
         self._revoked: TensorHubError | None = None
+        self._gate = Gate()  # shut once it is revoked
         self._bytes_verified = self._bytes_unverified = self._bytes_rejected = 0
         self._lock = threading.Lock()
         self._telling = threading.Lock()  # callbacks, one at a time and in order
@@ -142,6 +144,30 @@ class FillSink:
                 self._registration.settle()
                 self._is_settled = True
 
+    def terms(self) -> Terms | None:
+        """What the manifest says of each chunk, if its digests are of the kind that a transport can compute."""
+        manifest = self.manifest
+        if self._verify == "full" and manifest.algorithm != ALGORITHM:
+            return None
+        digests = manifest.digests if self._verify == "full" else None
+        return Terms(digests, self.progress, (self._gate,))
+
+    def told(self, size_bytes: int) -> None:
+        """More has come, was judged as the terms say, and is marked."""
+        with self._telling:
+            with self._lock:
+                if self._verify == "full":
+                    self._bytes_verified += size_bytes
+                else:
+                    self._bytes_unverified += size_bytes
+            if self._on_stored is not None:
+                self._on_stored(self.progress.prefix)
+
+    def check(self) -> None:
+        """Raises once it is revoked."""
+        with self._lock:
+            self._check_live()
+
     def observe(self, chunk: int) -> Look | None:
         """Hash the parts of a chunk as they come: then `accept` need not look at them again."""
         if self._verify != "full" or self.manifest.algorithm != ALGORITHM:
@@ -193,6 +219,7 @@ class FillSink:
         """From now on `begin`, `accept` and `stored` raise `error`: the leave to read has ended."""
         with self._lock:
             self._revoked = self._revoked or error
+        self._gate.shut()
 
     def _check_live(self) -> None:
         if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it

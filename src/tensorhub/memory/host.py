@@ -73,6 +73,8 @@ def host_views(pieces: Sequence[Piece]) -> list[memoryview]:
 class HostStream:
     """A `ByteStream` over memory of this process."""
 
+    is_bare = True
+
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._starts = [piece.start for piece in pieces]
         self._stops = [piece.stop for piece in pieces]

@@ -7,19 +7,29 @@ before it is counted. It must never: prolong anything by itself.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 from ..core.errors import SessionLost
 from ..memory.fill import FillSink
-from ..transport.base import ByteStream, Look
+from ..transport.base import ByteStream, Look, Terms
+from ..transport.gates import Gate, Until
 
 
 class Lease:
     """Until when this worker trusts what it reads (`time.monotonic()`); written by the loop, read by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.until = -inf
+        self.end = Until(-inf)
         self.clock = clock
+
+    @property
+    def until(self) -> float:
+        return self.end.value
+
+    @until.setter
+    def until(self, moment: float) -> None:
+        self.end.value = moment
 
     @property
     def is_over(self) -> bool:
@@ -43,12 +53,17 @@ class TrustedSink:
         """
         self.is_far = is_far
         self.is_only_opened = is_only_opened
-        self.is_stopped = False
+        self.stop_gate = Gate()
         self.is_touched = False
         self._fill = fill
         self._lease = lease
         self._on_touch = on_touch
         self._gate = threading.Lock()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Nothing counts any more."""
+        return self.stop_gate.is_shut
 
     @property
     def stream(self) -> ByteStream:
@@ -80,8 +95,22 @@ class TrustedSink:
     def bar(self) -> bool:
         """Let nothing be written any more unless something was before. Returns whether it was; final either way."""
         with self._gate:
-            self.is_stopped = True
+            self.stop_gate.shut()
             return self.is_touched
+
+    def terms(self) -> Terms | None:
+        """The fill's, for as long as this read is trusted."""
+        terms = self._fill.terms()
+        if terms is None or self._lease.clock is not time.monotonic:
+            return None
+        return replace(terms, gates=(*terms.gates, self.stop_gate), until=self._lease.end)
+
+    def told(self, size_bytes: int) -> None:
+        self._fill.told(size_bytes)
+
+    def check(self) -> None:
+        self._check()
+        self._fill.check()
 
     def observe(self, chunk: int) -> Look | None:
         return self._fill.observe(chunk)

@@ -11,7 +11,8 @@ It must never: send a chunk.
 import struct
 
 from .tcp_lend import Lending
-from .tcp_server import Served, TcpServer
+from .tcp_served import Served
+from .tcp_server import TcpServer
 from .tcp_wire import Hello, Wire
 
 READY, MEMORY = 16, 17
@@ -21,6 +22,8 @@ MAX_MEMORY_BYTES = 64 << 20  # 2 million pieces and more
 
 class AnnouncingServer(TcpServer):
     """Says which chunks are there, and counts what its readers say that they have read."""
+
+    is_announcing = True
 
     def lending(self, hello: Hello) -> Lending | None:
         return None

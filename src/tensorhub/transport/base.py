@@ -17,9 +17,10 @@ contract suite checks for each:
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..core.errors import TensorHubError
+from .gates import Gate, Until
 from .progress import Progress
 
 OnEnd = Callable[[TensorHubError | None], None]
@@ -95,6 +96,37 @@ class Sink(Protocol):
 
     def stored(self, chunk: int) -> None:
         """The accepted chunk is in place (its `writing` block has ended): it counts from now on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a transport must know to judge chunks by itself, without asking the sink for each."""
+
+    digests: bytes | None  # xxh3-128 of every chunk, one after another; None: bytes are taken unchecked
+    progress: Progress  # marked with every chunk that counts
+    gates: tuple[Gate, ...]  # while all are open, chunks count
+    until: Until | None = None  # and not from this moment on
+
+
+@runtime_checkable
+class Trusting(Protocol):
+    """A sink that lets the transport judge, where the bytes move without the interpreter.
+
+    Such a transport calls `begin`, `touch` once before the first byte is written, and then only `told`; and when a
+    chunk is wrong or nothing counts any more, `accept` or `check`, which say it in the sink's words.
+    """
+
+    def terms(self) -> Terms | None:
+        """Asked after `begin`. None: it wants to see every chunk itself."""
+        ...
+
+    def told(self, size_bytes: int) -> None:
+        """So many more bytes have come and count, as `progress` says: now and then, in one thread, and at the end."""
+        ...
+
+    def check(self) -> None:
+        """Raises if nothing counts any more."""
         ...
 
 

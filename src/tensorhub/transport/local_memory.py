@@ -32,6 +32,15 @@ SEAL_BYTES = 16
 _NOTHING = bytes(SEAL_BYTES)
 
 
+REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+
+
+def refused(pid: int, number: int) -> TransportMissing:
+    """The kernel does not permit it."""
+    text = f"reading the memory of process {pid} is refused: {os.strerror(number)}"
+    return TransportMissing(text, hint=remedy())
+
+
 class Seal:
     """A source's word that an export lasts."""
 
@@ -94,6 +103,11 @@ class Process:
             raise Lost(f"process {pid} is gone") from error
         except OSError:  # an old kernel, or a filter: its start time must do
             self._started = _start_time(pid)
+
+    @property
+    def pidfd(self) -> int:
+        """-1 where there is none."""
+        return self._pidfd
 
     def close(self) -> None:
         pidfd, self._pidfd = self._pidfd, -1
@@ -178,9 +192,8 @@ class Process:
 
     def _failed(self, moved: int) -> NoReturn:
         number = ctypes.get_errno()
-        if moved < 0 and number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-            text = f"reading the memory of process {self.pid} is refused: {os.strerror(number)}"
-            raise TransportMissing(text, hint=remedy())
+        if moved < 0 and number in REFUSED:
+            raise refused(self.pid, number)
         raise Lost(f"process {self.pid} cannot be read: {os.strerror(number) if moved < 0 else 'no byte came'}")
 
 

@@ -9,6 +9,7 @@ If the kernel refuses, nothing was begun and the read ends with `TransportMissin
 can still use tcp. It must never: let a chunk be judged whose seal was not seen after the copy.
 """
 
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,12 +19,15 @@ from . import tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
-from .local_memory import Call, Lost, Process, Token
+from .local_memory import REFUSED, Call, Lost, Process, Token, refused
 from .local_server import SEAL, credentials_of
 from .located import Located
+from .native import shapes
+from .native_read import LOCAL_TILE_BYTES, Mover, mover_for, table_of
+from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
-from .tcp_stream import Job, Stream, opened
+from .tcp_stream import Stream, opened
 from .tcp_wire import Garbled, Refusal, Vanished, Welcome, Wire
 from .vectors import Addresses, Bridged
 
@@ -78,9 +82,21 @@ class Remote:
             yield
         except Lost as error:
             if self.is_sealed:  # it is there and means it, and yet these pages are not for the kernel to read
-                text = f"the memory that process {self._process.pid} exports cannot be read from outside: {error}"
-                raise TransportMissing(text, hint="memory of a device's driver? tcp reads it from inside") from error
+                raise unreadable(self._process.pid, str(error)) from error
             raise
+
+    def describe(self, state: shapes.StreamState) -> None:
+        """For the mover, which must not outlive this."""
+        state.is_local, state.pid, state.pidfd = 1, self._process.pid, self._process.pidfd
+        state.theirs = table_of(self._addresses)
+        state.seal_address = self._token.address
+        state.seal[:] = self._token.value
+
+
+def unreadable(pid: int, why: str) -> TransportMissing:
+    """The memory is there, but not for others."""
+    text = f"the memory that process {pid} exports cannot be read from outside: {why}"
+    return TransportMissing(text, hint="memory of a device's driver? tcp reads it from inside")
 
 
 class LocalJob(Job):
@@ -201,6 +217,29 @@ class LocalStream(Stream):
         except Lost as error:
             raise Vanished(str(error)) from error
         return remote
+
+    def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
+        remote, process = self._its.remote, self._its.process
+        if remote is None or process is None or process.pidfd < 0:
+            return None
+        job = self.job
+        return mover_for(job.settings, job.sink, wanted, streams, LOCAL_TILE_BYTES)
+
+    def state_for(self, mover: Mover) -> shapes.StreamState:
+        """With whose memory is read, and where."""
+        state, remote = super().state_for(mover), self._its.remote
+        assert remote is not None, "bytes before addresses"
+        remote.describe(state)
+        return state
+
+    def conclude(self, state: shapes.StreamState) -> None:
+        if state.status == shapes.UNREADABLE:
+            raise unreadable(state.pid, os.strerror(state.error))
+        if state.status == shapes.LOST:
+            if state.error in REFUSED:
+                raise refused(state.pid, state.error)
+            raise self._left()
+        super().conclude(state)
 
     def ask(self, chunks: Sequence[int]) -> None:
         self._told_bytes = self._read_bytes

@@ -21,7 +21,7 @@ from .base import Export
 from .local_host import Place, format_endpoint, new_name, socket_address
 from .local_memory import Seal
 from .located import Located
-from .tcp_server import Served
+from .tcp_served import Served
 from .tcp_settings import TcpSettings
 from .tcp_wire import Hello, Refusal, Wire
 

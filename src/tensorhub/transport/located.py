@@ -22,6 +22,19 @@ class Located(Protocol):
         ...
 
 
+@runtime_checkable
+class Bare(Protocol):
+    """A located stream whose blocks do nothing: its bytes may be read and written without entering one."""
+
+    is_bare: bool
+
+
+def bare_addresses(stream: ByteStream) -> Addresses | None:
+    """Where its bytes lie, if they may be moved without entering its blocks."""
+    is_bare = isinstance(stream, Bare) and stream.is_bare
+    return stream.addresses() if is_bare and isinstance(stream, Located) else None
+
+
 class Scattered:
     """Where a stream's small pieces lie, found out once there are so many that Python's calls are too slow for them."""
 

@@ -31,11 +31,12 @@ from .nixl_meeting import Meeting, Plan
 from .nixl_memory import SEAL_BYTES
 from .nixl_path import HOST, Facts, Lane
 from .nixl_server import SCHEME, Memory
+from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import SCHEME as TCP
 from .tcp_settings import TcpSettings
 from .tcp_settings import parse_endpoint as parse_tcp_endpoint
-from .tcp_stream import Job, Stream, dial, opened
+from .tcp_stream import Stream, dial, opened
 from .tcp_wire import Garbled, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
 USE_TCP = "use tcp"
@@ -163,6 +164,9 @@ class NixlStream(Stream):
             raise self._left(f"NIXL cannot reach it: {error}", TransportMissing) from error
         self._prove()
         return manifest
+
+    def mover_for(self, wanted: Sequence[int], streams: int) -> None:
+        """NIXL brings the bytes, in threads of its own."""
 
     def pump(self) -> None:
         self._prove()

@@ -24,7 +24,7 @@ from .located import Located
 from .nixl_agent import Agent, Agents, Region
 from .nixl_memory import SEAL_BYTES, Page, Place, Placed, Seal
 from .nixl_path import Facts
-from .tcp_server import Served
+from .tcp_served import Served
 from .tcp_settings import SCHEME as TCP
 from .tcp_settings import TcpSettings
 from .tcp_wire import Refusal, Wire

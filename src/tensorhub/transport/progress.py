@@ -1,8 +1,15 @@
-"""Which chunks of a shard are complete, shared between the threads that fill it and those that serve it."""
+"""Which chunks of a shard are complete, shared between the threads that fill it and those that serve it.
 
+Where the native mover is in use it marks chunks and waits for them as well, so the marks are words of memory that both
+sides know. Elsewhere they are Python's, under a lock.
+"""
+
+import ctypes
 import threading
 import time
 from collections.abc import Callable
+
+from .native import load, shapes
 
 
 class Progress:
@@ -14,15 +21,22 @@ class Progress:
         self._prefix = chunk_count if complete else 0
         self._failed: str | None = None
         self._changed = threading.Condition()
+        self._library = load.library()
+        self.marks: shapes.Marks | None = None  # the same for the mover, where it is in use
+        if self._library is not None:
+            have = (ctypes.c_ubyte * chunk_count).from_buffer(self._have) if chunk_count else None
+            self._pinned = have  # while it lives the bytearray stays where it is
+            address = ctypes.addressof(have) if have is not None else None
+            self.marks = shapes.Marks(have=address, count=chunk_count, prefix=self._prefix)
 
     @property
     def prefix(self) -> int:
         """How many chunks are complete without a gap from the first on."""
-        return self._prefix
+        return self._prefix if self.marks is None else int(self.marks.prefix)
 
     @property
     def is_complete(self) -> bool:
-        return self._prefix == self.chunk_count
+        return self.prefix == self.chunk_count
 
     @property
     def failed(self) -> str | None:
@@ -34,6 +48,10 @@ class Progress:
 
     def mark(self, chunk: int) -> int:
         """The chunk is complete. Returns the prefix."""
+        if self._library is not None:
+            if not 0 <= chunk < self.chunk_count:
+                raise IndexError(f"chunk {chunk} of {self.chunk_count}")
+            return int(self._library.mark(self.marks, chunk))
         with self._changed:
             self._have[chunk] = 1
             while self._prefix < self.chunk_count and self._have[self._prefix]:
@@ -45,19 +63,35 @@ class Progress:
         """No further chunk will come; everybody who waits is told."""
         with self._changed:
             self._failed = self._failed or reason
+            if self.marks is not None:
+                self.marks.has_failed = 1
             self._changed.notify_all()
+        self.wake()
 
     def wake(self) -> None:
         """Let everybody who waits look again at whether it still wants to."""
+        if self._library is not None:
+            self._library.wake(self.marks)
+            return
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, chunk: int, timeout_s: float, given_up: Callable[[], bool] | None = None) -> bool:
         """Wait until the chunk is complete (True), or progress failed, time ran out or the waiter gave up (False).
 
-        `given_up` is asked on every wake-up, with the lock held: it only looks at a flag. Who sets it calls `wake`.
+        `given_up` is asked on every wake-up, perhaps with a lock held: it only looks at a flag. Who sets it calls
+        `wake`.
         """
         deadline = time.monotonic() + timeout_s
+        if self._library is not None and self.marks is not None:
+            while True:
+                seen = self.marks.changed  # before looking: what changes from here on ends the wait
+                if self._have[chunk]:
+                    return True
+                remaining = deadline - time.monotonic()
+                if self._failed is not None or remaining <= 0 or (given_up is not None and given_up()):
+                    return False
+                self._library.wait(self.marks, seen, remaining)
         with self._changed:
             while not self._have[chunk]:
                 remaining = deadline - time.monotonic()

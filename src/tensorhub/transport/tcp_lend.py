@@ -70,6 +70,11 @@ class Pipe:
             self.close()
             raise Unlendable(f"a pipe of {size_bytes} B")
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Where pages go in, and where they come out."""
+        return self._in, self._out
+
     def close(self) -> None:
         closing, self._in, self._out = self.descriptors(), -1, -1
         for descriptor in closing:

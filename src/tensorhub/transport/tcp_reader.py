@@ -13,10 +13,13 @@ from contextlib import AbstractContextManager
 
 from ..core.errors import SourceLost, TensorHubError
 from ..core.manifest import chunk_count
-from .base import OnEnd, Read, Sink
+from .base import OnEnd, Read, Sink, Trusting
+from .native import shapes
+from .native_read import Mover
 from .signals import block_sigpipe
+from .tcp_job import Job, NoRoom
 from .tcp_settings import TcpSettings
-from .tcp_stream import Claims, Job, NoRoom, Stream, dial, opened
+from .tcp_stream import Stream, dial, opened
 from .tcp_wire import Welcome
 
 
@@ -33,6 +36,7 @@ class TcpRead(Read):
         self._lock = threading.Lock()
         self._running = 0
         self._is_stopped = False
+        self._wide = 1  # as many streams as it may have
         self.streams = 1
 
     # -- what another transport that speaks over a socket does in its own way -----------------------------------------
@@ -106,9 +110,14 @@ class TcpRead(Read):
             self._fail(error)
         except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, it ends this read and is reported
             self._fail(self._unforeseen(error))
+        if index == 0 and self.job.mover is not None:
+            self._attend(self.job.mover, lambda: self._running == 1)
+            self._tell(self.job.mover)
         with self._lock:
             self._running -= 1
             is_last = self._running == 0
+        if index and self.job.mover is not None:
+            self.job.mover.poke()  # the first thread waits for the others
         if is_last:
             self._end()
 
@@ -148,11 +157,63 @@ class TcpRead(Read):
                 1, min(settings.streams, len(wanted) * sink.chunk_bytes // settings.stream_bytes, len(wanted))
             )
             job.generation = welcome.generation
-            job.claims = Claims(wanted, streams)
-            job.missing = len(wanted)
+            job.begin(wanted, streams, stream.mover_for(wanted, streams))
+            if job.mover is not None:
+                self._move(job.mover, stream, streams)
+                return
             if streams > 1:
                 stream.when_fast(lambda: self._widen(streams))
             stream.pump()
+
+    def _move(self, mover: Mover, stream: Stream, streams: int) -> None:
+        """Let the mover bring the chunks over this connection, and attend to what it asks."""
+        state, self._wide = stream.state_for(mover), streams
+        is_patient = streams > 1 and self.job.settings.stream_rate_bytes_per_s > 0
+        state.is_judging_speed = is_patient
+        mover.start(state)
+        try:
+            if streams > 1 and not is_patient:
+                self._widen(streams)
+            self._attend(mover, lambda: state.status >= 0)
+        finally:
+            if state.status < 0:
+                self.job.finish()
+            mover.join(state)
+            stream.left(state)
+        stream.conclude(state)
+
+    def _attend(self, mover: Mover, is_over: Callable[[], bool]) -> None:
+        """Do what the mover's streams ask for, and tell the sink of news, until that is so."""
+        while not is_over():
+            events = mover.events()
+            if events & shapes.ASKS_LEAVE:
+                mover.answer(may_write=self._may_write())
+            if events & shapes.IS_FAST:
+                self._widen(self._wide)
+            if events & shapes.HAS_NEWS:
+                self._tell(mover)
+            if events & shapes.IS_WHOLE:
+                self.job.finish()  # a stream that is still connecting is not waited for
+
+    def _may_write(self) -> bool:
+        try:
+            self.job.sink.touch()
+        except TensorHubError as error:
+            self._fail(error)
+            return False
+        except Exception as error:  # noqa: BLE001 the sink's own bug: it ends this read and is reported
+            self._fail(self._unforeseen(error))
+            return False
+        return True
+
+    def _tell(self, mover: Mover) -> None:
+        sink, news = self.job.sink, mover.news_bytes()
+        if not news or not isinstance(sink, Trusting):
+            return
+        try:
+            sink.told(news)
+        except Exception as error:  # noqa: BLE001 the sink's own bug: it ends this read and is reported
+            self._fail(self._unforeseen(error))
 
     def _widen(self, streams: int) -> None:
         """One stream is not enough: start the others."""
@@ -162,9 +223,16 @@ class TcpRead(Read):
 
     def _follow(self, index: int) -> None:
         """A further stream. That the source has no connection to spare is no error: the others do its work."""
+        mover = self.job.mover
         with contextlib.suppress(NoRoom), self.opened(index) as stream:
             stream.greet(wants_manifest=False)
-            stream.pump()
+            if mover is None:
+                stream.pump()
+                return
+            state = stream.state_for(mover)
+            mover.run(state)
+            stream.left(state)
+            stream.conclude(state)
 
     def _check(self, welcome: Welcome, wanted: tuple[int, ...]) -> None:
         sink = self.job.sink

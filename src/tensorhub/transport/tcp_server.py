@@ -12,20 +12,19 @@ another's connection.
 import contextlib
 import hmac
 import logging
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
 from ..core.errors import Closed, UsageError
-from ..core.manifest import chunk_count
 from . import tcp_wire
 from .base import Export
 from .forks import tracked
-from .located import Scattered
+from .native_serve import Conversation, conversation_for
 from .signals import block_sigpipe
 from .tcp_lend import Lending
+from .tcp_served import Served
 from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
 
@@ -37,29 +36,11 @@ _MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
 _JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
 
 
-class Served:
-    """One export as its readers see it. Its fields are guarded by the server's lock; `ended` may be read without."""
-
-    def __init__(self, export: Export) -> None:
-        self.export = export
-        self.scattered = Scattered(export.stream)
-        self.generation = secrets.randbits(62) + 1  # no other export has it, not even in another life of this worker
-        self.chunk_count = chunk_count(export.stream.size_bytes, export.chunk_bytes)
-        self.inside: dict[Wire, int] = {}  # and the bytes that this reader says it has read
-        self.ended: str | None = None
-        self.sent_bytes = 0
-
-    def has_ended(self) -> bool:
-        return self.ended is not None
-
-    def end(self, reason: str) -> None:
-        self.ended = reason
-
-
 class TcpServer:
     """Serves exports to whoever connects and is welcome."""
 
     kind = "tcp"
+    is_announcing = False  # it sends chunks, and does not only say which are there
 
     def __init__(self, settings: TcpSettings) -> None:
         self._settings = settings
@@ -67,6 +48,7 @@ class TcpServer:
         self._exports: dict[str, Served] = {}
         self._leaving: dict[str, list[Served]] = {}  # ended, perhaps with threads still inside
         self._connections: dict[Wire, threading.Thread] = {}
+        self._moving: dict[Wire, Conversation] = {}  # by the native mover, which counts by itself until they end
         self._counts = dict.fromkeys(
             (
                 "sent_bytes",
@@ -219,11 +201,16 @@ class TcpServer:
         """Payload bytes sent of the present export of this key."""
         with self._changed:
             served = self._exports.get(key)
-            return served.sent_bytes if served is not None else 0
+            if served is None:
+                return 0
+            return served.sent_bytes + sum(self._moving[w].sent_bytes for w in served.inside if w in self._moving)
 
     def statistics(self) -> dict[str, int]:
         with self._changed:
-            return {**self._counts, "connections_open": len(self._connections), "exports": len(self._exports)}
+            counts = {**self._counts, "connections_open": len(self._connections), "exports": len(self._exports)}
+            for conversation in self._moving.values():
+                conversation.add_to(counts)
+            return counts
 
     def close(self) -> None:
         with self._changed:
@@ -306,8 +293,7 @@ class TcpServer:
             farewell = self._serve(wire, served, hello)
             if farewell is not None and wire.has_lent:
                 wire.send_gone(*farewell)
-                wire.await_return(settings.patience_s)
-                return
+                return wire.await_return(settings.patience_s)
         finally:
             if wire.lending is not None:
                 wire.lending.close()
@@ -356,6 +342,9 @@ class TcpServer:
                 self.introduce(wire, served)
             wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
             keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
+            conversation = conversation_for(settings, wire, served, keepalive_s, is_announcing=self.is_announcing)
+            if conversation is not None:
+                return "gone", self._serve_natively(wire, served, conversation)
             for start, stop in self._asked(wire, served):
                 reason = self._serve_range(wire, served, start, stop, keepalive_s)
                 if reason is not None:
@@ -371,6 +360,17 @@ class TcpServer:
         except Exception as error:  # noqa: BLE001 the memory's owner failed: the reader is told, the worker goes on
             return "failed", f"the source cannot read its memory: {error!r}"
         return ("gone", served.ended) if served.ended is not None else None
+
+    def _serve_natively(self, wire: Wire, served: Served, conversation: Conversation) -> str:
+        """The same by the mover, to the end of the export or of its chunks. Returns which."""
+        self._moving[wire] = conversation
+        try:
+            return conversation.run()
+        finally:
+            with self._changed:
+                del self._moving[wire]
+                conversation.add_to(self._counts)
+                served.sent_bytes += conversation.sent_bytes
 
     def _serve_range(self, wire: Wire, served: Served, start: int, stop: int, keepalive_s: float) -> str | None:
         """Send chunks [start, stop), each as soon as it is there. Returns why no further one will come, or None."""

@@ -14,6 +14,7 @@ from ..core.errors import UsageError
 
 MIB = 1 << 20
 SCHEME = "tcp"
+MAX_WANT_RANGES = 1024  # of one request: at most 20 bytes each in MessagePack, so always within MAX_WANT_BYTES
 _BACKLOG = 1024  # a full queue drops the SYN and costs its sender a second; with 16, strangers filled it within 20 ms
 
 

@@ -7,149 +7,30 @@ and not by size. A fixed share for each stream would leave a gap as large as the
 read behind us would starve. It must never: write outside a `writing` block, or touch memory once `opened` has ended.
 """
 
+import os
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from ..core.errors import CorruptTransfer, Refused, SourceLost, TensorHubError, UsageError
+from ..core.errors import CorruptTransfer, SessionLost, UsageError
 from . import tcp_wire
-from .base import Look, Sink
+from .base import Look, Trusting
 from .located import Scattered
-from .tcp_settings import TcpSettings, parse_endpoint
+from .native import shapes
+from .native_read import TCP_TILE_BYTES, Mover, mover_for
+from .tcp_claims import Ahead
+from .tcp_job import Job
+from .tcp_settings import parse_endpoint
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
 from .views import blocks_of
+from .wire_errors import lost
 
 _MAX_ADDRESSES = 4  # of one host name; each may cost `connect_s`
 
-_HINTS = {
-    "token": "give both workers the same token",
-    "version": "install the same version of TensorHub on both workers",
-    "stranger": "the endpoint belongs to another program",
-    "busy": "read from another source, or raise max_connections",
-}
-
-
 AnyStream = TypeVar("AnyStream", bound="Stream")
-
-
-class NoRoom(SourceLost):
-    """The source has no connection to spare."""
-
-
-class Claims:
-    """The wanted chunks that no stream has asked for yet, in order."""
-
-    def __init__(self, wanted: Sequence[int], streams: int) -> None:
-        self._wanted = wanted
-        self._streams = streams
-        self._next = 0
-        self._lock = threading.Lock()
-
-    def take(self, most: int) -> Sequence[int]:
-        """Up to `most` chunks; towards the end fewer, so that all streams finish together."""
-        with self._lock:
-            fair = -(-(len(self._wanted) - self._next) // self._streams)
-            first, self._next = self._next, self._next + max(0, min(most, fair))
-            return self._wanted[first : self._next]
-
-
-class Ahead:
-    """How many chunks one stream asks for ahead: two at least, doubled while they arrive sooner than `ahead_s`."""
-
-    def __init__(self, settings: TcpSettings, chunk_bytes: int) -> None:
-        self._aim_s = settings.ahead_s
-        self._most = max(2, min(settings.ahead_bytes // chunk_bytes, tcp_wire.MAX_WANT_RANGES))
-        self.chunks = max(2, min(self._most, settings.stream_bytes // chunk_bytes))
-
-    def adjust(self, took_s: float) -> None:
-        """A chunk came `took_s` after it was asked for."""
-        if took_s < self._aim_s:
-            self.chunks = min(self.chunks * 2, self._most)
-        elif took_s > 2 * self._aim_s:
-            self.chunks = max(self.chunks // 2, 2)
-
-
-class Job:
-    """What the streams of one read share. Thread-safe."""
-
-    def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> None:
-        self.settings = settings
-        self.endpoint = endpoint
-        self.key = key
-        self.sink = sink
-        self.generation = 0  # 0 until the first stream has been welcomed
-        self.claims = Claims((), 1)
-        self.missing: int | None = None  # wanted chunks that are not stored yet, once known
-        self.received_bytes = 0
-        self.received_chunks = 0
-        self.is_lent_to = False  # the source has lent us memory
-        self.is_over = False
-        self._wires: dict[Wire, None] = {}
-        self._heard_bytes = 0  # on wires that were left
-        self._lock = threading.Lock()
-
-    @property
-    def arrived_bytes(self) -> int:
-        """What has come so far, of chunks under way too. What needs no wire is seen when its chunk ends."""
-        with self._lock:
-            return max(self.received_bytes, self._heard_bytes + sum(wire.heard_bytes for wire in self._wires))
-
-    def enter(self, wire: Wire) -> None:
-        with self._lock:
-            self._wires[wire] = None
-            is_over = self.is_over
-        if is_over:
-            wire.cut()
-
-    def leave(self, wire: Wire) -> None:
-        with self._lock:
-            if wire in self._wires:
-                del self._wires[wire]
-                self._heard_bytes += wire.heard_bytes
-
-    def finish(self) -> None:
-        """No more bytes are wanted: every stream returns at once, whatever it waits for."""
-        with self._lock:
-            self.is_over = True
-            wires = list(self._wires)
-        for wire in wires:
-            wire.cut()
-
-    def count_received(self, size_bytes: int) -> None:
-        with self._lock:
-            self.received_bytes += size_bytes
-            self.received_chunks += 1
-
-    def count_stored(self) -> None:
-        with self._lock:
-            assert self.missing, "a chunk was stored that was not missing"
-            self.missing -= 1
-            is_whole = self.missing == 0
-        if is_whole:
-            self.finish()  # a stream that is still connecting is not waited for
-
-    def close(self) -> None:
-        """The last stream has ended."""
-
-    def lost(self, why: str) -> SourceLost:
-        missing = "" if self.missing is None else f", {self.missing} chunks missing"
-        return SourceLost(
-            f"{self.endpoint} lost while reading {self.key!r} ({self.received_bytes} B done{missing}): {why}"
-        )
-
-    def refused(self, refusal: Refusal) -> TensorHubError:
-        kind = NoRoom if refusal.code == "busy" else SourceLost
-        error = kind(
-            f"{self.endpoint} does not serve {self.key!r} ({self.received_bytes} B done): {refusal.message}",
-            hint=_HINTS.get(refusal.code),
-        )
-        if refusal.code in ("token", "version", "stranger"):
-            error.__cause__ = Refused(refusal.message)  # retrying the same source cannot help
-        return error
 
 
 @contextmanager
@@ -238,6 +119,69 @@ class Stream:
             raise Garbled(f"a frame of kind {kind} where the manifest was due")
         return bytes(self.wire.receive_body(length, tcp_wire.MAX_MANIFEST_BYTES))
 
+    # -- by the mover --------------------------------------------------------------------------------------------------
+
+    def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
+        """The mover, if it can bring this read's chunks over connections like this one."""
+        job = self.job
+        return mover_for(job.settings, job.sink, wanted, streams, TCP_TILE_BYTES)
+
+    def state_for(self, mover: Mover) -> shapes.StreamState:
+        """This connection as the mover sees it."""
+        state = self.wire.moved = mover.stream(self.wire.sock.fileno())
+        return state
+
+    def left(self, state: shapes.StreamState) -> None:
+        """The mover has done with this connection."""
+        self.wire.heard_bytes += int(state.heard_bytes)
+        self.wire.moved = None
+
+    def conclude(self, state: shapes.StreamState) -> None:
+        """How the mover's work ended, raised as the same would be here."""
+        number = int(state.error)
+        match state.status:
+            case shapes.DONE | shapes.OVER:
+                return
+            case shapes.VANISHED:
+                if number:
+                    raise lost(OSError(number, os.strerror(number)))
+                raise Vanished("the peer closed the connection")
+            case shapes.SILENT:
+                raise Silent("the peer sends no byte")
+            case shapes.SAID_GONE:
+                raise self.job.refused(self.wire.decode_gone(bytes(state.words[: state.length])))
+            case shapes.CORRUPT:
+                self._say_what_is_wrong(state.chunk)
+            case shapes.UNTRUSTED:
+                sink = self.job.sink
+                if isinstance(sink, Trusting):
+                    sink.check()
+                raise SessionLost("nothing may be written by this read any more")
+            case _:
+                raise Garbled(self._garbled(state))
+
+    def _garbled(self, state: shapes.StreamState) -> str:
+        """What came, and why it cannot be."""
+        if state.kind == tcp_wire.WAITING:
+            return f"a keepalive with {state.length} B"
+        if state.kind == tcp_wire.GONE:
+            return f"a farewell of {state.length} B, where {tcp_wire.MAX_GONE_BYTES} B are the limit"
+        came = f"frame {state.kind} with {state.length} B of chunk {state.number}"
+        return f"{came}, where {self._size_of(state.chunk)} B of chunk {state.chunk} were due"
+
+    def _size_of(self, chunk: int) -> int:
+        start = chunk * self.job.sink.chunk_bytes
+        return min(self.job.sink.chunk_bytes, self.job.sink.stream.size_bytes - start)
+
+    def _say_what_is_wrong(self, chunk: int) -> None:
+        """Let the sink say what is wrong with it."""
+        sink, start = self.job.sink, chunk * self.job.sink.chunk_bytes
+        with sink.stream.writing(start, start + self._size_of(chunk)) as views:
+            sink.accept(chunk, views)
+        raise CorruptTransfer(f"chunk {chunk} was wrong when it came, and was changed since")
+
+    # -- by Python -----------------------------------------------------------------------------------------------------
+
     def pump(self) -> None:
         """Ask and receive until nothing is left to ask for, or the read is over."""
         job, asked = self.job, self.asked
@@ -286,7 +230,8 @@ class Stream:
         """Wait until this chunk, which is the next due, comes."""
         kind, length, number = self.next_frame()
         self._is_lent = kind == tcp_wire.LENT and self.job.sink.is_checking
-        self.job.is_lent_to = self.job.is_lent_to or self._is_lent
+        if self._is_lent:
+            self.job.note_lent()
         if (length, number) != (size_bytes, chunk) or (kind != tcp_wire.CHUNK and not self._is_lent):
             raise Garbled(
                 f"frame {kind} with {length} B of chunk {number}, where {size_bytes} B of chunk {chunk} were due"

@@ -32,8 +32,11 @@ import msgspec
 
 from . import tcp_vectors, views
 from .forks import tracked
+from .gates import Turn
+from .native import shapes
+from .tcp_claims import as_ranges
 from .tcp_lend import Lending, Pipe, Unlendable
-from .tcp_settings import TcpSettings, limit_waits, tune
+from .tcp_settings import MAX_WANT_RANGES, TcpSettings, limit_waits, tune
 from .vectors import IOV_MAX, Addresses
 from .wire_errors import Garbled as Garbled
 from .wire_errors import Silent as Silent
@@ -49,10 +52,10 @@ HEADER = struct.Struct("!BxxxIQ")  # kind, length, number
 
 WANT, MANIFEST, CHUNK, WAITING, GONE, LENT = range(1, 7)
 COPIED = 1
+LENT_TO, CALLED_OUT = 1, 2  # of a connection, whichever comes first
 
 MAX_GREETING_BYTES = 16 * 1024  # a key, a token, or a refusal in words
 MAX_WANT_BYTES = 64 * 1024
-MAX_WANT_RANGES = 1024  # at most 20 bytes each in MessagePack, so always within MAX_WANT_BYTES
 MAX_GONE_BYTES = 16 * 1024
 MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
 MAX_CHUNK_BYTES = 1 << 30
@@ -110,10 +113,20 @@ class Wire:
         self._lock = threading.Lock()  # between cut and close, so that no other socket with this number is hit
         self._is_closed = False
         self.is_cut = False
-        self._is_woken = False
         self.heard_bytes = 0  # ever; written by whoever receives, read by anybody
-        self.has_lent = False  # and the peer may not have taken it yet
+        self.moved: shapes.StreamState | None = None  # the mover receives here, and counts by itself
+        self.lent = Turn()  # LENT_TO: the peer may not have taken it yet; CALLED_OUT: nothing is lent any more
         self.lending: Lending | None = None
+
+    @property
+    def has_lent(self) -> bool:
+        """Memory was lent to this socket."""
+        return self.lent.taken == LENT_TO
+
+    @property
+    def all_heard_bytes(self) -> int:
+        moved = self.moved
+        return self.heard_bytes + (int(moved.heard_bytes) if moved is not None else 0)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -145,16 +158,13 @@ class Wire:
         Not where memory is lent: whether the peer has taken it, only the peer can say.
         """
         with self._lock:
-            if self.has_lent:
+            if self.lent.take(CALLED_OUT) == LENT_TO:
                 return
-            self._is_woken = True
         self._shutdown(socket.SHUT_RD)
 
     def may_lend(self) -> bool:
         """By the owner, before it lends memory to this socket: nobody has asked it to come to an end."""
-        with self._lock:
-            self.has_lent = self.has_lent or not self._is_woken
-            return self.has_lent
+        return self.lent.take(LENT_TO) == LENT_TO
 
     def await_return(self, within_s: float) -> None:
         """Until the peer, having taken all that was lent, hangs up; or this is cut; but no longer than that."""
@@ -352,31 +362,30 @@ class Wire:
         kind, length, number = self.receive_header()
         if kind != WANT:
             raise Garbled(f"a frame of kind {kind} from a reader")
+        return number, self.decode_want(self.receive_body(length, MAX_WANT_BYTES), chunk_count)
+
+    @staticmethod
+    def decode_want(body: bytes | bytearray, chunk_count: int) -> list[tuple[int, int]]:
+        """The ranges of a request."""
         try:
-            ranges = _ranges.decode(self.receive_body(length, MAX_WANT_BYTES))
+            ranges = _ranges.decode(body)
         except msgspec.MsgspecError as error:
             raise Garbled(f"malformed request: {error}") from error
         for start, stop in ranges:
             if not 0 <= start < stop <= chunk_count:
                 raise Garbled(f"a request for chunks [{start}, {stop}) of {chunk_count}")
-        return number, ranges
+        return ranges
 
     def send_gone(self, code: str, message: str) -> None:
         self.send_frame(GONE, payload=[_encode(Refusal(code, message[:MAX_TEXT]))])
 
     def receive_gone(self, length: int) -> Refusal:
+        return self.decode_gone(self.receive_body(length, MAX_GONE_BYTES))
+
+    @staticmethod
+    def decode_gone(body: bytes | bytearray) -> Refusal:
+        """A farewell's body."""
         try:
-            return _refusals.decode(self.receive_body(length, MAX_GONE_BYTES))
+            return _refusals.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise Garbled(f"malformed farewell: {error}") from error
-
-
-def as_ranges(chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """The same chunks in the same order as [start, stop) ranges."""
-    ranges: list[tuple[int, int]] = []
-    for chunk in chunks:
-        if ranges and ranges[-1][1] == chunk:
-            ranges[-1] = (ranges[-1][0], chunk + 1)
-        else:
-            ranges.append((chunk, chunk + 1))
-    return ranges

@@ -1,0 +1,35 @@
+/* The digest xxh3-128 of bytes that come piece by piece, of a content whose size is known beforehand.
+ *
+ * Written from the published specification of the algorithm (xxHash, doc/xxhash_spec.md, version 0.1.1). */
+#ifndef TENSORHUB_DIGEST_H
+#define TENSORHUB_DIGEST_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { DIGEST_BYTES = 16, DIGEST_LANES = 8, SHORT_BYTES = 240, SECRET_BYTES = 192 };
+enum { STRIPE_BYTES = 64, BLOCK_STRIPES = 16 };
+
+typedef struct {
+    uint64_t lanes[DIGEST_LANES];
+    uint64_t size, seen;       /* of all the content, and of what has come */
+    uint64_t stripes, taken;   /* whole stripes before the last one, and those that are in the lanes */
+    unsigned char held[SHORT_BYTES]; /* a short content, or the beginning of a stripe that is not whole yet */
+    unsigned char last[STRIPE_BYTES]; /* the last bytes of a long content, which count once more */
+} digest_t;
+
+void digest_begin(digest_t *digest, uint64_t size);
+/* More bytes. Bytes beyond the size are counted and not looked at: the digest then has no end. */
+void digest_update(digest_t *digest, const void *bytes, size_t length);
+/* The digest as xxHash prints it, big-endian. 0: other than `size` bytes have come, and there is none. */
+int digest_end(const digest_t *digest, unsigned char out[DIGEST_BYTES]);
+
+extern const unsigned char digest_secret[SECRET_BYTES];
+
+/* Take `count` stripes into the lanes, of which the first is number `index` of its block. */
+typedef void digest_take(uint64_t lanes[DIGEST_LANES], const unsigned char *stripes, size_t count, unsigned index);
+digest_take digest_take_plain;
+/* What this machine does fastest, and its name. */
+digest_take *digest_best(const char **name);
+
+#endif

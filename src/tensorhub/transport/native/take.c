@@ -1,0 +1,104 @@
+/* One chunk: it comes, straight to where it belongs, and is judged while a cache has it, and counts. */
+#define _GNU_SOURCE
+#include "mover.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+
+enum { RECEIVE_VECTORS = MAX_VECTORS / 4 }; /* of one call, which rarely moves more */
+
+static int await_chunk(stream_t *stream, uint64_t chunk, uint64_t size) {
+    int status = next_frame(stream);
+    if (status)
+        return status;
+    stream->is_lent = stream->kind == LENT && stream->read->digests;
+    if (stream->is_lent)
+        atomic_store(&stream->read->is_lent_to, 1);
+    if (stream->length != size || stream->number != chunk || (stream->kind != CHUNK && !stream->is_lent))
+        return GARBLED;
+    return 0;
+}
+
+static ssize_t receive_some(int descriptor, struct iovec *vectors, int count) {
+    struct msghdr message = {.msg_iov = vectors, .msg_iovlen = (size_t)count};
+    ssize_t got;
+    do {
+        got = count == 1 ? recv(descriptor, vectors->iov_base, vectors->iov_len, 0) : recvmsg(descriptor, &message, 0);
+    } while (got < 0 && errno == EINTR);
+    return got;
+}
+
+int receive_chunk(stream_t *stream, uint64_t start, uint64_t stop) {
+    read_t *read = stream->read;
+    struct iovec vectors[RECEIVE_VECTORS];
+    while (start < stop) {
+        uint64_t most = stop - start < read->tile_bytes ? stop - start : read->tile_bytes, bytes;
+        int count = vectors_of(&read->ours, start, start + most, RECEIVE_VECTORS, vectors, &bytes);
+        if (atomic_load(&read->is_over))
+            return OVER;
+        ssize_t got = receive_some(stream->descriptor, vectors, count);
+        if (got <= 0) {
+            stream->error = got ? errno : 0;
+            return got && (errno == EAGAIN || errno == EWOULDBLOCK) ? SILENT : VANISHED;
+        }
+        atomic_fetch_add_explicit(&stream->heard_bytes, (uint64_t)got, memory_order_relaxed);
+        start += (uint64_t)got;
+        for (struct iovec *vector = vectors; read->digests && got > 0; vector++) {
+            size_t length = (size_t)got < vector->iov_len ? (size_t)got : vector->iov_len;
+            digest_update(&stream->digest, vector->iov_base, length);
+            got -= (ssize_t)length;
+        }
+    }
+    return 0;
+}
+
+static int is_as_announced(const stream_t *stream, uint64_t chunk) {
+    unsigned char found[DIGEST_BYTES];
+    const unsigned char *announced = stream->read->digests;
+    return !announced ||
+           (digest_end(&stream->digest, found) && !memcmp(found, announced + chunk * DIGEST_BYTES, DIGEST_BYTES));
+}
+
+static void enter(read_t *read, uint32_t one) {
+    for (int i = 0; i < MAX_GATES; i++)
+        if (read->gates[i])
+            atomic_fetch_add(&read->gates[i]->inside, one);
+}
+
+/* The chunk counts from now on, unless a gate was shut before: who shuts one waits until nobody is in between. */
+static int count_chunk(stream_t *stream, uint64_t chunk, uint64_t size) {
+    read_t *read = stream->read;
+    enter(read, 1);
+    int is_good = is_trusted(read);
+    if (is_good)
+        th_mark(read->progress, chunk);
+    enter(read, (uint32_t)-1);
+    if (!is_good)
+        return UNTRUSTED;
+    atomic_fetch_add(&read->stored_bytes, size);
+    uint64_t stored = atomic_fetch_add(&read->stored_chunks, 1) + 1;
+    raise_event(read, stored == read->wanted_count ? HAS_NEWS | IS_WHOLE : HAS_NEWS);
+    return 0;
+}
+
+int take_chunk(stream_t *stream, uint64_t chunk) {
+    read_t *read = stream->read;
+    uint64_t start = chunk * read->chunk_bytes, left = read->ours.size - start;
+    uint64_t size = left < read->chunk_bytes ? left : read->chunk_bytes;
+    int status = stream->is_local ? await_ready(stream, chunk) : await_chunk(stream, chunk, size);
+    if (!status)
+        status = may_write(stream);
+    if (status)
+        return status;
+    if (read->digests)
+        digest_begin(&stream->digest, size);
+    status = stream->is_local ? copy_chunk(stream, start, start + size) : receive_chunk(stream, start, start + size);
+    if (status)
+        return status;
+    atomic_fetch_add(&read->received_bytes, size);
+    atomic_fetch_add(&read->received_chunks, 1);
+    if (!is_trusted(read))
+        return UNTRUSTED;
+    return is_as_announced(stream, chunk) ? count_chunk(stream, chunk, size) : CORRUPT;
+}

@@ -1,0 +1,146 @@
+"""A read whose bytes the native mover brings: what Python prepares for it, and what it asks and tells meanwhile.
+
+Python has greeted the source, fetched the manifest and asked the sink for its terms. From then on the mover's threads
+do what `tcp_stream.Stream.pump` does, chunk for chunk, and look at the terms' gates before each one counts. The read's
+first thread waits for them: it gives leave for the first byte, opens more streams, and tells the sink of news at most
+every 50 ms. Nothing in the mover waits for it but that first leave.
+
+It must never: give the mover memory that this read does not hold until the last stream has ended.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+from ..core.manifest import DIGEST_BYTES, chunk_count
+from .base import Sink, Terms, Trusting
+from .located import bare_addresses
+from .native import load, shapes
+from .tcp_settings import TcpSettings
+from .vectors import Addresses
+
+TELL_EVERY_S = 0.05  # 20 times a second is as fast as anybody looks
+WAIT_S = 60.0  # nothing happens at its end
+LOCAL_TILE_BYTES = 256 << 10  # copied, then hashed in the near cache, and a stopped read ends soon
+TCP_TILE_BYTES = 1 << 20
+
+
+class Mover:
+    """One read as the library sees it. Holds all memory that the library is given."""
+
+    def __init__(
+        self,
+        library: load.Library,
+        settings: TcpSettings,
+        sink: Sink,
+        terms: Terms,
+        wanted: Sequence[int],
+        ours: Addresses,
+        streams: int,
+        tile_bytes: int,
+    ) -> None:
+        chunk_bytes = sink.chunk_bytes
+        count = chunk_count(ours.stop, chunk_bytes)
+        most = max(2, min(settings.ahead_bytes // chunk_bytes, shapes.MAX_AHEAD))
+        self._library = library
+        self._told_bytes = 0
+        self._wanted = array("Q", wanted)
+        self._doubted = (ctypes.c_ubyte * count)()
+        self._digests = ctypes.c_char_p(terms.digests) if terms.digests is not None else None
+        self._held = (ours, terms, sink.stream)
+        assert terms.progress.marks is not None, "the mover without its marks"
+        self.state = shapes.ReadState(
+            ours=table_of(ours),
+            chunk_bytes=chunk_bytes,
+            wanted=self._wanted.buffer_info()[0],
+            wanted_count=len(wanted),
+            digests=ctypes.cast(self._digests, ctypes.c_void_p) if self._digests is not None else None,
+            progress=ctypes.pointer(terms.progress.marks),
+            until=terms.until.address if terms.until is not None else None,
+            doubted=ctypes.addressof(self._doubted),
+            ahead_s=settings.ahead_s,
+            fast_bytes_per_s=settings.stream_rate_bytes_per_s,
+            tell_s=TELL_EVERY_S,
+            ahead_first=max(2, min(most, settings.stream_bytes // chunk_bytes)),
+            ahead_most=most,
+            tile_bytes=tile_bytes,
+            streams=streams,
+        )
+        for at, gate in enumerate(terms.gates):
+            self.state.gates[at] = gate.address
+
+    @property
+    def missing(self) -> int:
+        """Wanted chunks that are not stored yet."""
+        return len(self._wanted) - int(self.state.stored_chunks)
+
+    def stream(self, descriptor: int) -> shapes.StreamState:
+        """One more connection; whoever runs it keeps the descriptor open until it has ended."""
+        return shapes.StreamState(read=ctypes.pointer(self.state), descriptor=descriptor, pidfd=-1, status=-1)
+
+    def start(self, stream: shapes.StreamState) -> None:
+        """In a thread of the library's. Raises `RuntimeError` if the process may start no more."""
+        if self._library.stream_start(stream):
+            raise RuntimeError("can't start new thread")
+
+    def join(self, stream: shapes.StreamState) -> None:
+        """Wait until that thread has ended."""
+        self._library.stream_join(stream)
+
+    def run(self, stream: shapes.StreamState) -> None:
+        """In this thread, without the interpreter."""
+        self._library.stream_run(stream)
+
+    def stop(self) -> None:
+        """Every stream ends at its next look, at the latest with the piece that is being moved."""
+        self._library.read_stop(self.state)
+
+    def poke(self) -> None:
+        """Let whoever waits for events look at what has changed."""
+        self._library.read_tell(self.state, shapes.HAS_ENDED)
+
+    def events(self) -> int:
+        """Wait until there is something to do."""
+        return int(self._library.read_wait(self.state, WAIT_S))
+
+    def answer(self, *, may_write: bool) -> None:
+        """Leave to write, or none."""
+        self._library.read_answer(self.state, shapes.MAY_WRITE if may_write else shapes.MAY_NOT_WRITE)
+
+    def news_bytes(self) -> int:
+        """What has been stored since this was asked last."""
+        stored = int(self.state.stored_bytes)
+        news, self._told_bytes = stored - self._told_bytes, stored
+        return news
+
+
+def mover_for(
+    settings: TcpSettings,
+    sink: Sink,
+    wanted: Sequence[int],
+    streams: int,
+    tile_bytes: int,
+) -> Mover | None:
+    """The mover for this read; None where Python brings the bytes: no library, or a sink that wants to see each chunk.
+
+    Every number that the library relies on is checked here.
+    """
+    library = load.library()
+    if library is None or not wanted or not isinstance(sink, Trusting):
+        return None
+    terms = sink.terms()
+    if terms is None or terms.progress.marks is None or len(terms.gates) > shapes.MAX_GATES:
+        return None
+    ours = bare_addresses(sink.stream)
+    count = chunk_count(sink.stream.size_bytes, sink.chunk_bytes)
+    if ours is None or ours.stop != sink.stream.size_bytes or terms.progress.chunk_count != count:
+        return None
+    if terms.digests is not None and len(terms.digests) != count * DIGEST_BYTES:
+        return None
+    return Mover(library, settings, sink, terms, wanted, ours, streams, tile_bytes)
+
+
+def table_of(addresses: Addresses) -> shapes.Table:
+    """For the library. `addresses` must outlive its use."""
+    pairs, starts = addresses.pairs.buffer_info()[0], addresses.starts.buffer_info()[0]
+    return shapes.Table(pairs=pairs, starts=starts, count=addresses.count, size=addresses.stop)

@@ -1,0 +1,137 @@
+"""What the connections of one read share: who is asked for what, what has come, and when it is over.
+
+It must never: count a byte twice that the mover has counted.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from ..core.errors import Refused, SourceLost, TensorHubError
+from .base import Sink
+from .native_read import Mover
+from .tcp_claims import Claims
+from .tcp_settings import TcpSettings
+from .tcp_wire import Refusal, Wire
+
+_HINTS = {
+    "token": "give both workers the same token",
+    "version": "install the same version of TensorHub on both workers",
+    "stranger": "the endpoint belongs to another program",
+    "busy": "read from another source, or raise max_connections",
+}
+
+
+class NoRoom(SourceLost):
+    """The source has no connection to spare."""
+
+
+class Job:
+    """What the streams of one read share. Thread-safe."""
+
+    def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> None:
+        self.settings = settings
+        self.endpoint = endpoint
+        self.key = key
+        self.sink = sink
+        self.generation = 0  # 0 until the first stream has been welcomed
+        self.claims = Claims((), 1)
+        self.mover: Mover | None = None  # if it brings the bytes, it also counts them
+        self.is_over = False
+        self._missing: int | None = None
+        self._received_bytes = 0
+        self._received_chunks = 0
+        self._is_lent_to = False
+        self._wires: dict[Wire, None] = {}
+        self._heard_bytes = 0  # on wires that were left
+        self._lock = threading.Lock()
+
+    def begin(self, wanted: Sequence[int], streams: int, mover: Mover | None) -> None:
+        """It is known what is wanted, and who brings it."""
+        self.claims = Claims(wanted, streams)
+        with self._lock:
+            self._missing, self.mover = len(wanted), mover
+            is_over = self.is_over
+        if is_over and mover is not None:
+            mover.stop()
+
+    @property
+    def missing(self) -> int | None:
+        """Wanted chunks that are not stored yet, once known."""
+        return self._missing if self.mover is None else self.mover.missing
+
+    @property
+    def received_bytes(self) -> int:
+        return self._received_bytes if self.mover is None else int(self.mover.state.received_bytes)
+
+    @property
+    def received_chunks(self) -> int:
+        return self._received_chunks if self.mover is None else int(self.mover.state.received_chunks)
+
+    @property
+    def is_lent_to(self) -> bool:
+        """The source has lent us memory."""
+        return self._is_lent_to if self.mover is None else bool(self.mover.state.is_lent_to)
+
+    def note_lent(self) -> None:
+        self._is_lent_to = True
+
+    @property
+    def arrived_bytes(self) -> int:
+        """What has come so far, of chunks under way too. What needs no wire is seen when its chunk ends."""
+        with self._lock:
+            return max(self.received_bytes, self._heard_bytes + sum(wire.all_heard_bytes for wire in self._wires))
+
+    def enter(self, wire: Wire) -> None:
+        with self._lock:
+            self._wires[wire] = None
+            is_over = self.is_over
+        if is_over:
+            wire.cut()
+
+    def leave(self, wire: Wire) -> None:
+        with self._lock:
+            if wire in self._wires:
+                del self._wires[wire]
+                self._heard_bytes += wire.all_heard_bytes
+
+    def finish(self) -> None:
+        """No more bytes are wanted: every stream returns at once, whatever it waits for."""
+        with self._lock:
+            self.is_over = True
+            wires, mover = list(self._wires), self.mover
+        if mover is not None:
+            mover.stop()
+        for wire in wires:
+            wire.cut()
+
+    def count_received(self, size_bytes: int) -> None:
+        with self._lock:
+            self._received_bytes += size_bytes
+            self._received_chunks += 1
+
+    def count_stored(self) -> None:
+        with self._lock:
+            assert self._missing, "a chunk was stored that was not missing"
+            self._missing -= 1
+            is_whole = self._missing == 0
+        if is_whole:
+            self.finish()  # a stream that is still connecting is not waited for
+
+    def close(self) -> None:
+        """The last stream has ended."""
+
+    def lost(self, why: str) -> SourceLost:
+        missing = "" if self.missing is None else f", {self.missing} chunks missing"
+        return SourceLost(
+            f"{self.endpoint} lost while reading {self.key!r} ({self.received_bytes} B done{missing}): {why}"
+        )
+
+    def refused(self, refusal: Refusal) -> TensorHubError:
+        kind = NoRoom if refusal.code == "busy" else SourceLost
+        error = kind(
+            f"{self.endpoint} does not serve {self.key!r} ({self.received_bytes} B done): {refusal.message}",
+            hint=_HINTS.get(refusal.code),
+        )
+        if refusal.code in ("token", "version", "stranger"):
+            error.__cause__ = Refused(refusal.message)  # retrying the same source cannot help
+        return error
