@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from . import (
+    busy,
     control,
     decisions,
     fan_out,
@@ -29,6 +30,7 @@ from .section import GIB, MIB, Options, Section
 
 PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
     "one": ("one reader on this host, beside plain programs and peers; CPU of both sides", (one_reader.run,)),
+    "busy": ("one reader beside a busy Python thread: in its process, another one, the source's", (busy.run,)),
     "sizes": (
         "1 MiB to several GiB; sizes of chunks; one tensor beside 10,000",
         (sizes.run, sizes.run_chunks, sizes.run_many),

@@ -30,6 +30,7 @@ from .plain import MIB, RawReader, RawSource, read_and_hash, read_memory
 
 PATIENCE_S = 120.0
 KEY = "benchmark"
+LAP = 20_000  # about 0.3 ms of counting
 
 
 def cpu_s() -> float:
@@ -63,6 +64,8 @@ class Actor:
         self.raw_source: RawSource | None = None
         self.raw_readers: dict[int, RawReader] = {}
         self._other: np.ndarray | None = None
+        self._is_busy = False
+        self._laps: list[float] = []
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -130,6 +133,25 @@ class Actor:
         with open("/proc/self/net/dev") as file:
             rows = [line.split() for line in file if "eth0:" in line]
         return sum(int(row[1]) for row in rows)
+
+    # --- a busy interpreter -------------------------------------------------------------------------------------------
+
+    def busy(self, is_on: bool) -> None:
+        """One thread that counts in pure Python, and notes the time now and then; or its end."""
+        self._laps.clear()
+        self._is_busy = is_on
+        if is_on:
+            threading.Thread(target=self._count, daemon=True).start()
+
+    def _count(self) -> None:
+        while self._is_busy:
+            for _ in range(LAP):
+                pass
+            self._laps.append(time.monotonic())
+
+    def laps_per_s(self, began: float, ended: float) -> float:
+        """How often it has counted to `LAP` in that time."""
+        return sum(began <= lap <= ended for lap in list(self._laps)) / (ended - began)
 
     def _timed(self, work: Callable[[], object]) -> dict[str, float]:
         before = cpu_s()

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from tensorhub.transport.choose import PREFERENCE
 
@@ -21,15 +22,16 @@ Move = Callable[["Pair"], dict[str, float]]
 class Pair:
     """A source and a reader with memory of the same size, and a reference server."""
 
-    def __init__(self, size_bytes: int, *, tensors: int = 1, is_torch: bool = False) -> None:
+    def __init__(self, size_bytes: int, *, tensors: int = 1, is_torch: bool = False, **child: Any) -> None:
+        """`child`: how its processes are started."""
         self.size_bytes = size_bytes
         self.tensors = tensors
         self._began: list[Server | Child] = []
         self._opened = 0
         try:
             self.server = self._add(Server())
-            self.source = self._add(Child("source"))
-            self.reader = self._add(Child("reader"))
+            self.source = self._add(Child("source", **child))
+            self.reader = self._add(Child("reader", **child))
             for child in (self.source, self.reader):
                 child.wait_started()
             shape = {"size_bytes": size_bytes, "tensors": tensors, "is_torch": is_torch}

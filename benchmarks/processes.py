@@ -25,7 +25,10 @@ class Failed(Exception):
 class Process:
     """A child in a process group of its own. Must be started from the main thread (it dies with that thread)."""
 
-    def __init__(self, name: str, command: Sequence[str], *, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], *, env: dict[str, str] | None = None, is_session: bool = True
+    ) -> None:
+        """`is_session`: of a session of its own, to which Linux gives cores as to one, whatever threads it has."""
         self.name = name
         environ = {key: value for key, value in os.environ.items() if not key.startswith("TENSORHUB_")}
         self.popen = subprocess.Popen(
@@ -36,7 +39,8 @@ class Process:
             stderr=subprocess.PIPE,
             text=True,
             env={**environ, **(env or {})},
-            start_new_session=True,
+            start_new_session=is_session,
+            process_group=None if is_session else 0,
         )
         _children[self] = None
         self._said: list[str] = []
@@ -113,13 +117,14 @@ class Child(Process):
         module: str = "benchmarks.child",
         wrapper: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        is_session: bool = True,
     ) -> None:
         self._pending: dict[int, Pending] = {0: Pending(self, "start", START_S)}
         self._started = self._pending[0]
         self._next = 0
         self._lock = threading.Lock()
         self._is_over = False
-        super().__init__(name, [*wrapper, sys.executable, "-m", module], env=env)
+        super().__init__(name, [*wrapper, sys.executable, "-m", module], env=env, is_session=is_session)
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait_started(self) -> "Child":

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "one_reader",
+    "busy",
     "sizes",
     "chunks",
     "many_tensors",

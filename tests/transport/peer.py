@@ -3,7 +3,9 @@ All take the silence limit as a last argument.
 
     peer.py source KIND SIZE CHUNK READY     exports "k" with the first READY chunks there; prints its endpoint; has the
                                              others once it is sent a line
-    peer.py reader KIND SIZE CHUNK ENDPOINT  reads "k"; prints `stored N` for each chunk, or now and then, and `end ...`
+    peer.py leaver KIND SIZE CHUNK READY     the same, but withdraws it once it is sent a line; prints `withdrawn True`
+    peer.py reader KIND SIZE CHUNK ENDPOINT  reads "k"; prints `stored N` for each chunk, or now and then, and
+                                             `end ...`, with `right` or `wrong` for what it has then
     peer.py forgetful KIND SIZE CHUNK READY  is in the middle of serving and reading when its main thread ends
 """
 
@@ -16,14 +18,20 @@ from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 
 
+def say(text: str) -> None:
+    """A line, in one piece: several threads may have something to say."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 class TalkingTarget(kit.Target):
     def stored(self, chunk: int) -> None:
         super().stored(chunk)
-        print("stored", chunk, flush=True)
+        say(f"stored {chunk}")
 
     def told(self, size_bytes: int) -> None:
         super().told(size_bytes)
-        print("stored", size_bytes, "B", flush=True)
+        say(f"stored {size_bytes} B")
 
 
 def main(role: str, kind: str, size: str, chunk: str, last: str, silence_s: str = "5") -> None:
@@ -31,8 +39,9 @@ def main(role: str, kind: str, size: str, chunk: str, last: str, silence_s: str 
     transport = kit.KINDS[kind].make(float(silence_s))
     if role == "reader":
         ended = kit.Ended()
-        transport.read(last, "k", TalkingTarget(right, chunk_bytes), ended)
-        print("end", ended.wait(), flush=True)
+        target = TalkingTarget(right, chunk_bytes)
+        transport.read(last, "k", target, ended)
+        print("end", ended.wait(), "right" if target.buffer == right else "wrong", flush=True)
         return
     progress = Progress(chunk_count(len(right), chunk_bytes))
     for ready in range(int(last)):
@@ -46,6 +55,9 @@ def main(role: str, kind: str, size: str, chunk: str, last: str, silence_s: str 
         return
     print(transport.endpoint, flush=True)
     for _ in sys.stdin:
+        if role == "leaver":
+            print("withdrawn", transport.withdraw("k", timeout_s=kit.DEADLINE_S), flush=True)
+            continue
         for rest in range(int(last), progress.chunk_count):
             progress.mark(rest)
 

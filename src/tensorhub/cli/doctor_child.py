@@ -22,7 +22,7 @@ from ..memory.digests import Hashing, digest
 from ..memory.host import HostStream, Piece
 from ..runtime.config import worker_options
 from ..runtime.opening import make_transport
-from ..transport.base import Export, Transport
+from ..transport.base import Export, Terms, Transport
 from ..transport.nixl_probe import Probe
 from ..transport.progress import Progress
 
@@ -57,6 +57,15 @@ class Measure:
     def begin(self, manifest: bytes) -> Sequence[int]:
         self._digests = manifest
         return range(chunk_count(self.stream.size_bytes, self.chunk_bytes))
+
+    def terms(self) -> Terms:
+        return Terms(self._digests, Progress(chunk_count(self.stream.size_bytes, self.chunk_bytes)), ())
+
+    def told(self, size_bytes: int) -> None:
+        """Nobody wants to know."""
+
+    def check(self) -> None:
+        """Everything counts."""
 
     def observe(self, chunk: int) -> Callable[[memoryview], object]:
         self._hashing[chunk] = Hashing()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..core.errors import TensorHubError
 from ..transport.local_host import SCOPES, yama_scope
+from ..transport.native import build, load
 from .doctor import Check
 from .words import count_text, size_text
 
@@ -21,6 +22,7 @@ def machine_checks() -> list[Check]:
     """One line for each."""
     checks: tuple[Callable[[], Check], ...] = (
         _host,
+        _mover,
         _reading,
         _gpu,
         _rdma,
@@ -64,6 +66,19 @@ def _host() -> Check:
     memory = size_text(int(memory_kib) * 1024)
     facts = f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
     return Check("host", "good", facts + f"{count_text(cores, 'core')}, {memory}")
+
+
+def _mover() -> Check:
+    """Whether bytes move without the interpreter."""
+    found = load.library()
+    if found is not None:
+        return Check(
+            "native mover", "good", f"in use: bytes move without the interpreter, digests by {found.digest_way}"
+        )
+    remedy = f"{load.COST}; install a C compiler, then `python {build.HERE / 'build.py'}`, or install again"
+    if load.is_left_out():
+        remedy = f"{load.COST}; unset {load.VARIABLE}"
+    return Check("native mover", "note", f"Python moves the bytes: {load.why_not()}", remedy)
 
 
 def _reading() -> Check:

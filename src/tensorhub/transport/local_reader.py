@@ -143,7 +143,7 @@ class LocalRead(TcpRead):
 
     @property
     def path(self) -> str:
-        return f"process_vm_readv, {counted(self.streams, 'thread')}"
+        return f"process_vm_readv, {counted(self.streams, 'thread')}{self.mover_text}"
 
     def _dial(self, job: Job) -> Wire:
         try:

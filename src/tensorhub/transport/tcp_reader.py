@@ -52,7 +52,12 @@ class TcpRead(Read):
 
     @property
     def path(self) -> str:
-        return counted(self.streams, "stream") + (", zero copy" if self.job.is_lent_to else "")
+        return counted(self.streams, "stream") + (", zero copy" if self.job.is_lent_to else "") + self.mover_text
+
+    @property
+    def mover_text(self) -> str:
+        """Who moves the bytes, for a path."""
+        return ", native" if self.job.mover is not None else ""
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -75,8 +75,13 @@ def _typed(function: "ctypes._NamedFuncPointer", result: object, *arguments: obj
     return function
 
 
+def is_left_out() -> bool:
+    """The variable says so."""
+    return os.environ.get(VARIABLE, "").strip().lower() in OFF
+
+
 def _found() -> Library:
-    if os.environ.get(VARIABLE, "").strip().lower() in OFF:
+    if is_left_out():
         raise Unusable(f"{VARIABLE}={os.environ[VARIABLE]} leaves it out")
     made_of = build.stamp()
     if not made_of:
