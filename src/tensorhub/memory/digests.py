@@ -18,7 +18,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -26,9 +25,10 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import xxhash
 
 from ..core.errors import LayoutMismatch, UsageError
-from ..core.manifest import Layout, Manifest, chunk_count
-from ..transport.base import ByteStream
+from ..core.manifest import DIGEST_BYTES, Layout, Manifest, chunk_count
+from ..transport.base import MOST_MANIFEST_BYTES, ByteStream
 from .guarded import Freed, addresses_of, parts, room_for
+from .parallel import in_parallel
 from .registration import Registration
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ ALGORITHM: Algorithm = "xxh3-128"
 MULTILINEAR: Algorithm = "multilinear-128"
 ALGORITHMS: tuple[Algorithm, ...] = (ALGORITHM, MULTILINEAR)
 NO_ALGORITHM = "none"
+MANIFEST_HEAD_BYTES = 1024  # all of a manifest but its digests
 NAMES_SHOWN = 5  # tensors in an error
 MAX_THREADS = 8  # 8 cores at 20-30 GiB/s read more than the memory bus of one socket gives
 
@@ -111,6 +112,7 @@ def build_manifest(
         raise UsageError(f"algorithm={algorithm!r} is unknown: it is one of {', '.join(ALGORITHMS)}")
     if chunk_bytes < 1:
         raise UsageError(f"chunks of {chunk_bytes} B: a chunk has at least one byte")
+    check_length(registration, chunk_bytes, verify)
     layout, size_bytes = registration.layout_digest, registration.size_bytes
     registration.settle()
     if verify == "none":
@@ -126,6 +128,18 @@ def build_manifest(
             hint="register() again what was given other memory, and free it only after unpublish()",
         )
     return Manifest(layout, size_bytes, chunk_bytes, algorithm, b"".join(digests))
+
+
+def check_length(registration: Registration, chunk_bytes: int, verify: Verify) -> None:
+    """Raises `UsageError` if so many chunks have too long a manifest: before they are hashed, not after."""
+    count = chunk_count(registration.size_bytes, chunk_bytes)
+    most = (MOST_MANIFEST_BYTES - MANIFEST_HEAD_BYTES) // DIGEST_BYTES
+    if verify == "full" and count > most:
+        least = -(-registration.size_bytes // most)
+        raise UsageError(
+            f"the manifest of {count} chunks of {chunk_bytes} B would be longer than the limit of 64 MiB",
+            hint=f"use a chunk_bytes of at least {least}",
+        )
 
 
 def changed_chunks(registration: Registration, manifest: Manifest, *, threads: int | None = None) -> list[int]:
@@ -227,12 +241,10 @@ def _on_device(stream: OnDevice, size_bytes: int, chunk_bytes: int, chunks: Sequ
 
 
 def _in_threads(work: Callable[[int], bytes], items: Sequence[int], threads: int) -> list[bytes]:
-    if threads == 1:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-digest") as pool:
-        share = -(-len(items) // (threads * 4))  # a few runs of neighbours for each thread: few futures, even ends
-        runs = [items[at : at + share] for at in range(0, len(items), share)]
-        return [value for run in pool.map(lambda run: [work(item) for item in run], runs) for value in run]
+    share = max(1, -(-len(items) // (threads * 4)))  # a few runs of neighbours for each thread: few futures, even ends
+    runs = [items[at : at + share] for at in range(0, len(items), share)]
+    found = in_parallel(lambda run: [work(item) for item in run], runs, threads=threads, name="digest")
+    return [value for run in found for value in run]
 
 
 def _thread_count(chunks: int, threads: int | None) -> int:

@@ -13,7 +13,6 @@ the memory has.
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from ..transport.base import ByteStream
 from . import guarded
 from .host import HostStream, Piece
 from .in_place import InPlace
+from .parallel import in_parallel
 from .registration import Registration
 from .room import HINT, Footing, Room, copies_that_fit, room, size_text
 
@@ -169,10 +169,4 @@ def copy_stream(
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = max(1, min(threads or min(cores, MOST_THREADS), len(chunks)))
-    if count == 1:
-        for chunk in chunks:
-            one(chunk)
-        return
-    with ThreadPoolExecutor(count, thread_name_prefix="tensorhub-copy") as pool:
-        for _ in pool.map(one, chunks):
-            pass
+    in_parallel(one, chunks, threads=count, name="copy")

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from ..core.errors import Closed, DeadlineExceeded, HostMemoryFull, InvariantViolation, NotDrained, UsageError
 from ..core.manifest import Manifest
-from ..core.messages import MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
+from ..core.messages import MOST_LAYOUT_BYTES, MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
 from ..core.specs import PREFETCHED, parse_spec
 from ..core.worker.events import Called, ClaimDropped, Registered, Wished
@@ -25,6 +25,7 @@ from ..memory.registration import Registration
 from ..memory.room import HINT
 from ..transport.base import Transport
 from .callers import Callers
+from .codec import encode
 from .config import Options
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
@@ -62,10 +63,15 @@ class Client:
         if self._calling or not worker.may_register:
             why = f"{self._calling} has not ended" if self._calling else f"version {worker.held} is held"
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
-        layout = registration.layout
+        layout = LayoutInfo.of(registration.layout)
+        length = len(encode(layout))
+        if length > MOST_LAYOUT_BYTES:
+            text = f"the names and shapes of {len(registration.layout.tensors)} tensors take {length} B"
+            hint = "register fewer tensors, with shorter names, or larger ones"
+            raise UsageError(f"{text}; {MOST_LAYOUT_BYTES} B are the limit", hint=hint)
         most_copies = self.driver.data.register(registration)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
-        self.driver.feed(Registered(LayoutInfo.of(layout), digest, size_bytes, most_copies))
+        self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
 
     async def operate(self, verb: str, spec: Spec, deadline: float, *, claim: Version | None = None) -> Version | None:
         """One group operation that is no publish. Returns the version then held. `claim` is of an unpublish."""
@@ -143,7 +149,11 @@ class Client:
             manifest = await self._hashed(version, deadline)
             self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, has been hashed
             self.driver.data.prepare(manifest)
-            return await self.driver.call(Called("publish", version, deadline, manifest.root()))
+            self.driver.data.unserved = None
+            published = await self.driver.call(Called("publish", version, deadline, manifest.root()))
+            if self.driver.data.unserved is not None:
+                raise self.driver.data.unserved
+            return published
 
     async def wait_for(self, spec: Spec, deadline: float) -> Version:
         """Until the version, or a newer one, exists. Returns what the spec means then."""

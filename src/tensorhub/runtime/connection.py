@@ -96,7 +96,8 @@ class Connection:
                     self.why = "it does not answer"
                     async with asyncio.timeout(_patience_s()):
                         socket = await self._connect(http)
-                except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+                except (aiohttp.ClientError, OSError, ValueError, TimeoutError, RuntimeError) as error:
+                    # a RuntimeError: no thread could be started to resolve the name
                     self._note_failure(error, is_first=attempt == 0)
                 else:
                     refusal, has_heard = await self._converse(socket)

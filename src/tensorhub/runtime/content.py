@@ -1,15 +1,25 @@
 """One version in a worker's memory, whole or being filled, and its export by every transport."""
 
+import logging
 import threading
 from collections.abc import Mapping
 
-from ..core.errors import TensorHubError
+from ..core.errors import TensorHubError, error_from_code
 from ..core.manifest import Manifest
 from ..core.names import Digest, Version
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
 from ..transport.base import Export, Transport
 from ..transport.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+
+def _as_ours(error: Exception, scheme: str) -> TensorHubError:
+    """Without a traceback: it would hold all that is exported."""
+    text = f"it is held, but peers cannot read it by {scheme}: {error}"
+    hint = f"unpublish() takes it back; TENSORHUB_TRANSPORTS can leave {scheme} out"
+    return error_from_code(error.code if isinstance(error, TensorHubError) else "error", text, hint=hint)
 
 
 class Content:
@@ -30,14 +40,25 @@ class Content:
         """It is this content, and no other that has the same number."""
         return (self.version, self.root) == (version, root)
 
-    def export(self, transports: Mapping[str, Transport], manifest: Manifest, progress: Progress) -> None:
-        """Let peers read it, unless it was stopped meanwhile: a fill learns its manifest in a transport's thread."""
-        for transport in transports.values():
+    def export(
+        self, transports: Mapping[str, Transport], manifest: Manifest, progress: Progress
+    ) -> TensorHubError | None:
+        """Let peers read it, unless it was stopped meanwhile: a fill learns its manifest in a transport's thread.
+
+        Returns why not everybody can, if a transport does not take it: two peers that share that one would choose it.
+        """
+        wrong: list[TensorHubError] = []
+        export = Export(self.key, manifest.encode(), manifest.chunk_bytes, self.registration.stream, progress)
+        for scheme, transport in transports.items():
             with self._lock:
                 self.manifest, self.progress = manifest, progress
                 if not self._is_stopped:
-                    stream = self.registration.stream
-                    transport.export(Export(self.key, manifest.encode(), manifest.chunk_bytes, stream, progress))
+                    try:
+                        transport.export(export)
+                    except Exception as error:  # noqa: BLE001 - whatever is wrong with one way, the others serve
+                        wrong.append(_as_ours(error, scheme))
+                        _log.warning("%s cannot be read by %s: %r", self.key, scheme, error)
+        return wrong[0] if wrong else None
 
     def stop(self, why: TensorHubError) -> None:
         """No export of it begins any more, and no further chunk comes."""

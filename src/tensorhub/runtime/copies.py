@@ -23,7 +23,7 @@ from ..transport.base import Transport
 from ..transport.progress import Progress
 from .config import Verify
 from .content import Content
-from .loops import in_thread
+from .loops import in_thread, report_end
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class HostCopies:
         async def run() -> None:
             failure = await self._try(copy)
             if failure is None:
-                content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
+                failure = self._served(content, manifest)
             self.spoiled = failure if gone else None
             self._tell(CopiedOut(held.version, failure))
 
@@ -191,7 +191,7 @@ class HostCopies:
             if found is not None:
                 pool, content = found
                 content.stop(TensorHubError(f"{self.me} released its host copy of version {version}"))
-                await in_thread(lambda: self._withdraw(content.key), name="withdraw")
+                await in_thread(lambda: self._withdraw(content.key), name="withdraw", otherwise="wait")
                 pool.give(content.registration)
             self._tell(CopyDropped(version))
 
@@ -224,7 +224,13 @@ class HostCopies:
             return Failure(error.code, str(error), hint)
         return None
 
+    def _served(self, content: Content, manifest: Manifest) -> Failure | None:
+        """Let peers read a whole copy. A copy that nobody can read keeps nothing: then why."""
+        error = content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
+        return Failure(error.code, str(error), error.hint or "") if error is not None else None
+
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(report_end)

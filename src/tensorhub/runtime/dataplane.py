@@ -25,7 +25,7 @@ from ..transport.progress import Progress
 from .config import Verify
 from .content import Content
 from .copies import HostCopies
-from .loops import in_thread
+from .loops import in_thread, report_end
 from .open_read import OpenRead
 from .routes import MEASURE_EVERY_S, Meter, Routes
 from .trust import Lease, TrustedSink
@@ -59,6 +59,7 @@ class DataPlane:
         self.received_bytes: dict[str, int] = {}  # by source replica: the latest few, and the sum of the others
         self.cross_site_bytes: dict[int, int] = {}  # by version: from other sites, the latest few
         self.bytes_by_transport: dict[str, int] = {}
+        self.unserved: TensorHubError | None = None  # why nobody can read what is held
         self.is_closed = False
         self._transports = transports
         self._routes = Routes(me, transports)
@@ -92,7 +93,7 @@ class DataPlane:
         assert manifest is not None, "serving what was not prepared"
         assert manifest.root() == root, "serving what was not prepared"
         content = self.content = Content(version, root, self._key(version), registration)
-        content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
+        self.unserved = content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
 
     def stop_serving(self, version: Version) -> None:
         why = TensorHubError(f"{self.me} withdrew version {version}")
@@ -110,6 +111,7 @@ class DataPlane:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(report_end)
         return task
 
     def register(self, registration: Registration) -> int:
@@ -236,7 +238,7 @@ class DataPlane:
         if incoming is not None:
             incoming.stop(TensorHubError(f"{self.me} does not fill version {incoming.version} any more"))
             key = incoming.key
-            self._forgetting[key] = self._in_background(in_thread(lambda: self._withdraw_all(key), name="withdraw"))
+            self._forgetting[key] = self._in_background(self._withdrawn(key))
             self._forgetting[key].add_done_callback(lambda _: self._forgetting.pop(key))
 
     def _touched(self, grant: Grant, content: Content) -> None:
@@ -260,8 +262,7 @@ class DataPlane:
             reading.sink,
             lambda error: self._wake(self._ended, reading, error),
         )
-        is_first = reading.meter is None
-        reading.meter = Meter(reading.read)
+        is_first, reading.meter = reading.meter is None, Meter(reading.read)
         if is_first:
             reading.measuring = self._loop.call_soon(self._measure, reading)
 
@@ -279,7 +280,7 @@ class DataPlane:
     def _begun(self, content: Content | None, fill: FillSink) -> None:
         """In a transport's thread: the manifest is known, so peers may read behind us."""
         assert content is not None, "the read under way has its content"
-        content.export(self._transports, fill.manifest, fill.progress)
+        self.unserved = content.export(self._transports, fill.manifest, fill.progress)
         self._stored(content)
 
     def _stored(self, content: Content | None) -> None:
@@ -342,9 +343,8 @@ class DataPlane:
         self._reading = None
         reading.end()
         self._log_end(reading)
-        progress = reading.content.progress
+        progress, failure = reading.content.progress, None
         is_complete = progress is not None and progress.is_complete and not reading.sink.is_only_opened
-        failure = None
         if error is None and not is_complete and not reading.sink.is_stopped:
             error = SourceLost(f"{reading.grant.source} ended the read before its last chunk")
         if error is not None and not is_complete and not isinstance(error, SessionLost):
@@ -374,8 +374,11 @@ class DataPlane:
     # --- serving ------------------------------------------------------------------------------------------------------
 
     async def _withdraw(self, version: Version) -> None:
-        await in_thread(lambda: self._withdraw_all(self._key(version)), name="withdraw")
+        await self._withdrawn(self._key(version))
         self._tell(ServingStopped(version))
+
+    async def _withdrawn(self, key: str) -> None:
+        await in_thread(lambda: self._withdraw_all(key), name="withdraw", otherwise="wait")
 
     def _withdraw_all(self, key: str) -> None:
         """In a thread: wait until nobody reads it any more."""

@@ -169,7 +169,7 @@ class Driver:
         patience_s = min(TRANSPORT_CLOSE_S, max(0.0, deadline - time.monotonic()) + AFTER_DEADLINE_S)
         try:
             async with asyncio.timeout(patience_s):
-                await in_thread(self.data.close, name="close")
+                await in_thread(self.data.close, name="close", otherwise="here")
         except TimeoutError:
             _log.warning("%s: its transports have not ended after %.1f s", self.me, patience_s)
         else:

@@ -7,20 +7,24 @@ itself, and never touches what it inherited (see `forget_after_fork`).
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ..core.errors import Closed, DeadlineExceeded
 from ..transport.forks import track, tracked
 from ..transport.signals import block_sigpipe
+from ..transport.threads import is_ending, no_thread, start
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
+AGAIN_S = 0.1  # until the next try to start a thread that must be
 GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
 
 
@@ -54,7 +58,7 @@ class LoopThread:
         self.pid = os.getpid()
         self.loop = inheritable_loop()  # its clock is time.monotonic, whatever policy the process has
         self.thread = threading.Thread(target=self._run, name="tensorhub-worker", daemon=True)
-        self.thread.start()
+        start(self.thread, otherwise=self.loop.close)
 
     def _run(self) -> None:
         block_sigpipe()
@@ -121,21 +125,37 @@ def check_process(pid: int, what: str) -> None:
         raise Closed(f"{what} belongs to process {pid}, from which process {os.getpid()} was forked", hint=hint)
 
 
-async def in_thread(work: Callable[[], T], *, name: str) -> T:
+Otherwise = Literal["raise", "wait", "here"]
+
+
+async def in_thread(work: Callable[[], T], *, name: str, otherwise: Otherwise = "raise") -> T:
     """Run blocking work in a daemon thread of its own, so that it delays neither the loop nor the interpreter's exit.
 
-    A caller that is cancelled goes on at once; the thread ends when its work does.
+    A caller that is cancelled goes on at once; the thread ends when its work does. Where the process may start no more
+    threads, that is `Unavailable`; or, for what must be done, it is waited for until it may, or done here.
     """
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     arguments = (future, work)
-    try:
-        threading.Thread(target=_work, args=arguments, name=f"tensorhub-{name}", daemon=True).start()
-    except RuntimeError:  # the interpreter ends, or may start no more threads: then the loop itself must wait
-        return work()
+    while True:
+        try:
+            threading.Thread(target=_work, args=arguments, name=f"tensorhub-{name}", daemon=True).start()
+            break
+        except RuntimeError as error:
+            if otherwise == "here" or is_ending(error):
+                return work()
+            if otherwise == "raise":
+                raise no_thread(f"tensorhub-{name}") from error
+        await asyncio.sleep(AGAIN_S)
     try:
         return await future
     finally:
         del future, arguments  # a failure's traceback knows this frame, and the future the failure
+
+
+def report_end(task: "asyncio.Task[None]") -> None:
+    """For tasks that nobody awaits: what ended one is our bug, and is said."""
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("a task of this worker failed: %r", task.exception(), exc_info=task.exception())
 
 
 def _work(future: "asyncio.Future[T]", work: Callable[[], T]) -> None:

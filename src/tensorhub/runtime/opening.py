@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from uuid import uuid4
 
-from ..core.errors import ServerUnreachable, TensorHubError, TransportMissing, UsageError
+from ..core.errors import ServerUnreachable, TensorHubError, TransportMissing, Unavailable, UsageError
 from ..core.messages import PROTOCOL, Hello
 from ..core.names import ModelName, ReplicaName, Shard
 from ..transport import nixl_path
@@ -20,6 +22,7 @@ from ..transport.choose import PREFERENCE
 from ..transport.local import LocalSettings, LocalTransport
 from ..transport.tcp import TcpTransport
 from ..transport.tcp_settings import TcpSettings
+from ..transport.threads import start
 from .client import Client, living
 from .config import Options
 from .loops import in_thread, loop_thread
@@ -35,15 +38,70 @@ EXIT_S = 0.5  # for everybody together: the interpreter must not hang
 async def open_client(
     model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options, deadline: float
 ) -> Client:
-    """A connected worker. In the worker loop."""
+    """A connected worker. In the worker loop. Whatever ends it before, nothing of it is left."""
+    listening = Listening(options)
     try:
-        async with asyncio.timeout_at(deadline):
-            host = options.host or await in_thread(partial(_address_towards, options.server), name="resolve")
-            probe_s = min(MOST_PROBE_S, PROBE_SHARE * (deadline - time.monotonic()))
-            transports = await in_thread(partial(_listen, host, options, probe_s), name="listen")
-    except TimeoutError as error:
-        text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
-        raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
+        try:
+            async with asyncio.timeout_at(deadline):
+                host = options.host or await in_thread(partial(_address_towards, options.server), name="resolve")
+                probe_s = min(MOST_PROBE_S, PROBE_SHARE * (deadline - time.monotonic()))
+                transports = await in_thread(partial(listening.listen, host, probe_s), name="listen")
+        except TimeoutError as error:
+            text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
+            raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
+        client = _client(model, replica, shard, shards, reliable, options, transports)
+        await client.start(deadline)
+    except BaseException:
+        listening.give_up()
+        raise
+    living.add(client)
+    return client
+
+
+class Listening:
+    """Transports that are made in a thread, for somebody who may no longer wait for them."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._found: dict[str, Transport] = {}
+        self._is_given_up = False
+        self._lock = threading.Lock()
+
+    def listen(self, host: str, probe_s: float) -> dict[str, Transport]:
+        """In a thread: make them. Raises as `make_transport`."""
+        found = _listen(host, self._options, probe_s)
+        with self._lock:
+            self._found = found
+            is_in_vain = self._is_given_up
+        if is_in_vain:
+            self._close()
+        return found
+
+    def give_up(self) -> None:
+        """Nobody uses them: they are closed, or will be once they are there. Closing takes a moment, in a thread."""
+        with self._lock:
+            self._is_given_up = True
+            is_there = bool(self._found)
+        if is_there:
+            try:
+                start(threading.Thread(target=self._close, name="tensorhub-close", daemon=True))
+            except Unavailable:
+                self._close()
+
+    def _close(self) -> None:
+        for transport in self._found.values():
+            transport.close()
+
+
+def _client(
+    model: str,
+    replica: str,
+    shard: int,
+    shards: int,
+    reliable: bool,
+    options: Options,
+    transports: Mapping[str, Transport],
+) -> Client:
     hello = Hello(
         protocol=PROTOCOL,
         model=ModelName(model),
@@ -60,10 +118,7 @@ async def open_client(
         prefetch=options.prefetch,
         retain=options.retain,
     )
-    client = Client(hello, options, transports)
-    await client.start(deadline)
-    living.add(client)
-    return client
+    return Client(hello, options, transports)
 
 
 def wanted_transports(options: Options) -> tuple[str, ...]:

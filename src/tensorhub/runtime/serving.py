@@ -17,6 +17,7 @@ from aiohttp import web
 from ..core.errors import TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.view import Status
+from ..transport.threads import start
 from .loops import check_process, inheritable_loop
 from .server import ServerShell
 
@@ -111,7 +112,7 @@ class ServerThread:
         self._server: RunningServer | None = None
         self._arguments = (host, port, settings or Settings(), token, fresh)
         self._thread = threading.Thread(target=self._run, name="tensorhub-server", daemon=True)
-        self._thread.start()
+        start(self._thread)
         if not self._started.wait(START_S):
             raise TensorHubError(f"the reference server did not start within {START_S:.0f} s")
         if self._error is not None:

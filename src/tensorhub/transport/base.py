@@ -23,6 +23,8 @@ from ..core.errors import TensorHubError
 from .gates import Gate, Until
 from .progress import Progress
 
+MOST_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
+
 OnEnd = Callable[[TensorHubError | None], None]
 Look = Callable[[memoryview], object]  # sees bytes that have just come
 

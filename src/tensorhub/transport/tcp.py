@@ -20,7 +20,7 @@ hide, so the kernel tunes it. Through a proxy with a round trip of 100 ms and 25
 import threading
 from collections.abc import Callable
 
-from ..core.errors import Closed, TensorHubError
+from ..core.errors import Closed, TensorHubError, Unavailable
 from .base import Export, OnEnd, Read, Sink, Transport
 from .tcp_reader import TcpRead
 from .tcp_server import TcpServer
@@ -77,7 +77,7 @@ class TcpTransport(Transport):
             if is_closed:
                 raise Closed(f"this {self.kind} transport was closed")
             read.start()
-        except (Closed, RuntimeError):
+        except (Closed, Unavailable):
             with self._lock:
                 self._reads.pop(read, None)
             read.forget()

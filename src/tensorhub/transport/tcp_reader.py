@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ..core.errors import SourceLost, TensorHubError
+from ..core.errors import SourceLost, TensorHubError, Unavailable
 from ..core.manifest import chunk_count
 from .base import OnEnd, Read, Sink, Trusting
 from .native import shapes
@@ -21,6 +21,7 @@ from .tcp_job import Job, NoRoom
 from .tcp_settings import TcpSettings
 from .tcp_stream import Stream, dial, opened
 from .tcp_wire import Welcome
+from .threads import start
 
 
 class TcpRead(Read):
@@ -98,8 +99,8 @@ class TcpRead(Read):
             self._running += 1
             self._threads.append(thread)
         try:
-            thread.start()
-        except RuntimeError:  # the process may start no more threads
+            start(thread)
+        except Unavailable:
             with self._lock:
                 self._running -= 1
                 self._threads.remove(thread)

@@ -27,6 +27,7 @@ from .tcp_lend import Lending
 from .tcp_served import Served
 from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
+from .threads import start
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class TcpServer:
         self._listener = tracked(self.listen())
         self.endpoint = self.advertised(self._listener)
         self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{self.kind}-accept", daemon=True)
-        self._acceptor.start()
+        start(self._acceptor, otherwise=self._listener.close)
 
     # -- what another transport that speaks over a socket does in its own way -----------------------------------------
 
@@ -149,10 +150,8 @@ class TcpServer:
             raise UsageError(f"export {export.key!r}: a manifest of {len(export.manifest)} B is over 64 MiB")
         served = self.make_served(export)
         if served.chunk_count != export.progress.chunk_count:
-            progress_count = export.progress.chunk_count
-            raise UsageError(
-                f"export {export.key!r}: {served.chunk_count} chunks, but {progress_count} in its progress"
-            )
+            theirs = export.progress.chunk_count
+            raise UsageError(f"export {export.key!r}: {served.chunk_count} chunks, but {theirs} in its progress")
         with self._changed:
             if self._is_closed:
                 raise Closed(f"this {self.kind} transport was closed")

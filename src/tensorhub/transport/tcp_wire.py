@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from . import tcp_vectors, views
+from .base import MOST_MANIFEST_BYTES
 from .forks import tracked
 from .gates import Turn
 from .native import shapes
@@ -57,7 +58,7 @@ LENT_TO, CALLED_OUT = 1, 2  # of a connection, whichever comes first
 MAX_GREETING_BYTES = 16 * 1024  # a key, a token, or a refusal in words
 MAX_WANT_BYTES = 64 * 1024
 MAX_GONE_BYTES = 16 * 1024
-MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
+MAX_MANIFEST_BYTES = MOST_MANIFEST_BYTES
 MAX_CHUNK_BYTES = 1 << 30
 MAX_TEXT = 4000  # characters of a reason that we send
 

@@ -1,0 +1,258 @@
+"""What goes wrong on this machine is an error of the call that met it: the worker lives, and the next call succeeds."""
+
+import pytest
+
+import tensorhub
+
+from .script import run
+
+pytestmark = pytest.mark.processes
+
+BEGIN = """
+import threading
+import numpy as np
+start = threading._start_new_thread
+mine = threading.main_thread()
+def no_threads():
+    def refuse(*arguments):
+        raise RuntimeError("can't start new thread")
+    threading._start_new_thread = refuse
+def threads_again():
+    threading._start_new_thread = start
+def files():
+    return len(os.listdir("/proc/self/fd"))
+def left(before):
+    deadline = time.monotonic() + 20
+    while (threading.active_count(), files()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return (threading.active_count() - before[0], files() - before[1])
+def join(replica, value, size=10_000_000, **options):
+    options = dict(dict(timeout=30, call_timeout=30), **options)
+    weights = tensorhub.open("m", replica=replica, server=address, **options)
+    array = np.full(size, value, dtype=np.uint8)
+    weights.register({"w": array})
+    return weights, array
+"""
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+        yield running
+
+
+def test_a_process_that_may_start_no_more_threads(server):
+    """Each call says so, or does without; afterwards each succeeds."""
+    story = """
+trainer, array = join("trainer", 1)
+reader, target = join("reader", 0)
+no_threads()
+say(publish=error_of(trainer.publish, 1, timeout=5))
+threads_again()
+say(published=error_of(trainer.publish, 1))
+no_threads()
+say(replicate=error_of(reader.replicate, 1, timeout=5), version=reader.version)
+threads_again()
+say(replicated=error_of(reader.replicate, 1), right=int(target.min()))
+no_threads()
+say(check=error_of(trainer.check, timeout=5), unpublish=error_of(trainer.unpublish, timeout=3))
+threads_again()
+say(checked=error_of(reader.check), unpublished=error_of(trainer.unpublish))
+with trainer.mutating(version=2):
+    array += 1
+say(update=error_of(reader.update))
+trainer.close()
+reader.close()
+"""
+    ended = run(BEGIN + story, server.address)
+    found = ended.only()
+    for call in ("publish", "check"):
+        assert found[call]["kind"] == "Unavailable", found[call]
+        assert "thread" in found[call]["text"]
+        assert "ulimit -u" in found[call]["hint"]
+    assert found["replicate"]["kind"] in ("Unavailable", "DeadlineExceeded")
+    assert found["unpublish"].get("kind") in (None, "DeadlineExceeded", "Unavailable")
+    assert found["published"] == {"value": 1}
+    assert (found["replicated"], found["right"]) == ({"value": 1}, 1)
+    assert found["checked"] == found["unpublished"] == {"value": None}
+    assert found["update"] == {"value": 2}
+    assert "CRITICAL" not in ended.log
+
+
+def test_open_that_may_start_no_thread_leaves_nothing(server):
+    story = """
+before = (threading.active_count(), files())
+no_threads()
+say(first=error_of(join, "trainer", 1))
+threads_again()
+say(left=left(before))
+trainer, _ = join("trainer", 1)
+late = (threading.active_count(), files())
+no_threads()
+say(second=error_of(join, "reader", 1))
+threads_again()
+say(later=left(late))
+"""
+    found = run(BEGIN + story, server.address).only()
+    for which in ("first", "second"):
+        assert found[which]["kind"] == "Unavailable", found[which]
+    assert found["left"] == [0, 0]
+    assert found["later"] == [0, 0]
+
+
+def test_a_manifest_that_is_too_long_is_refused_before_anything_is_hashed(server):
+    story = """
+from tensorhub.memory import digests
+hashed = []
+each = digests._each_digest
+digests._each_digest = lambda *arguments: hashed.append(None) or each(*arguments)
+trainer, array = join("trainer", 1, size=5_000_000, chunk_bytes=1)
+say(publish=error_of(trainer.publish, 1), hashed=len(hashed), version=trainer.version)
+trainer.close()
+other, array = join("other", 1, size=4_000_000, chunk_bytes=1, timeout=60, call_timeout=60)
+say(largest=error_of(lambda: digests.check_length(other._aio._client.driver.data.registration, 1, "full")))
+plain, array = join("plain", 1, size=5_000_000, chunk_bytes=1, verify="none")
+say(none=error_of(plain.publish, 1))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["publish"]["kind"] == "UsageError"
+    assert "64 MiB" in found["publish"]["text"]
+    assert "chunk_bytes of at least 2" in found["publish"]["hint"]
+    assert (found["hashed"], found["version"]) == (0, None)
+    assert found["largest"] == {"value": None}
+
+
+def test_a_layout_that_is_too_long_is_refused_before_it_is_sent(server):
+    story = """
+weights = tensorhub.open("m", replica="trainer", server=address, timeout=30, call_timeout=30)
+tensor = np.ones(1)
+say(register=error_of(weights.register, {f"{number:0200}": tensor for number in range(80_000)}))
+weights.register({"w": tensor})
+say(publish=error_of(weights.publish, 1))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["register"]["kind"] == "UsageError"
+    assert "80000 tensors" in found["register"]["text"]
+    assert found["publish"] == {"value": 1}
+
+
+def test_a_copy_that_cannot_be_exported_is_an_error_of_the_call(server):
+    """It was lost in a task that nobody awaited, and the call waited for it until its deadline."""
+    story = """
+from tensorhub.transport.tcp import TcpTransport
+export = TcpTransport.export
+def fail(self, what):
+    if what.key.endswith("/host"):
+        raise ValueError("no export today")
+    export(self, what)
+trainer, array = join("trainer", 1)
+trainer.publish(1)
+TcpTransport.export = fail
+began = time.monotonic()
+say(unpublish=error_of(trainer.unpublish), took_s=time.monotonic() - began, version=trainer.version)
+TcpTransport.export = export
+say(again=error_of(trainer.unpublish))
+"""
+    ended = run(BEGIN + story, server.address)
+    found = ended.only()
+    assert "no export today" in found["unpublish"]["text"]
+    assert found["took_s"] < 10
+    assert found["version"] == 1
+    assert found["again"] == {"value": None}
+    assert "CRITICAL" not in ended.log
+
+
+@pytest.mark.parametrize("error", ["ValueError('no export today')", "tensorhub.UsageError('no export today')"])
+def test_what_is_held_and_cannot_be_served_is_said_by_the_call(server, error):
+    """By one transport of two is enough to say so: peers that share it would choose it. It can be taken back."""
+    story = f"""
+from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.local import LocalTransport
+export = TcpTransport.export
+def fail(self, what):
+    if type(self) in failing:
+        raise {error}
+    export(self, what)
+TcpTransport.export = fail
+trainer, array = join("trainer", 1, transports="local,tcp")
+reader, target = join("reader", 0, transports="local,tcp")
+found = {{}}
+for version, failing in enumerate(([LocalTransport], [TcpTransport, LocalTransport]), 1):
+    found[version] = error_of(trainer.publish, version)
+    failing = []
+    trainer.unpublish()
+say(found=found, publish=error_of(trainer.publish, 3), update=error_of(reader.replicate, 3))
+"""
+    ended = run(BEGIN + story, server.address)
+    found = ended.only()
+    for each in found["found"].values():
+        assert "by local: no export today" in each["text"]
+        assert "unpublish()" in each["hint"]
+    assert found["publish"] == found["update"] == {"value": 3}
+    assert "CRITICAL" not in ended.log
+
+
+def test_open_that_passes_its_deadline_leaves_neither_listeners_nor_threads(server):
+    """Wherever it was: while it listened, or while the server did not answer."""
+    story = """
+import socket
+from tensorhub.runtime import opening
+trainer, array = join("trainer", 1)
+before = (threading.active_count(), files())
+make, go_on = opening.make_transport, threading.Event()
+def make_slowly(scheme, *arguments, **named):
+    found = make(scheme, *arguments, **named)
+    if scheme == "tcp":
+        go_on.wait(30)
+    return found
+opening.make_transport = make_slowly
+say(listening=error_of(tensorhub.open, "m", replica="late", server=address, timeout=0.5, transports="local,tcp"))
+go_on.set()
+say(left=left(before))
+opening.make_transport = make
+with socket.socket() as silent:
+    silent.bind(("127.0.0.1", 0))
+    silent.listen()
+    server = f"127.0.0.1:{silent.getsockname()[1]}"
+    say(silent=error_of(tensorhub.open, "m", replica="late", server=server, timeout=0.5))
+say(then=left(before))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["listening"]["kind"] == "ServerUnreachable"
+    assert found["left"] == [0, 0]
+    assert found["silent"]["kind"] == "ServerUnreachable"
+    assert found["then"] == [0, 0]
+
+
+def test_a_wait_that_is_interrupted_in_open_leaves_nothing(server):
+    story = """
+import asyncio, signal
+from tensorhub.runtime import opening
+trainer, array = join("trainer", 1)
+before = (threading.active_count(), files())
+make, go_on, inside = opening.make_transport, threading.Event(), threading.Event()
+def make_slowly(*arguments, **named):
+    found = make(*arguments, **named)
+    inside.set()
+    go_on.wait(30)
+    return found
+opening.make_transport = make_slowly
+def interrupt():
+    inside.wait(30)
+    os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+thread = threading.Thread(target=interrupt)
+thread.start()
+try:
+    tensorhub.open("m", replica="late", server=address, timeout=60)
+except KeyboardInterrupt:
+    say(interrupted=True)
+thread.join()
+go_on.set()
+opening.make_transport = make
+say(left=left(before), replicas=[r.name for r in tensorhub.connect(address).replicas("m")])
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["interrupted"]
+    assert found["left"] == [0, 0]
+    assert found["replicas"] == ["trainer"]
