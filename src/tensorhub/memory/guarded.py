@@ -13,6 +13,7 @@ It must never: touch a byte of registered memory itself, or take a byte for copi
 
 import ctypes
 import errno
+import mmap
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ def copy(source: Addresses, target: Addresses, start: int, stop: int) -> None:
         start += moved
 
 
-def parts(source: Addresses, start: int, stop: int, room: bytearray) -> Iterator[memoryview]:
+def parts(source: Addresses, start: int, stop: int, room: bytearray | mmap.mmap) -> Iterator[memoryview]:
     """Bytes [start, stop), copied into `room` one part after another. Each is valid until the next. Raises `Freed`."""
     view = memoryview(room)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -62,9 +63,9 @@ def addresses_of(stream: ByteStream, views: Sequence[memoryview], start: int) ->
     return stream.addresses() if isinstance(stream, Located) else Addresses.of_views(views, start)
 
 
-def room_for(size_bytes: int) -> bytearray:
-    """What `parts` of so many bytes need. For one thread."""
-    return bytearray(max(1, min(PART_BYTES, size_bytes)))
+def room_for(size_bytes: int) -> mmap.mmap:
+    """What `parts` of so many bytes need. For one thread. The kernel has it back at once: malloc would keep it."""
+    return mmap.mmap(-1, max(1, min(PART_BYTES, size_bytes)))
 
 
 _is_refused = False  # no process_vm_readv here
