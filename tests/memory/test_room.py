@@ -158,6 +158,51 @@ def test_a_copy_that_ran_short_is_not_kept_for_the_next() -> None:
     assert pool.used_bytes == size_bytes
 
 
+def test_memory_is_touched_ahead_and_given_to_the_first_copy() -> None:
+    asked: list[None] = []
+
+    def look() -> Room:
+        asked.append(None)
+        return Room(1 << 40, "a test's limit")
+
+    size_bytes = 2 * STEP_BYTES + 5
+    pool = HostMemory(register({"w": untouched(size_bytes)}), None, look=look)
+    pool.warm()
+    assert pool.used_bytes == size_bytes
+    asked.clear()
+    copy = pool.take()
+    with copy.stream.writing(0, size_bytes) as views:
+        views[0][:] = bytes(size_bytes)
+    assert asked == []  # every page is there
+    pool.give(copy)
+    pool.warm()
+    assert pool.used_bytes == size_bytes
+
+
+def test_touching_ahead_gives_way() -> None:
+    size_bytes = 3 * STEP_BYTES
+    left = [1 << 40]
+
+    def of(limit_bytes: int | None) -> HostMemory:
+        tensors = register({"w": untouched(size_bytes)})
+        return HostMemory(tensors, limit_bytes, look=lambda: Room(left[0], "a test's limit"))
+
+    none, over, retired = of(0), of(None), of(None)
+    none.warm()
+    over.warm(lambda: True)
+    retired.retire()
+    retired.warm()
+    taken = of(None)
+    copy = taken.take()
+    taken.warm()
+    assert taken.used_bytes == size_bytes
+    taken.give(copy)
+    short = of(size_bytes)
+    left[0] = 0
+    short.warm()
+    assert none.used_bytes == over.used_bytes == retired.used_bytes == short.used_bytes == 0
+
+
 def untouched(size_bytes: int):
     """Memory of which no page is there yet."""
     return np.empty(size_bytes, dtype=np.uint8)

@@ -16,7 +16,7 @@ import tensorhub
 from .process import eventually
 from .script import run
 
-pytestmark = [pytest.mark.processes, pytest.mark.root]
+pytestmark = pytest.mark.processes
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -157,3 +157,32 @@ say(update=error_of(weights.update), second=int(array[-1]), ahead=weights.statis
         ended = running.result()
     found = ended.only()
     assert found == {"first": 1, "update": {"value": 2}, "second": 2, "ahead": 0}
+
+
+WARM = """
+import resource
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+weights, array = join("trainer", 256)
+weights.publish(1)
+deadline = time.monotonic() + float(sys.argv[2])
+while weights.statistics()["host_bytes"] == 0 and time.monotonic() < deadline:
+    time.sleep(0.01)
+ready, before = weights.statistics()["host_bytes"], faults()
+weights.unpublish()
+say(ready=ready, faults=faults() - before, kept=weights.statistics()["host_bytes"])
+"""
+PAGES = 256 * MIB // 4096
+
+
+def test_who_is_alone_has_memory_for_its_first_copy_ready(server):
+    """While the version rests. So the first `unpublish` touches no new page, and is as fast as every other."""
+    found = run(BEGIN + WARM, server.address, "30").only()
+    assert found["ready"] == found["kept"] == 256 * MIB
+    assert found["faults"] < PAGES / 10
+
+
+def test_who_is_not_alone_takes_no_memory_ahead(server):
+    with tensorhub.open("m", replica="heir", server=server.address):
+        found = run(BEGIN + WARM.replace("weights.unpublish()", ""), server.address, "2").only()
+    assert found["ready"] == 0

@@ -10,11 +10,14 @@ Never: take memory beyond the limit, or hand out memory that somebody else has; 
 the memory has.
 """
 
+import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -25,8 +28,9 @@ from .host import HostStream, Piece
 from .in_place import InPlace
 from .parallel import in_parallel
 from .registration import Registration
-from .room import HINT, Footing, Room, copies_that_fit, room, size_text
+from .room import HINT, STEP_BYTES, Footing, Room, copies_that_fit, room, size_text
 
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 MOST_THREADS = 4  # for one copy: more only fight for the memory bus
 
 
@@ -87,6 +91,27 @@ class HostMemory:
             text = f"this process may have no {size_text(self._shape.size_bytes)} more for a host copy"
             raise HostMemoryFull(text, hint=HINT) from error
 
+    def warm(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Touch the pages of one copy ahead, so that the first is made as fast as every other. Blocks; any thread may.
+
+        It gives way to whoever takes memory meanwhile, and does nothing where there is none to spare.
+        """
+        size_bytes = self._shape.size_bytes
+        with self._lock:
+            if self._free is not None or self._used or not self.most:
+                return
+        try:
+            stream = _copy_stream(size_bytes, self._look)
+            for start in range(0, size_bytes, STEP_BYTES):
+                if is_over() or self._used or self._is_retired:
+                    return
+                stream.touch(start, min(start + STEP_BYTES, size_bytes))
+        except (HostMemoryFull, MemoryError):
+            return  # whoever needs it is told
+        with self._lock:
+            if not self._used and not self._is_retired:
+                self._free = self._free or _over(self._shape, stream, stream.pieces)
+
     @property
     def cost(self) -> str:
         """What all copies together may take and what is there, in words."""
@@ -110,8 +135,9 @@ class HostMemory:
 class CopyStream(HostStream):
     """New host memory, of which a block may be written only while there is room for its pages."""
 
-    def __init__(self, pieces: Sequence[Piece], footing: Footing) -> None:
+    def __init__(self, pieces: tuple[Piece, ...], footing: Footing) -> None:
         super().__init__(pieces)
+        self.pieces = pieces
         self._footing = footing
 
     @property
@@ -124,14 +150,33 @@ class CopyStream(HostStream):
         self._footing.step(stop - start)
         return super().writing(start, stop)
 
+    def touch(self, start: int, stop: int) -> None:
+        """Have the pages of these bytes there; what is in them is of no account. Raises `HostMemoryFull`."""
+        with self.writing(start, stop) as views:
+            for (address, size_bytes), view in zip(self.ranges(start, stop), views, strict=True):
+                first = address - address % mmap.PAGESIZE
+                if _madvise()(first, address + size_bytes - first, POPULATE_WRITE):  # before Linux 5.14: one by one
+                    np.frombuffer(view, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
 
 def on_host(registration: Registration, look: Callable[[], Room | None] = room) -> Registration:
     """The same layout over new host memory; nothing is copied. Raises `HostMemoryFull`, `MemoryError`."""
-    size_bytes = registration.size_bytes
+    stream = _copy_stream(registration.size_bytes, look)
+    return _over(registration, stream, stream.pieces)
+
+
+def _copy_stream(size_bytes: int, look: Callable[[], Room | None]) -> CopyStream:
     footing = Footing(size_bytes, look)
     memory = np.empty(size_bytes, dtype=np.uint8)
     pieces = (Piece(0, size_bytes, int(memory.ctypes.data), "cpu", 0, (memory,)),) if size_bytes else ()
-    return _over(registration, CopyStream(pieces, footing), pieces)
+    return CopyStream(pieces, footing)
 
 
 def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, ...]) -> Registration:
