@@ -164,10 +164,10 @@ def test_ten_thousand_pieces_of_garbage(tcp: Tcp) -> None:
         with socket.create_connection(address) as sock:
             sock.sendall(garbage())
 
-    def is_read() -> bool:  # there is no room until the last of the strangers was accepted and has gone
+    def is_read() -> bool:  # until the last strangers have gone, a reader is told "no room", or is hung up on
         target = Target(right, CHUNK)
         error = read_all(source, source.endpoint, "k", target)
-        assert error is None or isinstance(error, NoRoom), error
+        assert error is None or isinstance(error, NoRoom) or "the peer closed the connection" in str(error), error
         return error is None and target.buffer == right
 
     kit.until(is_read, "a reader is served again")
