@@ -74,7 +74,7 @@ def test_shards_that_say_the_same_are_one_line() -> None:
 
 def test_nobody_is_there() -> None:
     assert "No model yet" in drawn(quiet(), 80)
-    assert "recovering: for 4.0 s" in drawn(quiet(4.0), 80)
+    assert "recovering: for up to 4.0 s" in drawn(quiet(4.0), 80)
 
 
 def test_names_are_not_markup() -> None:

@@ -24,6 +24,7 @@ class Cluster:
         self.living = list(holders)
         self.failures: list[TicketFailure] = []
         self.done, self.orders = 0, None
+        self.heard: dict[WorkerId, Orders] = {}
         for who in (*holders, READER):
             self.server.handle(hello(who), sender=str(who), now=self.now)
         for who in holders:
@@ -32,14 +33,22 @@ class Cluster:
 
     def hold(self, who: WorkerId) -> None:
         self.numbers[who] = self.numbers.get(who, 0) + 1
-        report = Report(self.numbers[who], buffer=Holding(Version(1), Digest("r")))
+        report = Report(self.numbers[who], buffer=Holding(Version(1), Digest("r")), **self.known_to(who))
         self.hear(self.server.handle(report, sender=str(who), now=self.now))
+
+    def known_to(self, who: WorkerId) -> dict:
+        """What it has heard of the server."""
+        orders = self.heard.get(who)
+        return {"session": orders.session, "roster": orders.roster} if orders is not None else {}
 
     def hear(self, outbox: list) -> None:
         for sender, message in outbox:
+            assert isinstance(message, Orders)
+            self.heard.update({who: message for who in self.numbers if str(who) == sender})
             if sender == str(READER):
-                assert isinstance(message, Orders)
                 self.orders = message
+        for who in [who for who in self.living if self.heard.get(who) and self.heard[who].witness]:
+            self.hold(who)  # it is asked whether it has heard of the reader
 
     def tell(self) -> None:
         """The reader says how far it is, and which reads have failed."""
@@ -50,6 +59,7 @@ class Cluster:
             operation=Operation(1, "replicate", 1, resolved=Version(1)),
             closed=self.failures[-1].ticket if self.failures else Ticket(0),
             failures=tuple(self.failures[-4:]),
+            **self.known_to(READER),
         )
         self.hear(self.server.handle(report, sender=str(READER), now=self.now))
 

@@ -27,6 +27,7 @@ class Town:
         self.now = 0.0
         self.numbers: dict[WorkerId, int] = {}
         self.orders: dict[WorkerId, Orders] = {}
+        self.told: dict[WorkerId, dict] = {}
 
     def joins(self, who: WorkerId, *, site: str = "", reliable: bool = True, **more: object) -> None:
         me = replace(hello(who, site=site), reliable=reliable, prefetch="never")
@@ -35,9 +36,10 @@ class Town:
         self.says(who, **more)
 
     def says(self, who: WorkerId, **more: object) -> None:
-        self.numbers[who] = self.numbers.get(who, 0) + 1
-        session = self.orders[who].session if who in self.orders else Number(0)
-        more = {"session": session, "layout": LAYOUT.digest(), "size_bytes": LAYOUT.size_bytes, **more}
+        self.numbers[who], self.told[who] = self.numbers.get(who, 0) + 1, more
+        heard = self.orders.get(who)
+        known = {"session": heard.session, "roster": heard.roster} if heard is not None else {"session": Number(0)}
+        more = {**known, "layout": LAYOUT.digest(), "size_bytes": LAYOUT.size_bytes, **more}
         told = report(self.numbers[who], **more)
         self._hear(self.server.handle(told, sender=str(who), now=self.now))
 
@@ -56,6 +58,8 @@ class Town:
             assert isinstance(message, Orders)
             self.orders.update({who: message for who in self.numbers if str(who) == sender})
         self.server.check_invariants()
+        for who in [who for who in self.numbers if str(who) in dict(said) and self.orders[who].witness]:
+            self.says(who, **self.told[who])
 
 
 def reads_from(town: Town, site: str) -> Orders:

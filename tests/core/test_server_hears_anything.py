@@ -20,6 +20,7 @@ from tensorhub.core.messages import (
     Poisoned,
     Reading,
     Report,
+    Roster,
     TicketFailure,
     ToServer,
     Withdrawing,
@@ -101,6 +102,9 @@ reports = st.builds(
     newest=st.none() | versions,
     failures=st.lists(failures, max_size=3).map(tuple),
     leaving=st.sampled_from([False, False, False, True]),
+    stops=st.booleans(),
+    roster=st.none()
+    | st.builds(Roster, numbers.map(Number), st.integers(-1, 4), st.sampled_from(["", "x", "0"]), st.text(max_size=3)),
 )
 lives = st.sampled_from(["1", "2"])
 
@@ -154,6 +158,7 @@ class Listener:
             ended=self.ended,
             reading=reading,
             closed=closed,
+            roster=orders.roster if orders is not None else None,
         )
         return self.report
 

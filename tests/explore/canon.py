@@ -4,8 +4,10 @@ The whole state of all machines is written down, field by field, in one order. O
 the order counts, among those of one worker that are compared with each other: tickets with tickets, sessions with
 sessions, a worker's reports with its reports; a watermark becomes the number of tickets below it, and a report that is
 waited for the number of reports before it. Times count from now. Words for people and statistics are left out, and so
-is what only keeps the server's numbers rising: each of its lives begins above all that were given out. A test holds
-this to account: of two states that are taken for one, all successors are the same too.
+is what only keeps the server's numbers rising: each of its lives begins above all that were given out. Who is on a
+roster is written down instead of the sum that stands for it; one with a session that nobody can show any more matches
+nothing, whichever it is. A test holds this to account: of two states that are taken for one, all successors are the
+same too.
 """
 
 import marshal
@@ -13,22 +15,25 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
+from itertools import product
 from math import inf
 from typing import Any
 
 import msgspec
 
 from tensorhub.core.membership import Member, Members
-from tensorhub.core.messages import Hello, LayoutInfo, Orders, Report
-from tensorhub.core.names import WorkerId
+from tensorhub.core.messages import Hello, LayoutInfo, Orders, Report, Roster
+from tensorhub.core.names import Number, WorkerId
 from tensorhub.core.open_reads import OpenRead
+from tensorhub.core.receipts import Notary
+from tensorhub.core.roster import MODULUS, Roll, Tally
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker.report_book import ReportBook
 from tensorhub.core.worker.state import WorkerState
 
 from .actor import Actor
 
-RAW, SKIP, DEADLINE, RATE, TICKET, ORDER, SESSION, MARK, REPORT, REPORT_MARK = range(10)
+RAW, SKIP, DEADLINE, RATE, TICKET, ORDER, SESSION, MARK, REPORT, REPORT_MARK, ROLL, SUM = range(12)
 OLD_S = 6.0  # longer ago than every patience in SETTINGS that can come due: long ago
 SUSPICIOUS = 500_000  # numbers of the server start above: one that is not known as such would keep states apart
 
@@ -70,9 +75,15 @@ BY_CLASS = {
     (WorkerState, "now"): SKIP,  # of its last event: each event brings its own
     (Member, "queued_at"): SKIP,  # when it is looked at although nothing may be due then
     (Members, "_times"): SKIP,
+    **dict.fromkeys([(Roll, "upto"), (Roll, "witnessed"), (Roll, "unwitnessed"), (Roster, "number")], ROLL),
+    (Member, "asked"): ROLL,  # all these are compared with each other, whoever they are about
+    (Roster, "receipt"): SKIP,
+    (Roster, "digest"): SUM,
+    (Tally, "total"): SUM,
 }
 
-RANKED = (TICKET, ORDER, SESSION, REPORT)
+RANKED = (TICKET, ORDER, SESSION, REPORT, ROLL)
+NOTARY = Notary()
 CONTAINERS = (dict, list, tuple)
 
 _plans: dict[type, list[tuple[str, int]]] = {}
@@ -89,6 +100,7 @@ def written(state: object, now: float) -> bytes:
     writer.write(state, RAW, None)
     for numbers in writer.numbers.values():
         _rank(numbers, writer.out)
+    _put_sums(writer)
     return marshal.dumps(writer.out, 2)
 
 
@@ -96,12 +108,43 @@ def _rank(numbers: list[tuple[int, int, int]], out: list[Any]) -> None:
     """Put ranks where one worker's numbers belong: (place, value, kind)."""
     known = {kind: sorted({value for _, value, its in numbers if its == kind}) for kind in RANKED}
     for place, value, kind in numbers:
-        if kind in (TICKET, SESSION, REPORT):
+        if kind in (TICKET, SESSION, REPORT, ROLL):
             out[place] = bisect_right(known[kind], value)
         elif kind == REPORT_MARK:
             out[place] = (bisect_right(known[REPORT], value), value in known[REPORT])
         else:
             out[place] = (bisect_right(known[TICKET], value), bisect_right(known[ORDER], value))
+
+
+def _put_sums(writer: "_Writer") -> None:
+    """Put who is on a roster where its sum belongs: of each worker, which of the sessions that somebody knows."""
+    if not writer.sums:
+        return
+    sessions: list[list[tuple[WorkerId | None, int]]] = []
+    for about, numbers in writer.numbers.items():
+        if about is not None:
+            sessions.append(
+                [(None, 0), *((about, s) for s in sorted({n for _, n, kind in numbers if kind == SESSION}))]
+            )
+    found: dict[int, tuple[int, ...]] = {}
+    for chosen in product(*(range(len(each)) for each in sessions)):
+        total = sum(_key(*each[at]) for each, at in zip(sessions, chosen, strict=True)) % MODULUS
+        found[total] = chosen
+    for place, total in writer.sums:
+        writer.out[place] = found.get(total, "nobody's")
+
+
+def _key(worker: WorkerId | None, session: int) -> int:
+    """What the session adds to a sum."""
+    if worker is None:
+        return 0
+    key = _keys.get((worker, session))
+    if key is None:
+        key = _keys[worker, session] = NOTARY.session(worker, Number(session))
+    return key
+
+
+_keys: dict[tuple[WorkerId, int], int] = {}
 
 
 class _Writer:
@@ -111,11 +154,15 @@ class _Writer:
         self.now = now
         self.out: list[Any] = []
         self.numbers: dict[WorkerId | None, list[tuple[int, int, int]]] = {}
+        self.sums: list[tuple[int, int]] = []
 
     def write(self, value: Any, kind: int, about: WorkerId | None) -> None:
         """`about`: the worker that this is about."""
         kind_of = type(value)
-        if value is None or kind_of is str or kind_of is bool:
+        if kind == SUM:
+            self.sums.append((len(self.out), int(value, 16) if kind_of is str else value))
+            self.out.append(None)
+        elif value is None or kind_of is str or kind_of is bool:
             self.out.append(value)
         elif kind_of is int:
             self._write_int(value, kind, about)
@@ -143,7 +190,7 @@ class _Writer:
 
     def _write_int(self, value: int, kind: int, about: WorkerId | None) -> None:
         if kind >= TICKET and value:  # 0 is none
-            self.numbers.setdefault(about, []).append((len(self.out), value, kind))
+            self.numbers.setdefault(about if kind != ROLL else None, []).append((len(self.out), value, kind))
             self.out.append(None)
         else:
             assert value < SUSPICIOUS, f"{value} seems to be a number of the server, which canon.py does not know"
@@ -164,7 +211,7 @@ class _Writer:
         for name, kind in plan:  # most fields are plain, and written without more ado
             found = getattr(value, name)
             is_plain = found is None or found is True or found is False or type(found) is str
-            if is_plain or (type(found) is int and kind == RAW and found < SUSPICIOUS):
+            if (is_plain and kind != SUM) or (type(found) is int and kind == RAW and found < SUSPICIOUS):
                 out.append(found)
             elif type(found) in CONTAINERS and not found:
                 out.append(0)

@@ -51,7 +51,8 @@ def test_what_is_taken_for_one_state_has_one_future(chapter: str) -> None:
 
 def test_counters_and_time_do_not_make_another_state() -> None:
     small = Small.begin(Shape(), Faults())
-    small.apply(TIME)  # everybody has reported in one moment
+    for _ in range(3):
+        small.apply(TIME)  # everybody has reported in one moment, heard the roster, and shown it
     before = written(small, small.now)
     for _ in range(5):
         small.apply(TIME)

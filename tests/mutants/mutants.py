@@ -44,9 +44,9 @@ MUTANTS = (
     ),
     Mutant(
         "the word of a dead server counts",
-        "        return acknowledged >= max(told_in, self._since)\n",
-        "        return acknowledged >= told_in\n",
-        "drained counts only from a server that heard of the withdrawal over this connection",
+        "        return acknowledged >= self._since\n",
+        "        return True\n",
+        "orders count only if they answer what was said over this connection",
     ),
     Mutant(
         "a release is final at once",
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "the number of shards is never free",
-        "        model.shards = hello.shards  # as of all who live; free when nobody does\n",
+        "    model.shards = hello.shards  # as of all who live; free when nobody does\n",
         "",
         "when nobody lives, the next job sets the number of shards",
     ),
@@ -117,8 +117,8 @@ MUTANTS = (
     ),
     Mutant(
         "a claim is judged while others may be unheard",
-        "        if server.is_recovering:\n            operation.waiting = _recovering(server)\n        else:\n            claims",
-        "        if False:\n            operation.waiting = _recovering(server)\n        else:\n            claims",
+        "        operation.waiting = _why_wait(server, model, replica)\n        if",
+        "        if",
         "after a restart nothing is claimed before everybody has told what they have claimed",
     ),
     Mutant(
@@ -149,23 +149,21 @@ MUTANTS = (
     ),
     Mutant(
         "drained right after a restart",
-        "Withdrawing | Poisoned) or server.is_recovering or",
-        "Withdrawing | Poisoned) or",
-        "for one lease after a restart nothing is drained: old reads are unknown",
+        "    if not model.roll.is_over or rollcall.is_strange(server, member):\n        return None\n",
+        "    if rollcall.is_strange(server, member):\n        return None\n",
+        "after a restart nothing is drained while anybody is missing: old reads are unknown",
     ),
     Mutant(
         "latest is answered right after a restart",
-        'def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:\n'
-        "    if server.is_recovering:\n",
-        'def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:\n    if False:\n',
-        "for one lease after a restart nothing is resolved: newer versions may be unknown",
+        "    return model.roll.is_over and (not",
+        "    return (not",
+        "after a restart nothing is resolved while anybody is missing: newer versions may be unknown",
     ),
     Mutant(
         "publishing right after a restart",
-        "        return\n    if server.is_recovering:\n        operation.waiting = _recovering(server)\n        return\n"
-        "    version = Version(int(operation.spec))\n",
-        "        return\n    version = Version(int(operation.spec))\n",
-        "for one lease after a restart nothing is published: the number may be taken",
+        "    return rollcall.why_unwitnessed(model, replica) if model.roll.is_over else _recovering(server)\n",
+        "    return rollcall.why_unwitnessed(model, replica)\n",
+        "after a restart nothing is published while anybody is missing: the number may be taken",
     ),
     Mutant(
         "reads of a former life are forgotten",
@@ -181,17 +179,17 @@ MUTANTS = (
     ),
     Mutant(
         "the end of a source's lease ends the reads from it",
-        "        hearing.close_reads(self, member, None)\n        model.move",
-        "        hearing.close_reads(self, member, None)\n"
-        "        for read in self.reads.from_source(member.worker):\n"
-        "            self.reads.close(read.reader, read.ticket)\n"
-        "        model.move",
+        "    hearing.close_reads(server, member, None)\n    model.move",
+        "    hearing.close_reads(server, member, None)\n"
+        "    for read in server.reads.from_source(member.worker):\n"
+        "        server.reads.close(read.reader, read.ticket)\n"
+        "    model.move",
         "the end of a source's lease does not end the reads open on it",
     ),
     Mutant(
         "a dead reader is waited for",
-        "        hearing.close_reads(self, member, None)\n        model.move",
-        "        model.move",
+        "    hearing.close_reads(server, member, None)\n    model.move",
+        "    model.move",
         "the end of a reader's lease ends its reads",
     ),
     Mutant(
@@ -276,8 +274,8 @@ MUTANTS = (
     ),
     Mutant(
         "without room it does not leave last",
-        "        if has_left or other.worker > member.worker:  # of those that still withdraw it the first by name stays\n",
-        "        if False:\n",
+        "        if has_left or other.is_let_go:\n            return True\n        if other.worker > member.worker:  #",
+        "        if False:  #",
         "where there is no room for a copy, one replica leaves the established version last",
     ),
     Mutant(
@@ -300,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "a drained source is granted again",
-        "            return not impatient and not member.is_drained and has_heard_us\n",
+        "            return not impatient and not member.is_let_go\n",
         "            return not impatient\n",
         "who was told drained is nobody's source any more",
     ),
@@ -404,7 +402,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released right after a restart",
-        "    if server.is_recovering:\n        return Duties()\n",
+        "    if not model.roll.is_over:\n        return Duties()\n",
         "",
         "reads of host copies granted before a restart are unknown to it",
     ),
@@ -617,5 +615,131 @@ MUTANTS = (
         "        others = [c for c in candidates(server, model, record, member) if waits_for_us or not c.is_withdrawing]\n",
         "        others = [c for c in candidates(server, model, record, member) if not c.is_withdrawing]\n",
         "nobody reads for ever at who waits for that very reader",
+    ),
+    Mutant(
+        "a grant needs no witness",
+        "        return found if reader.worker in model.roll.witnessed else []\n",
+        "        return found\n",
+        "who is granted a read is known to somebody whom the next life of the server hears",
+    ),
+    Mutant(
+        "a publish needs no witness",
+        "        if worker in model.roll.unwitnessed:\n            return Failure",
+        "        if False:\n            return Failure",
+        "who has published a number is known to somebody whom the next life of the server hears",
+    ),
+    Mutant(
+        "who has no witness is one",
+        "    elif told is not None and told.number > roll.upto and member.worker in roll.witnessed:\n",
+        "    elif told is not None and told.number > roll.upto:\n",
+        "two newcomers who know of each other only are known to nobody",
+    ),
+    Mutant(
+        "a witness need not prove what it says",
+        "        for worker in roll.witness(told.number) if _is_proved(server, model, told) else ():\n",
+        "        for worker in roll.witness(told.number):\n",
+        "an odd number makes nobody known",
+    ),
+    Mutant(
+        "a witness of a former session counts",
+        "    if member.report.session != member.session:\n        return  # it has not heard",
+        "    if False:\n        return  # it has not heard",
+        "what was told in a former session says nothing of those that began since; who shows it has not heard this life",
+    ),
+    Mutant(
+        "a roster need not be proved",
+        "    if roll.is_over or told is None or not _is_proved(server, model, told):\n",
+        "    if roll.is_over or told is None:\n",
+        "no worker can end a roll call by what it says itself",
+    ),
+    Mutant(
+        "the newest roster is not looked for",
+        "    if roll.shown is None or told.number > roll.shown.number:\n",
+        "    if roll.shown is None:\n",
+        "of several rosters the newest says who is missing",
+    ),
+    Mutant(
+        "as many are enough, whoever they are",
+        "        return (self.count, self.digest) == (roster.count, roster.digest)\n",
+        "        return self.count == roster.count\n",
+        "who was given up and is back does not stand in for who is missing",
+    ),
+    Mutant(
+        "the roll call is over before all have heard of it",
+        "        return self.shown is not None and not self.unaware and",
+        "        return self.shown is not None and",
+        "no life can believe a roster again by which one before it has gone on",
+    ),
+    Mutant(
+        "rosters are handed out while the roll is called",
+        "    if not roll.is_over or is_strange(server, member):\n        return None\n",
+        "    if is_strange(server, member):\n        return None\n",
+        "a life that does not know who is missing tells nobody who lives",
+    ),
+    Mutant(
+        "a stranger is given a roster",
+        "    if not roll.is_over or is_strange(server, member):\n        return None\n",
+        "    if not roll.is_over:\n        return None\n",
+        "who may serve somebody unknown is not counted by the next life either",
+    ),
+    Mutant(
+        "a stranger is drained at once",
+        "    if not model.roll.is_over or rollcall.is_strange(server, member):\n        return None\n",
+        "    if not model.roll.is_over:\n        return None\n",
+        "who was not on the roll may serve somebody of whom nobody else has heard",
+    ),
+    Mutant(
+        "a stranger's host copies are released at once",
+        "    release = () if rollcall.is_strange(server, member) else tuple(_unread(server, member))\n",
+        "    release = tuple(_unread(server, member))\n",
+        "who was not on the roll may serve somebody of whom nobody else has heard",
+    ),
+    Mutant(
+        "while the roll is called anybody is a source",
+        "    return [candidate for candidate in found if _has_heard_us(server.known(candidate.worker))]\n",
+        "    return found\n",
+        "who reads by the word of a life that dies at once reads from somebody who shows no older roster",
+    ),
+    Mutant(
+        "a group is answered before it is whole",
+        "    return model.roll.is_over and (not server.is_recovering or len(replica.members) == replica.shards)\n",
+        "    return model.roll.is_over\n",
+        "a shard of which nobody has heard may have been answered by a life before",
+    ),
+    Mutant(
+        "who has left stays on the roster",
+        "    rollcall.end(server, model, member)\n",
+        "",
+        "nobody is awaited who has left in good order",
+    ),
+    Mutant(
+        "a roster outlives its worker's lease",
+        "roster=proofs.roster if worker.now < worker.slot.trust_until else None,",
+        "roster=proofs.roster,",
+        "who may have been given up since says nothing of who lives",
+    ),
+    Mutant(
+        "nobody says that it was told drained",
+        "        return self.is_drained or self.report.stops\n",
+        "        return self.is_drained\n",
+        "nobody relies on what a life before has let somebody change",
+    ),
+    Mutant(
+        "copies are released in the first lease",
+        "    if not server.is_recovering:  # for what is gone there is no way back\n        member",
+        "    if True:\n        member",
+        "in the first lease nothing is given up for which there is no way back",
+    ),
+    Mutant(
+        "nobody waits for room that is being made",
+        "    if is_squeezed and not member.report.closing and _makes_room(server, member):\n",
+        "    if False:\n",
+        "the established version is not given up for want of room that others are about to leave",
+    ),
+    Mutant(
+        "nobody waits for copies that the first lease keeps",
+        "    if server.is_recovering and member.report.copies:\n        return True\n",
+        "",
+        "the established version is not given up for want of room that others are about to leave",
     ),
 )

@@ -44,6 +44,46 @@ def test_the_server_is_killed_in_mid_transfer_and_the_transfer_ends_without_it(s
     )
 
 
+def test_a_call_waits_for_a_restarted_server_and_not_for_its_lease(start, figures):
+    """Everybody who lived has reported to it within a second, so nobody is missing."""
+    cluster = start(lease_s=20)
+    trainer, reader = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    assert reader.call("replicate", spec="latest") == 1
+    killed = cluster.server.kill()
+    calls = trainer.start("unpublish")
+    cluster.restart_server()
+    back_s = time.monotonic() - killed
+    assert [call.result() for call in calls] == [None, None]
+    took_s = max(call.ended for call in calls) - killed
+    assert took_s - back_s < cluster.lease_s / 2
+    cluster.write(trainer, 2)
+    assert trainer.call("publish", version=2) == 2
+    assert reader.call("update", spec="latest") == 2
+    cluster.judge(reader, 2)
+    figures(
+        f"server killed and back after {back_s:.1f} s: an unpublish that was called at the kill returned after "
+        f"{took_s:.1f} s (lease {cluster.lease_s} s)",
+        back_s=back_s,
+        took_s=took_s,
+    )
+
+
+def test_who_died_with_the_server_is_awaited_for_a_lease(start):
+    """It might be reading: nobody can know that it does not."""
+    cluster = start(lease_s=3)
+    trainer, reader = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    assert reader.call("replicate", spec="latest") == 1
+    reader.kill()
+    cluster.server.kill()
+    calls = trainer.start("unpublish")
+    began = time.monotonic()
+    cluster.restart_server()
+    assert [call.result() for call in calls] == [None, None]
+    assert max(call.ended for call in calls) - began >= cluster.lease_s
+
+
 def test_a_transfer_that_outlives_its_lease_stops_and_goes_on_where_it_was(start, figures):
     """Nobody renews the lease, so what is read later does not count. The restarted server grants it again."""
     cluster = start()

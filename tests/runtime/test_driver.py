@@ -10,7 +10,7 @@ import pytest
 
 import tensorhub
 from tensorhub.core.errors import InvariantViolation
-from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, retry_delay_s
+from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, SOON_RETRY_S, SOON_S, retry_delay_s
 from tensorhub.runtime.loops import in_thread, loop_thread
 from tensorhub.runtime.serving import ServerThread
 
@@ -36,6 +36,13 @@ def test_the_back_off_doubles_with_jitter_and_has_a_top():
         assert full / 2 <= retry_delay_s(attempt, dice.random()) <= full
     assert retry_delay_s(0, 0.0) == FIRST_RETRY_S
     assert retry_delay_s(10_000, 0.0) == LAST_RETRY_S
+
+
+def test_right_after_a_line_broke_it_knocks_more_often():
+    assert retry_delay_s(0, 0.0, broken_s=0.0) == FIRST_RETRY_S
+    assert retry_delay_s(10_000, 0.0, broken_s=SOON_S - 0.1) == SOON_RETRY_S
+    assert retry_delay_s(10_000, 1.0, broken_s=SOON_S - 0.1) == SOON_RETRY_S / 2
+    assert retry_delay_s(10_000, 0.0, broken_s=SOON_S) == LAST_RETRY_S
 
 
 def test_a_server_that_leaves_is_found_again():

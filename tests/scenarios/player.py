@@ -73,6 +73,8 @@ class Player:
         self.grant: Grant | None = None  # of the open read
         self.is_stuck = False  # a read that is asked to stop does not stop yet
         self.is_asked_to_stop = False
+        self.is_lingering = False  # it goes on serving for a while when it should stop
+        self.lingers_on: Version | None = None
         self.is_touched = False  # the open read has written, or may have
         self.trust_until = -inf
         self.retry_at = inf
@@ -125,6 +127,9 @@ class Player:
             case StartServing(version=version):
                 self.serving, self.filling, self.opened = version, None, None
             case StopServing(version=version):
+                if self.is_lingering:
+                    self.lingers_on = version
+                    return []
                 self.serving, self.filling, self.done = None, None, 0
                 return [ServingStopped(version)]
             case CopyOut(version=version):
@@ -269,6 +274,13 @@ class Player:
         if self.is_asked_to_stop and self.grant is not None:
             grant, self.grant = self.grant, None
             self.tell(ReadEnded(grant.ticket))
+
+    def lets_go(self) -> None:
+        """Nobody reads here any more, and nobody can."""
+        self.is_lingering, version = False, self.lingers_on
+        assert version is not None, f"{self.name} was not asked to stop serving"
+        self.serving, self.filling, self.done = None, None, 0
+        self.tell(ServingStopped(version))
 
     @property
     def content(self) -> str:

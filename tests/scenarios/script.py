@@ -9,8 +9,9 @@ import textwrap
 from collections.abc import Callable
 
 from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Failure, Hello
-from tensorhub.core.names import ModelName, ReplicaName, Shard, Version
+from tensorhub.core.messages import PROTOCOL, Failure, Hello, Roster
+from tensorhub.core.names import ModelName, Number, ReplicaName, Shard, Version
+from tensorhub.core.receipts import Notary
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker.events import ReadMeasured
 
@@ -96,7 +97,7 @@ def _player(stage: Stage, name: str) -> Player:
 
 
 def _settings(stage: Stage, words: list[str]) -> None:
-    names = ("lease", "report", "failures", "retain", "rebalance", "stalled", "slow", "established")
+    names = ("lease", "report", "failures", "retain", "rebalance", "stalled", "slow", "established", "rosters")
     _, options = _options(words, names)
     lease_s = _seconds(options.get("lease", "10s"))
     report_s = _seconds(options.get("report", "1s"))
@@ -105,6 +106,7 @@ def _settings(stage: Stage, words: list[str]) -> None:
     times = {"lease_s": lease_s, "report_s": report_s, "rebalance_s": rebalance_s}
     times |= {f"{name}_s": _seconds(options.get(name, "1000s")) for name in ("stalled", "slow")}
     keep = options.get("established", "no") == "kept"
+    stage.words.shows_rosters = options.get("rosters", "") == "shown"
     stage.settings = Settings(**times, most_failures=failures, default_retain=retain, keep_established=keep)
 
 
@@ -239,6 +241,23 @@ def _unstick(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).unstick()
 
 
+def _forge(stage: Stage, words: list[str]) -> None:
+    player, count = _player(stage, words[0]), int(words[1])
+    state = player.worker.state
+    roster = state.proofs.roster
+    number = Number((roster.number if roster is not None else 0) + 10_000)
+    digest = f"{Notary().session(player.me, state.session):x}"
+    state.proofs.roster = Roster(number, count, digest, "as good as any")
+
+
+def _linger(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).is_lingering = True
+
+
+def _let_go(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).lets_go()
+
+
 def _slow(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).is_copying_slow = True
 
@@ -362,6 +381,9 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "trickle": _trickle,
     "stick": _stick,
     "unstick": _unstick,
+    "forge": _forge,
+    "linger": _linger,
+    "let-go": _let_go,
     "slow": _slow,
     "copied": _copied,
     "spoil": _spoil,

@@ -36,7 +36,8 @@ def _server(stage: Stage) -> list[str]:
     server = stage.server
     if server is None:
         return ["server: none"]
-    lines = ["server: listens only, after a restart" if server.is_recovering else "server: decides"]
+    is_called = [model for model in server.models.values() if not model.roll.is_over]
+    lines = ["server: listens only, after a restart" if is_called or not server.models else "server: decides"]
     for name, model in sorted(server.models.items()):
         lines.append(f"{name}: latest is {model.latest}")
         for version, record in sorted(model.versions.items()):

@@ -55,6 +55,7 @@ class Words:
         self._granted_to: dict[int, str] = {}
         self._sessions: dict[int, str] = {}
         self._last: dict[tuple[str, str], object] = {}
+        self.shows_rosters = False
 
     def forget(self, who: str) -> None:
         """A new connection: whatever is said is news again."""
@@ -108,6 +109,8 @@ class Words:
             parts.append(f"wants {report.prefetch} ahead")
         if report.closing:
             parts.append("leaving" if report.leaving else "wants to leave")
+        if self.shows_rosters and report.roster is not None:
+            parts.append(f"shows a roster of {report.roster.count}")
         return ", ".join(parts)
 
     def _standing(self, who: str, report: Report) -> list[tuple[str, str]]:
@@ -153,6 +156,9 @@ class Words:
         if orders.fetch is not None:
             parts.append(f"fetch {orders.fetch}")
         parts += [f"release copy {number}" for number in orders.release]
+        if self.shows_rosters:
+            parts.append(f"roster of {orders.roster.count}" if orders.roster is not None else "no roster")
+            parts += ["be a witness"] if orders.witness else []
         return ", ".join(parts)
 
     def grant(self, grant: Grant) -> str:

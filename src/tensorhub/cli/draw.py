@@ -51,7 +51,9 @@ def _heading(status: Status, server: str) -> Text:
     text.append(f", up {time_text(status.uptime_s)}, {count_text(workers, 'worker')}")
     text.append(f", {count_text(len(status.transfers), 'read')} open")
     if status.recovering_s > 0:
-        text.append(f"\nrecovering: for {time_text(status.recovering_s)} it hears who is there, and ", style="yellow")
+        text.append(
+            f"\nrecovering: for up to {time_text(status.recovering_s)} it hears who is there, and ", style="yellow"
+        )
         text.append("drains and resolves nothing", style="yellow")
     return text
 

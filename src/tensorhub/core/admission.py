@@ -63,7 +63,8 @@ def giving_way(server: "Server", hello: Hello, report: Report) -> list[Member]:
 
 def _may_give_way(server: "Server", model: Model, report: Report | None) -> bool:
     """Who lived before a restart may just come later than somebody new. On a hello nobody can tell yet who that is."""
-    if not server.is_recovering or (report is not None and not report.session):
+    is_called = model.roll.is_over or not server.is_recovering
+    if is_called or (report is not None and not report.session):
         return False
     return not any(member.has_lived_before for member in _members(server, model))
 

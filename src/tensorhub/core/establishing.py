@@ -26,7 +26,7 @@ def note_changes(server: "Server") -> None:
     for model in server.models.values():
         if not model.changed:
             continue
-        if not server.is_recovering:
+        if model.roll.is_over:
             lost, back = model.news_of_losses()
             server.said += [f"{failure.message}; {failure.hint}" for failure in lost]
             server.said += [f"version {version} of {model.name} is back" for version in back]
@@ -112,6 +112,8 @@ def is_another_on_its_way(server: "Server", model: Model, record: VersionRecord,
             continue
         buffer = other.report.buffer
         has_left = not isinstance(buffer, Holding | Withdrawing) or buffer.version != record.version
-        if has_left or other.worker > member.worker:  # of those that still withdraw it the first by name stays
+        if has_left or other.is_let_go:
+            return True
+        if other.worker > member.worker:  # of those that still withdraw it the first by name stays
             return True
     return False

@@ -43,7 +43,7 @@ def given(server: "Server", model: Model, member: Member) -> Given:
 def _owed(server: "Server", model: Model, member: Member) -> dict[int, str]:
     """Receipts for what it holds and has none of yet."""
     found: dict[int, str] = {}
-    if server.is_recovering:
+    if not model.roll.is_over:
         return found
     for version, root in _held(member.report):
         record = model.versions.get(version)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import moving, operations, retention, sites
+from . import moving, operations, retention, rollcall, sites
 from .groups import Replica
 from .membership import Member
 from .messages import Filling, Grant, Holding, Poisoned, Withdrawing
@@ -133,8 +133,7 @@ def serves(server: "Server", source: WorkerId, version: Version, from_host: bool
         case Holding(version=held) | Filling(version=held) if held == version:
             return True
         case Withdrawing(version=held, impatient=impatient) if held == version:
-            has_heard_us = member.report.session == member.session  # no former server's "drained" can reach it any more
-            return not impatient and not member.is_drained and has_heard_us
+            return not impatient and not member.is_let_go
         case Filling():
             return False
         case _:
@@ -144,7 +143,9 @@ def serves(server: "Server", source: WorkerId, version: Version, from_host: bool
 def drained_version(server: "Server", model: Model, member: Member) -> Version | None:
     """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
     buffer = member.report.buffer
-    if not isinstance(buffer, Withdrawing | Poisoned) or server.is_recovering or buffer.version is None:
+    if not isinstance(buffer, Withdrawing | Poisoned) or buffer.version is None:
+        return None
+    if not model.roll.is_over or rollcall.is_strange(server, member):
         return None
     if _has_readers(server, member, buffer.version):
         return None
@@ -186,6 +187,11 @@ def full_sources(server: "Server", record: VersionRecord, reader: Member) -> Ite
 
 
 def candidates(server: "Server", model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
+    """Whom the reader may be given as its source."""
+    return rollcall.allowed(server, model, reader, _possible(server, model, record, reader))
+
+
+def _possible(server: "Server", model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
     """Whom the reader could read from; across sites only if it is the seed of its own."""
     behind = server.reads.readers_behind(reader.worker, record.version)
     leaving = reads_leaving(server, record, reader) if len(model.sites) > 1 else None
@@ -257,11 +263,15 @@ def _candidate(
 def _grant(server: "Server", model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> None:
     if member.shard not in record.roots:
         return  # only such as are filling have reported since the restart: nobody could say what is good
-    found = candidates(server, model, record, member)
+    possible = _possible(server, model, record, member)
+    found = rollcall.allowed(server, model, member, possible)
     choice = choose_source(found, now=server.now)
     if choice is None:
+        best = choose_source(possible, now=server.now)
         if found:
             server.members.wake(member, min(candidate.avoided_until for candidate in found))
+        elif best is not None:
+            rollcall.wait_for(server, model, member, possible, best[0])
         return
     give(server, record, member, choice, to_host=to_host)
 

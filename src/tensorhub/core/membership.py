@@ -33,6 +33,11 @@ class Member:
     report: Report = field(default_factory=lambda: Report(number=0))
     is_connected: bool = True
     has_lived_before: bool = False  # it had a session before this one: of a server before this one, perhaps
+    is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
+    asked: Number = Number(0)  # to say that it knows who lives, up to that session
+    awaited_by: dict[WorkerId, None] = field(
+        default_factory=dict
+    )  # who is decided for again when it has heard of its own
     avoided: dict[WorkerId, Avoided] = field(default_factory=dict)
     failures: int = 0  # of reads, in the present operation, since one of them brought a chunk
     chunks: int = 0  # that it had in place at the last of them
@@ -70,6 +75,11 @@ class Member:
     @property
     def is_full(self) -> bool:
         return isinstance(self.report.buffer, Holding | Withdrawing | Vacated)
+
+    @property
+    def is_let_go(self) -> bool:
+        """It was told, by this server or one before it, that nobody reads from its buffer any more."""
+        return self.is_drained or self.report.stops
 
     def fits(self, layout: Digest | None) -> bool:
         """Its registered tensors are laid out like that, as far as is known."""

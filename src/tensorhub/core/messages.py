@@ -209,6 +209,15 @@ class Failure(_Message, frozen=True):
         return Failure(self.code, shortened(self.message, MOST_TEXT), shortened(self.hint, MOST_HINT))
 
 
+class Roster(_Message, frozen=True):
+    """Who lives of a model: so many sessions, with that keyed sum. `number` rises whenever that changes."""
+
+    number: Number
+    count: int
+    digest: str
+    receipt: str
+
+
 class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
@@ -218,7 +227,8 @@ class Report(_Message, frozen=True, tag="report"):
     ever heard of: with it `latest` survives a restart of the server. `failures` are those of the current operation,
     newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not be made left
     `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`: it wants to
-    leave, nothing that it holds can be relied on.
+    leave, nothing that it holds can be relied on. `stops`: it was told that nobody reads from its buffer any more, and
+    stops serving it. `roster` is the newest that it was told, for as long as its own lease lasts.
     """
 
     number: int
@@ -248,6 +258,8 @@ class Report(_Message, frozen=True, tag="report"):
     closing: bool = False
     leaving: bool = False  # close() was called, nobody reads any more: this worker may be forgotten
     claim: Version | None = None  # the number that its last unpublish has claimed
+    stops: bool = False
+    roster: Roster | None = None
 
 
 # --- from the server --------------------------------------------------------------------------------------------------
@@ -286,7 +298,8 @@ class Orders(_Message, frozen=True, tag="orders"):
     from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`:
     copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
     grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
-    and dropped when orders that answer a report of it as `leaving` still name it.
+    and dropped when orders that answer a report of it as `leaving` still name it. `roster`: who lives, to be shown to
+    the next life of the server; None takes an older one back. `witness`: report at once that it is known here.
     """
 
     number: Number
@@ -308,6 +321,8 @@ class Orders(_Message, frozen=True, tag="orders"):
     ceiling: Number = Number(0)
     ceiling_receipt: str = ""
     conflict: Digest = Digest("")  # content with this root is not what its version is: whoever holds it does not
+    roster: Roster | None = None
+    witness: bool = False
 
 
 class Refusal(_Message, frozen=True, tag="refusal"):

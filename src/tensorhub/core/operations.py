@@ -5,7 +5,7 @@ Called by the server machine with itself as the facts; everything that is change
 
 from typing import TYPE_CHECKING
 
-from . import claims, granting, retention
+from . import claims, granting, retention, rollcall
 from .errors import UsageError
 from .groups import GroupOperation, Replica, some_shards
 from .manifest import layout_difference
@@ -35,9 +35,8 @@ def advance(server: "Server", model: Model, replica: Replica, operation: GroupOp
     if operation.verb in FILLS:
         _advance_fill(server, model, replica, operation)
     elif operation.claim is not None and operation.version is None and operation.waiting is None:
-        if server.is_recovering:
-            operation.waiting = _recovering(server)
-        else:
+        operation.waiting = _why_wait(server, model, replica)
+        if operation.waiting is None:
             claims.judge(server, model, replica, operation)
     elif operation.verb == "publish":
         _advance_publish(server, model, replica, operation)
@@ -85,6 +84,11 @@ def _why_incomplete(server: "Server", replica: Replica, operation: GroupOperatio
     return None
 
 
+def _why_wait(server: "Server", model: Model, replica: Replica) -> Failure | None:
+    """Why the replica can be given no number of its own yet, or None."""
+    return rollcall.why_unwitnessed(model, replica) if model.roll.is_over else _recovering(server)
+
+
 def _recovering(server: "Server") -> Failure:
     left_s = server.recovered_at - server.now
     return Failure("unavailable", f"the reference server has restarted and listens for {left_s:.1f} s more", "retry")
@@ -124,8 +128,8 @@ def _is_done(server: "Server", replica: Replica, operation: GroupOperation) -> b
 def _advance_publish(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
     if operation.version is not None or operation.waiting is not None:
         return
-    if server.is_recovering:
-        operation.waiting = _recovering(server)
+    operation.waiting = _why_wait(server, model, replica)
+    if operation.waiting is not None:
         return
     version = Version(int(operation.spec))
     conflict = model.conflict(replica, version, operation.arrived)
@@ -172,7 +176,7 @@ def _give_up(replica: Replica, operation: GroupOperation, failure: Failure) -> N
 
 
 def _resolve(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
-    if server.is_recovering:
+    if not rollcall.is_whole(server, model, replica):
         operation.waiting = _recovering(server)
         return
     held = _held_by_all(server, replica)

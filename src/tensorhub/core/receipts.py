@@ -1,15 +1,16 @@
 """Receipts: what a reference server has said, as something that a later life of it can recognise.
 
-The server remembers nothing over a restart; the workers tell it. Most of what they tell shows itself. Three things do
-not: which content a version number stands for where two differ, how high a version number is taken, and how high the
-server's own numbers have come. Of these a worker carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693) with a
-key that outlives the process. Without one a worker is believed as far as nobody with a receipt says otherwise.
+The server remembers nothing over a restart; the workers tell it. Most of what they tell shows itself. Four things do
+not: which content a version number stands for where two differ, how high a version number is taken, how high the
+server's own numbers have come, and who else lives. Of these a worker carries the server's receipt: a keyed hash
+(BLAKE2b, RFC 7693) with a key that outlives the process. Without one a worker is believed as far as nobody with a
+receipt says otherwise.
 """
 
 import hmac
 from hashlib import blake2b
 
-from .names import Digest, ModelName, Number, Shard, Version
+from .names import Digest, ModelName, Number, Shard, Version, WorkerId
 
 SIZE = 12  # bytes: 96 bits, nobody guesses them in a fleet's life
 
@@ -32,6 +33,14 @@ class Notary:
     def ceiling(self, number: Number) -> str:
         """No number above this one was ever given out."""
         return self._sign("ceiling", number)
+
+    def roster(self, model: ModelName, number: Number, count: int, digest: str) -> str:
+        """So many sessions of the model live, with that sum."""
+        return self._sign("roster", model, number, count, digest)
+
+    def session(self, worker: WorkerId, session: Number) -> int:
+        """What one session adds to that sum."""
+        return int(self._sign("session", *worker, session), 16)
 
     def _sign(self, *parts: object) -> str:
         text = "\0".join(map(str, parts)).encode()

@@ -15,6 +15,7 @@ from math import inf
 from .groups import Replica
 from .messages import Buffer, Failure, Filling, Holding, Report, Spec, Vacated, Withdrawing
 from .names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
+from .roster import Roll
 from .specs import parse_spec, steps_back
 
 
@@ -55,7 +56,8 @@ class Model:
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
     newest_receipt: tuple[Version | None, str] = (None, "")  # for that number
-    is_listening: bool = False  # after a restart: who has what is not known yet, so nothing counts as lost
+    roll: Roll = field(default_factory=Roll)  # who lives
+    is_listening: bool = False  # for a lease after a restart: nothing counts as lost
     keeps_established: bool = True
     retain: int = 0
     pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import establishing, operations, sites
+from . import establishing, operations, rollcall, sites
 from .groups import Replica
 from .membership import Member
 from .messages import Failure, Filling, Holding, HostCopy, Withdrawing
@@ -39,14 +39,16 @@ class Duties(NamedTuple):
 
 def duties_of(server: "Server", model: Model, replica: Replica, member: Member) -> Duties:
     """The present duties of one worker. What it is told to release never counts again."""
-    if server.is_recovering:
+    if not model.roll.is_over:
         return Duties()
     offload = version_to_offload(server, model, member)
     if offload is None:
         offload = _ahead(server, model, member)
     fetch = version_to_fetch(server, model, replica, member)
-    member.releasing.update(dict.fromkeys(_not_needed(server, model, replica, member)))
-    return Duties(offload, fetch, tuple(_unread(server, member)))
+    if not server.is_recovering:  # for what is gone there is no way back
+        member.releasing.update(dict.fromkeys(_not_needed(server, model, replica, member)))
+    release = () if rollcall.is_strange(server, member) else tuple(_unread(server, member))
+    return Duties(offload, fetch, release)
 
 
 def _unread(server: "Server", member: Member) -> Iterator[int]:
@@ -91,6 +93,13 @@ def _is_squeezed(offload: Version | None, member: Member) -> bool:
     return offload is not None and not member.report.copies_left and member.copy(offload) is None
 
 
+def _makes_room(server: "Server", member: Member) -> bool:
+    """A host copy is on its way out, or may be when a server that has restarted releases copies again."""
+    if server.is_recovering and member.report.copies:
+        return True
+    return any(copy.leaving or copy.number in member.releasing for copy in member.report.copies)
+
+
 def must_stay(server: "Server", model: Model, member: Member) -> bool:
     """The worker's buffer is the last reference of a retained version, which can still be saved."""
     buffer = member.report.buffer
@@ -102,6 +111,8 @@ def must_stay(server: "Server", model: Model, member: Member) -> bool:
         return False  # its tensors were changed while they were published: there is nothing left to keep
     if _is_kept_elsewhere(server, model, record, member, is_copy=False):
         return False
+    if is_squeezed and not member.report.closing and _makes_room(server, member):
+        return True
     if is_squeezed and not is_whole(server, model, record):
         return False
     if member.report.closing:
@@ -122,7 +133,7 @@ def leaves_last(server: "Server", member: Member) -> bool:
 def version_to_offload(server: "Server", model: Model, member: Member) -> Version | None:
     """What it has to copy to its own host memory before its buffer may change."""
     buffer = member.report.buffer
-    if not isinstance(buffer, Withdrawing) or member.report.closing or member.is_drained:
+    if not isinstance(buffer, Withdrawing) or member.report.closing or member.is_let_go:
         return None
     return buffer.version if must_stay(server, model, member) else None
 
@@ -150,7 +161,7 @@ def why_stuck(server: "Server", model: Model, replica: Replica, member: Member) 
 def version_to_fetch(server: "Server", model: Model, replica: Replica, member: Member) -> Version | None:
     """What it is to fill a host copy with, as far as there is room."""
     report = member.report
-    if server.is_recovering or report.closing:
+    if not model.roll.is_over or report.closing:
         return None
     if _is_squeezed(version_to_offload(server, model, member), member):
         return None
@@ -286,7 +297,7 @@ def _is_kept_elsewhere(
         if member.has_whole_copy(version) and (not is_copy or (comes_first and not is_self)):
             return True
         buffer = member.report.buffer
-        is_keeper = isinstance(buffer, Withdrawing) and buffer.version == version and not member.is_drained
+        is_keeper = isinstance(buffer, Withdrawing) and buffer.version == version and not member.is_let_go
         if not is_copy and not is_self and is_keeper and comes_first:
             return True
     return False

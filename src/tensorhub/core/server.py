@@ -1,15 +1,15 @@
 """The reference server's decisions: who is alive, what exists, who reads from whom, who may change its buffer.
 
 `handle` takes in one message and returns what to send to whom. It believes what workers report and remembers nothing
-that they could not tell it again: after a restart it asks nobody, it waits one lease until everybody has reported, and
-in that time says nothing that a former life could have contradicted.
+that they could not tell it again: after a restart it asks nobody, it waits until everybody has reported, one lease at
+most, and in that time says nothing that a former life could have contradicted.
 
 Rules it keeps:
 - A worker's orders are the whole truth at their number; numbers rise over the lives of the server.
 - A read is open from its grant until its reader says that it is closed, or its reader's lease has ended. The end of a
   *source's* lease ends nothing.
 - A source is drained when no read from it is open, and nobody was promised what only it has.
-- For one lease after a restart nothing is drained, resolved, published or given up.
+- After a restart nothing is drained, resolved or published while anybody is missing; nothing is given up for a lease.
 
 It must never read a clock, touch a socket, or see a weight byte.
 """
@@ -21,7 +21,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from . import admission, establishing, evidence, granting, hearing, operations, retention
+from . import admission, establishing, evidence, granting, hearing, operations, retention, rollcall, sessions
 from .errors import InvariantViolation
 from .groups import Replica
 from .invariants import server_contradiction
@@ -120,16 +120,17 @@ class Server:
         self._wake(now)
         ended, woken = self.members.due(self.now)
         for member in ended:
-            self._end_session(member, "died (its lease ended)")
+            sessions.end(self, member, "died (its lease ended)")
         for member in woken:
             self.touch(member.worker)
         if not self._has_recovered and self.now >= self.recovered_at:
             self._has_recovered = True
             for model in self.models.values():
                 model.is_listening = False
+                if not model.roll.is_over:
+                    rollcall.close(self, model)
                 model.changed.update(dict.fromkeys(model.versions))
-            for member in self.members.all():
-                self.touch(member.worker)
+                self.touch_all(model)
         return self._settle()
 
     def next_deadline(self) -> float:
@@ -208,55 +209,25 @@ class Server:
             return admission.taken(self, member)
         if member is None:
             for newcomer in admission.giving_way(self, hello, report):
-                self._end_session(newcomer, "gave way to who had lived before")
+                sessions.end(self, newcomer, "gave way to who had lived before")
             refusal = admission.why_refuse(self, hello, report)
             if refusal is not None:
                 return refusal
-            member = self._begin_session(hello, sender)
-            member.has_lived_before = report.session > 0
+            member = sessions.begin(self, hello, sender, report)
         if report.number <= member.report.number:
             return None  # late or repeated
         member.lease_end, member.is_doubted = max(self.now, arrived) + self.settings.lease_s, False
         before, member.report = member.report, report
-        model, replica = self._place(member)
+        model, replica = self.place(member)
         hearing.take_content(self, model, replica, member, before)
         hearing.take_reads(self, member)
         hearing.take_operation(self, replica, member)
+        rollcall.hear(self, model, member)
         self._dirty[member.worker] = True
         if report.leaving:
-            self._end_session(member, "left")
+            sessions.end(self, member, "left")
             return self._orders(member, None, None, None, retention.Duties())
         return None
-
-    def _begin_session(self, hello: Hello, sender: str) -> Member:
-        model = self.models.get(hello.model)
-        if model is None:
-            model = self.models[hello.model] = Model(hello.model, hello.shards, self.settings.most_versions)
-            model.is_listening, model.keeps_established = self.is_recovering, self.settings.keep_established
-        model.shards = hello.shards  # as of all who live; free when nobody does
-        replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
-        member = Member(hello, sender, self.next_number(), self.now + self.settings.lease_s)
-        replica.members[hello.shard] = member.worker
-        self.members.add(member)
-        model.sites[hello.site] += 1
-        if hello.reliable:
-            model.reliable.setdefault(hello.shard, {})[member.worker] = None
-        model.retain = max(self.settings.default_retain, model.retain, hello.retain)
-        self.counters["sessions"] += 1
-        return member
-
-    def _end_session(self, member: Member, why: str) -> None:
-        model, replica = self._place(member)
-        hearing.close_reads(self, member, None)
-        model.move(member.worker, member.report, None)
-        replica.lose(member.shard, why)
-        model.forget(member.worker, member.hello.site)
-        self.members.remove(member.worker)
-        self._dirty.pop(member.worker, None)
-        if replica.is_empty:
-            operations.release(model, replica.operation, replica)
-            del model.replicas[replica.name]
-        self.touch_all(model)
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -292,7 +263,8 @@ class Server:
         return outbox
 
     def _decide(self, member: Member) -> None:
-        model, replica = self._place(member)
+        model, replica = self.place(member)
+        rollcall.seek_witness(self, model, member)
         operation = replica.operation
         if operation is not None:
             was_over, version = operation.is_over, operation.version
@@ -307,14 +279,16 @@ class Server:
     # --- what goes out ------------------------------------------------------------------------------------------------
 
     def _say(self, member: Member, must_answer: bool) -> Outbox:
-        model, replica = self._place(member)
+        model, replica = self.place(member)
         told = member.report.operation
         answer = replica.answer(member.shard, told) if told is not None else None
+        duties = retention.duties_of(self, model, replica, member)  # a release makes room, for which it may wait
         drained = granting.drained_version(self, model, member)
         member.is_drained = drained is not None
-        duties = retention.duties_of(self, model, replica, member)
-        orders = self._orders(member, answer, None if self.is_recovering else replica.ended, drained, duties)
-        news = replace(orders, number=Number(0), acknowledged=0, newest=None, newest_receipt="", report_s=0.0)
+        position = replica.ended if rollcall.is_whole(self, model, replica) else None
+        orders = self._orders(member, answer, position, drained, duties)
+        quiet = {"number": Number(0), "acknowledged": 0, "newest": None, "newest_receipt": "", "report_s": 0.0}
+        news = replace(orders, roster=None, **quiet)
         if not must_answer and news == member.sent:
             return []
         member.sent, member.report_s = news, orders.report_s
@@ -328,7 +302,8 @@ class Server:
         drained: Version | None,
         duties: retention.Duties,
     ) -> Orders:
-        current = self.reads.current(member.worker)
+        current, model = self.reads.current(member.worker), self.models[member.hello.model]
+        roster = rollcall.roster_for(self, model, member)  # its number is below that of the orders
         return Orders(
             number=self.next_number(),
             session=member.session,
@@ -340,7 +315,9 @@ class Server:
             answer=answer,
             grant=current.grant if current is not None else None,
             drained=drained,
-            **evidence.given(self, self.models[member.hello.model], member)._asdict(),
+            roster=roster,
+            witness=rollcall.is_asked(model, member),
+            **evidence.given(self, model, member)._asdict(),
             **duties._asdict(),
         )
 
@@ -349,7 +326,7 @@ class Server:
     def next_number(self) -> Number:
         return self.numbers.next()
 
-    def _place(self, member: Member) -> tuple[Model, Replica]:
+    def place(self, member: Member) -> tuple[Model, Replica]:
         model = self.models[member.hello.model]
         return model, model.replicas[member.hello.replica]
 
@@ -365,6 +342,10 @@ class Server:
     def is_doubtful(self, source: Member) -> bool:
         """There is reason to think that nobody can read from it. What one reader has learned of it helps the others."""
         return source.is_doubted or not self.is_here(source)
+
+    def forget(self, worker: WorkerId) -> None:
+        """It is no member any more: nothing is said to it."""
+        self._dirty.pop(worker, None)
 
     def touch(self, worker: WorkerId) -> None:
         self._dirty.setdefault(worker, False)

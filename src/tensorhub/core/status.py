@@ -36,7 +36,8 @@ def status_steps(server: "Server") -> Steps:
     for _, model in sorted(server.models.items()):
         models.append((yield from _model(server, model)))
     transfers = yield from _transfers(server)
-    recovering_s = max(0.0, server.recovered_at - server.now) if server.is_recovering else 0.0
+    is_called = not server.models or not all(model.roll.is_over for model in server.models.values())
+    recovering_s = max(0.0, server.recovered_at - server.now) if server.is_recovering and is_called else 0.0
     return Status(
         protocol=PROTOCOL,
         uptime_s=server.now + server.paused_s - server.started,

@@ -21,6 +21,7 @@ import random
 import socket as sockets
 import time
 from collections.abc import Callable
+from math import inf
 
 import aiohttp
 
@@ -37,14 +38,20 @@ JITTER = 0.5  # of that, at most, by which one worker waits longer than another
 FIRST_RETRY_S = 0.05  # a restarted server is found quickly
 GOODBYE_S = 0.25  # nobody waits longer for a server that does not answer
 LAST_RETRY_S = 2.0  # 10,000 workers then knock 7,500 times a second at most, spread by the jitter
+SOON_S = 10.0  # a server that is started again by a supervisor is back by then
+SOON_RETRY_S = 0.5  # until then 30,000 times: a refused connection costs its machine 10 us, and each waits 0.2 s less
 MOST_MESSAGE_BYTES = 1 << 20  # orders take a few hundred bytes; an error's text is bounded
 
 LineEvent = Connected | Disconnected | Received
 
 
-def retry_delay_s(attempt: int, random_0_1: float) -> float:
-    """How long to wait before the next try: doubles from 0.05 s to 2 s, less up to half of it."""
-    return float(min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempt, 16)) * (1.0 - random_0_1 / 2))
+def retry_delay_s(attempt: int, random_0_1: float, *, broken_s: float = inf) -> float:
+    """How long to wait before the next try: doubles from 0.05 s to 2 s, less up to half of it.
+
+    While a line broke only `broken_s` ago, to 0.5 s: everybody waits for the server, which is likely to be back soon.
+    """
+    most_s = SOON_RETRY_S if broken_s < SOON_S else LAST_RETRY_S
+    return float(min(most_s, FIRST_RETRY_S * 2 ** min(attempt, 16)) * (1.0 - random_0_1 / 2))
 
 
 def _patience_s() -> float:
@@ -87,7 +94,7 @@ class Connection:
 
     async def run(self) -> None:
         """Connect and connect again, until refused for good or cancelled."""
-        attempt = 0
+        attempt, broken_at, now = 0, -inf, asyncio.get_running_loop().time
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
@@ -103,8 +110,8 @@ class Connection:
                     refusal, has_heard = await self._converse(socket)
                 if refusal is not None and refusal.retry_s <= 0:
                     return
-                attempt = 0 if has_heard else attempt + 1
-                delay_s = retry_delay_s(attempt, random.random())
+                attempt, broken_at = (0, now()) if has_heard else (attempt + 1, broken_at)
+                delay_s = retry_delay_s(attempt, random.random(), broken_s=now() - broken_at)
                 await asyncio.sleep(max(delay_s, refusal.retry_s if refusal is not None else 0.0))
 
     async def _connect(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:

@@ -44,8 +44,8 @@ class App:
 
     def start(self) -> None:
         for shard in range(self.shard_count):
-            self._start_later(shard, self.chance.uniform(0, 0.5))
-        self.world.after(0.6, self.next_step)
+            self._start_later(shard, self.replica.starts_s + self.chance.uniform(0, 0.5))
+        self.world.after(self.replica.starts_s + 0.6, self.next_step)
 
     def _start_later(self, shard: int, delay_s: float) -> None:
         def start() -> None:

@@ -8,10 +8,12 @@ from random import Random
 from ..core.settings import Settings
 from ..core.specs import PREFETCHED
 from .plan import Conditions, Misfortune, Plan, Replica, Step
+from .restarts import with_restarts
 
 STEPS = 40  # of one program, drawn ahead: more than a storm has time for
 FAIR = 0.08  # share of the seeds in which nothing bad happens
 WIDE, LONG, GREAT = 0.02, 0.02, 0.003  # shares of the seeds with eight shards, with sixteen rollouts, with both
+RESTARTS = 0.12  # share of the others in which the server is restarted, and little else happens
 STAYING = 0.2  # share of the others in which something bad stays to the end
 
 
@@ -29,6 +31,9 @@ def draw_plan(seed: int) -> Plan:
     plan = Plan(f"{seed}", settings, conditions, replicas)
     if is_fair:
         return _fair(plan)
+    restarts = Random(f"{seed} restarts")
+    if restarts.random() < RESTARTS:
+        return with_restarts(plan, restarts)
     return replace(plan, misfortunes=tuple(sorted(_misfortunes(plan, Random(f"{seed} faults")))))
 
 

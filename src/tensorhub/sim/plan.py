@@ -74,6 +74,7 @@ class Replica:
     reliable: bool = True
     is_in_step: bool = False  # it calls at whole seconds
     steps: tuple[Step, ...] = ()
+    starts_s: float = 0.0  # it comes only then
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from .state import WorkerState
 
 def take(worker: WorkerState, orders: Orders) -> None:
     """Orders are the whole truth at their number: late or repeated ones are dropped."""
-    if orders.number <= worker.seen:
+    if orders.number <= worker.seen or not worker.book.is_current(orders.acknowledged):
         return
     worker.seen, worker.session, worker.position = orders.number, orders.session, orders.position
     worker.book.every_s, worker.patience_s = orders.report_s, orders.lease_s + orders.report_s
@@ -17,11 +17,12 @@ def take(worker: WorkerState, orders: Orders) -> None:
     worker.slot.take_grant(orders.grant)
     worker.copies.take_orders(orders, next_report=worker.next_report)
     worker.proofs.take_orders(orders, worker.versions_here)
+    worker.is_urgent |= orders.witness
     calling.take_conflict(worker, orders.conflict)
     call = worker.call
     if call is not None and call.take(orders.answer):
         worker.note(f"{call} is version {call.resolved}")
-    is_answer = worker.book.is_answered(worker.memory.withdrawn_in, orders.acknowledged)
+    is_answer = worker.memory.withdrawn_in <= orders.acknowledged
     if worker.memory.is_going(orders.drained) and is_answer and worker.copies.copying is None:
         worker.want(worker.memory.stop_serving())  # while a copy is made, this waits until the server says it again
     departure = worker.departure

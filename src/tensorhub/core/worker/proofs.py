@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ..messages import Orders
+from ..messages import Orders, Roster
 from ..names import Number, Version
 
 
@@ -14,6 +14,7 @@ class Proofs:
     newest_receipt: str = ""
     ceiling: Number = Number(0)  # no server has ever given out a number above it
     ceiling_receipt: str = ""
+    roster: Roster | None = None  # who lives
     receipts: dict[int, str] = field(default_factory=dict)  # by version of what is here: it is what was published
 
     def take_orders(self, orders: Orders, here: list[Version | None]) -> None:
@@ -22,6 +23,7 @@ class Proofs:
             self.newest, self.newest_receipt = orders.newest, orders.newest_receipt
         if orders.ceiling > self.ceiling:
             self.ceiling, self.ceiling_receipt = orders.ceiling, orders.ceiling_receipt
+        self.roster = orders.roster
         self.receipts = {**self.receipts_of(here), **orders.receipts}
 
     def receipts_of(self, here: list[Version | None]) -> dict[int, str]:

@@ -22,6 +22,7 @@ def news_of(report: Report) -> Report:
     copies = tuple(replace(each, done=0, chunks=0) for each in report.copies)
     counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "far_bytes": {}}
     carried = replace(report, newest=None, newest_receipt="", receipts={}, ceiling=Number(0), ceiling_receipt="")
+    carried = replace(carried, stops=False, roster=None)
     return replace(carried, buffer=buffer, reading=reading, copies=copies, **counters)
 
 
@@ -55,13 +56,13 @@ class ReportBook:
         self._last_news, self._last_at = None, -inf
         self._since = self.number + 1
 
-    def is_answered(self, told_in: int, acknowledged: int) -> bool:
-        """Orders with that acknowledgement come from a server that knows what was first said in the report `told_in`.
+    def is_current(self, acknowledged: int) -> bool:
+        """Orders with that acknowledgement answer something that was said over this connection.
 
-        It was said again on each new connection: what answers an older one may be the word of a server that is dead,
-        and the next one may have decided otherwise since.
+        All is said anew on each: what answers an older one may be the word of a server that is dead, and what the next
+        one has heard must stay true.
         """
-        return acknowledged >= max(told_in, self._since)
+        return acknowledged >= self._since
 
     def is_due(self, report: Report, *, now: float) -> bool:
         return self._last_news is None or now >= self.next_at or news_of(report) != self._last_news

@@ -1,8 +1,11 @@
 """G3 and G9: a number is used once, `latest` is the newest that is not lost, and a new server forgets nothing."""
 
+from math import inf
+
 from ...core.messages import Orders
 from ...core.names import Version
 from ..truth.life import Call, Life
+from ..truth.record import Made
 from ..truth.troubles import RECONNECT_S
 from .bench import Judge
 
@@ -38,9 +41,10 @@ class VersionJudge(Judge):
         for other in self.truth.existing(model):
             made = self.truth.exists(model, other)
             is_other = other > version or (made is not None and made.roots.get(life.me.shard, call.root) != call.root)
-            if other < version or not is_other or made is None or made.exists > self.now - self.spread_s:
+            if other < version or not is_other or made is None:
                 continue
-            if self._must_know(model, other):
+            is_old = made.exists <= self.now - self.spread_s and self._must_know(model, other)
+            if is_old or (self._was_said(made) and any(self._outlived(model, s, other) for s in self._shards())):
                 text = f"{life.name} may publish {version} ({call.root}), though {other} exists ({made.replica})"
                 self.broken(text, "G3 version conflict")
 
@@ -51,10 +55,32 @@ class VersionJudge(Judge):
             return
         for newer in self.truth.existing(life.me.model):
             made = self.truth.exists(life.me.model, newer)
-            if newer <= version or made is None or made.exists > self.now - self.spread_s:
+            if newer <= version or made is None:
                 continue
-            if self._must_know(life.me.model, newer) and self._is_there(life, newer):
+            is_old = made.exists <= self.now - self.spread_s and self._must_know(life.me.model, newer)
+            is_left = self._was_said(made) and all(self._outlived(life.me.model, s, newer) for s in self._shards())
+            if (is_old and self._is_there(life, newer)) or is_left:
                 self.broken(f"latest is {version} for {life.name}, though {newer} exists and is not lost")
+
+    def _shards(self) -> range:
+        return range(self.conditions.shards)
+
+    def _was_said(self, made: Made) -> bool:
+        """The publisher was told that it exists, by a server that has died since."""
+        return made.known < self.truth.troubles.server_died
+
+    def _outlived(self, model: str, shard: int, version: Version) -> bool:
+        """Somebody has had that shard since before the last server died, and its own lease with that one is not over.
+
+        However soon a server speaks again, it has heard of whoever had a session with the one before.
+        """
+        died = self.truth.troubles.server_died
+        for holder in self.truth.holders((model, shard), version):
+            held = holder.held
+            is_held = held is not None and held.version == version and held.is_served and held.since < died
+            if is_held and holder.clock() < holder.trust_until and holder.closing == inf:
+                return True
+        return False
 
     def _is_there(self, life: Life, version: Version) -> bool:
         """Each shard has somebody who can be heard, and has had it for a while."""

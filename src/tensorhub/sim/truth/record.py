@@ -41,6 +41,7 @@ class Truth:
         self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
         self.lost: dict[tuple[str, Version], float] = {}  # when a shard had no holder, the last time that was so
         self.established: dict[str, Version] = {}  # the newest of each model that is whole outside its publisher
+        self.established_at: dict[str, float] = {}  # and since when
         self.established_among_spot: dict[str, None] = {}  # models of which that is so by spot workers alone
         self.last_holder_gone: dict[
             tuple[str, int, Version], float
@@ -149,7 +150,7 @@ class Truth:
             holders = [h for h in self.holders((model, shard), version) if h.me.replica != made.replica]
             if not any(holder.hello.reliable or not is_reliable for holder in holders):
                 return
-        self.established[model] = version
+        self.established[model], self.established_at[model] = version, self.now
         self.established_among_spot.pop(model, None)
         if not is_reliable:
             self.established_among_spot[model] = None

@@ -29,6 +29,7 @@ class Troubles:
         self._open: dict[int, Trouble] = {}
         self.server_until = 0.0  # it was gone, or stood still, or listened after a restart
         self.server_back = 0.0  # when it was last started, or went on after standing still
+        self.server_died = -inf  # when it was last killed
 
     def struck(self, number: int, misfortune: Misfortune, now: float) -> None:
         """It begins."""
@@ -36,6 +37,8 @@ class Troubles:
         self.all.append(trouble)
         if misfortune.kind.endswith("server"):
             self.server_until = self.server_back = inf
+        if misfortune.kind == "restart-server":
+            self.server_died = now
 
     def passed(self, number: int, now: float) -> None:
         """It is over, and what follows from it will soon be."""

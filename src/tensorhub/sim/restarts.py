@@ -1,0 +1,65 @@
+"""Weather in which little happens but that the server dies and is soon back, again and again, with newcomers around it.
+
+Where everybody lives a roll call can be answered, so a server goes on long before a lease is over. Whoever came right
+before the last one died, was unheard of and is cut off now, or was heard only by a life that died at once, must not be
+forgotten.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+from .plan import Misfortune, Plan, Replica
+
+LEASE_S = 4.0  # long enough for a few restarts within one
+MOST_DEATHS = 6  # in one history
+UNHEARD = 0.5  # share of the newcomers of whom the others hear nothing until the server dies
+
+
+def with_restarts(plan: Plan, chance: Random) -> Plan:
+    """The plan with such weather instead of its own. Messages fare as before."""
+    newcomers = _newcomers(plan, chance)
+    named = {(each.model, each.name): each for each in (*plan.replicas, *newcomers)}
+    replicas = tuple(named.values())
+    found = [each for newcomer in newcomers for each in _death(plan, chance, replicas, newcomer)]
+    found += [each for _ in range(chance.randint(1, MOST_DEATHS - 2)) for each in _death(plan, chance, replicas, None)]
+    most = max(plan.settings.most_workers, len(replicas) * plan.conditions.shards)
+    settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5, rebalance_s=0.4 * LEASE_S)
+    plan = plan.with_conditions(
+        calm_s=LEASE_S * 6 + 8,
+        chunk_s=chance.uniform(0.1, 1.0) * LEASE_S / plan.conditions.chunks,  # many a read outlives a server
+        is_one_sided=chance.random() < 0.8,  # and its source would not notice
+    )
+    settings = replace(settings, most_workers=most)
+    return replace(plan, settings=settings, replicas=replicas, misfortunes=tuple(sorted(found)))
+
+
+def _newcomers(plan: Plan, chance: Random) -> list[Replica]:
+    """Who comes late: one or two of the rollouts, or a second trainer."""
+    trainer = next(each for each in plan.replicas if each.is_trainer)
+    able = [each for each in plan.replicas if not each.is_trainer][1:]
+    if all(each.name != "trainer-2" for each in plan.replicas) and chance.random() < 0.4:
+        able.append(replace(trainer, name="trainer-2", host="host-trainer-2", steps=trainer.steps[::-1]))
+    chance.shuffle(able)
+    return [replace(each, starts_s=chance.uniform(2.0, plan.conditions.storm_s - 1.0)) for each in able[:2]]
+
+
+def _death(plan: Plan, chance: Random, replicas: tuple[Replica, ...], newcomer: Replica | None) -> Iterator[Misfortune]:
+    """The server dies, perhaps twice; right after the newcomer has come, if there is one. Somebody is away then."""
+    down_s = chance.uniform(0.02, 0.2) * LEASE_S
+    at_s, away = chance.uniform(2.0, plan.conditions.storm_s), chance.choice(replicas)
+    if newcomer is not None:
+        away, has_called = newcomer, chance.random() < 0.7
+        at_s = newcomer.starts_s + (chance.uniform(0.7, 2.2) if has_called else chance.uniform(0.0, 0.7))
+    yield Misfortune(at_s, "restart-server", "", down_s)
+    if newcomer is not None and chance.random() < UNHEARD:
+        for other in replicas:
+            if other is not newcomer and other.host != newcomer.host:
+                yield Misfortune(newcomer.starts_s, "deaf", other.host, at_s - newcomer.starts_s)
+    if chance.random() < 0.6:
+        worker = f"{away.model}/{away.name}[{chance.randrange(plan.conditions.shards)}]"
+        target = chance.choice((worker, away.host))
+        yield Misfortune(at_s - chance.uniform(-0.05, 0.2), "cut", target, chance.uniform(0.2, 0.9) * LEASE_S)
+    if chance.random() < 0.5:
+        again_s = at_s + down_s + chance.uniform(0.02, 0.4 * LEASE_S)
+        yield Misfortune(again_s, "restart-server", "", chance.uniform(0.02, 0.2) * LEASE_S)
