@@ -114,6 +114,7 @@ def test_memory_that_is_lent_to_a_socket_is_freed_in_mid_transfer(server):
     """The kernel keeps the pages that it was lent: what arrives is what was published, or it does not count."""
     story = """
 os.environ["TENSORHUB_TRANSPORTS"] = "tcp"
+os.environ["TENSORHUB_NATIVE"] = "no"  # the moment of freeing is between two calls of Python's
 from tensorhub.transport import tcp_lend
 begin = tcp_lend.Lending.__init__
 def begin_fast(self, *arguments):
@@ -139,6 +140,35 @@ say(replicate=error_of(reader.replicate, 1, timeout=5), calls=state["calls"], ve
     assert found["calls"] >= 3
     assert found["replicate"].get("kind") in ("SourceLost", "DeadlineExceeded", "VersionUnavailable")
     assert found["version"] is None
+
+
+def test_memory_is_freed_while_the_native_mover_reads_it(server):
+    """Whenever that is: what arrived whole by then counts, and nothing else does."""
+    story = """
+import threading
+trainer, tensors = join("trainer", 1.0, transports="tcp")
+trainer.publish(1)
+reader, target = join("reader", 0.0, transports="tcp")
+begun, found = threading.Event(), {}
+def read():
+    begun.set()
+    found.update(error_of(reader.replicate, 1, timeout=5))
+thread = threading.Thread(target=read)
+thread.start()
+begun.wait()
+while not target["kept"].any() and thread.is_alive():
+    pass
+for tensor in tensors.values():
+    free(tensor)
+thread.join()
+say(replicate=found, version=reader.version, is_right=all(bool((t == 1.0).all()) for t in target.values()))
+"""
+    found = run(BEGIN + story, server.address).only()
+    if found["version"] is None:
+        assert found["replicate"].get("kind") in ("SourceLost", "DeadlineExceeded", "VersionUnavailable")
+    else:
+        assert found["replicate"] == {"value": 1}
+        assert found["is_right"]
 
 
 def test_storage_that_is_freed_a_moment_after_the_check(server):
