@@ -1,9 +1,10 @@
 """The one place through which a buffer is written."""
 
 import pytest
+from msgspec.structs import replace
 
 from tensorhub.core.errors import InvariantViolation
-from tensorhub.core.names import Number, Ticket, Version
+from tensorhub.core.names import Digest, Number, Ticket, Version
 from tensorhub.core.worker.events import StartRead, StopRead, Trust
 from tensorhub.core.worker.read_slot import ReadSlot
 
@@ -124,3 +125,15 @@ def test_a_read_that_was_opened_says_so_until_it_goes_on() -> None:
     found.go_on()
     assert found.reading is not None
     assert not found.reading.is_opened
+
+
+def test_a_ticket_keeps_what_was_granted_with_it_whatever_a_restarted_server_knows_of_it() -> None:
+    found, first = ReadSlot(worker("rollout")), replace(grant(5), endpoints=("x://1",))
+    found.extend_trust(10.0)
+    found.take_grant(first)
+    found.start(is_only_opened=True)
+    found.note_opened(Ticket(5))
+    found.take_grant(replace(first, endpoints=(), root=Digest("")))
+    found.take_effects()
+    found.go_on()
+    assert found.take_effects() == [StartRead(first)]

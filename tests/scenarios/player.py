@@ -109,6 +109,8 @@ class Player:
                 return self._open(grant)
             case StartRead(grant=grant):
                 self.grant, self.is_asked_to_stop, self.is_touched = grant, False, False
+                if not grant.endpoints:
+                    return self._no_way(grant)
                 if grant.to_host:
                     self.copies.setdefault(grant.version, [])
                     return []
@@ -147,11 +149,19 @@ class Player:
 
     def _open(self, grant: Grant) -> Sequence[Event]:
         """A source that is there answers at once; of one that is not, `read` and `fail` tell."""
+        if not grant.endpoints:
+            return self._no_way(grant)
         source = self.stage.players.get(name_of(grant.source))
         if source is None or source.source_of(grant) is None:
             return []
         self.opened = grant.version
         return [ReadOpened(grant.ticket)]
+
+    def _no_way(self, grant: Grant) -> Sequence[Event]:
+        """It is told of no endpoint at which the source could be read."""
+        self.grant = None
+        self.stage.say(f"{self.name} cannot read {self.stage.words.ticket(grant.ticket)}: no endpoint is named")
+        return [ReadEnded(grant.ticket, failure=Failure("transport-missing", "no endpoint is named"))]
 
     def _copied(self, event: CopiedIn | CopiedOut) -> Sequence[Event]:
         if not self.is_copying_slow:

@@ -72,6 +72,9 @@ class SimRead:
         self.plane.world.after(delay_s, lambda: self.reader.run(action))
 
     def _begin(self) -> None:
+        if not self.grant.endpoints and not self.is_stopped:  # as a worker that is told of no way to its source
+            self._end(Failure("transport-missing", f"{self.reader.me} is told of no endpoint of {self.grant.source}"))
+            return
         if not self._goes_on():
             return
         source = self.source

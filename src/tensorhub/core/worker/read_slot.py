@@ -22,6 +22,7 @@ class ReadSlot:
     me: WorkerId
     grant: Grant | None = None
     reading: Reading | None = None
+    begun: Grant | None = None  # under which `reading` was begun
     is_opening: bool = False  # it fetches the manifest only
     is_opened: bool = False  # the manifest is here, and it waits for the buffer
     is_stopping: bool = False
@@ -36,9 +37,16 @@ class ReadSlot:
     # --- grant and lease ----------------------------------------------------------------------------------------------
 
     def take_grant(self, grant: Grant | None) -> None:
-        """The latest orders grant this, and nothing else any more."""
-        is_closed = grant is not None and grant.ticket <= self.closed
-        self.grant = None if is_closed else grant
+        """The latest orders grant this, and nothing else any more.
+
+        A server that has restarted knows of an open read only what was reported of it, and that is not where its source
+        listens. A ticket never means anything else than at first, so what was granted then stays.
+        """
+        if grant is not None and grant.ticket <= self.closed:
+            grant = None
+        if grant is not None and self.begun is not None and grant.ticket == self.begun.ticket:
+            grant = self.begun
+        self.grant = grant
 
     def extend_trust(self, until: float) -> None:
         """The server has acknowledged a report: what is read before that time counts."""
@@ -77,6 +85,7 @@ class ReadSlot:
         """Begin to read what is granted, or to open it."""
         grant = self.grant
         assert grant is not None
+        self.begun = grant
         self.reading = Reading(grant.ticket, grant.source, grant.version, grant.from_host, grant.to_host)
         self.is_stopping, self.is_barred, self.root = False, False, grant.root
         self.is_opening, self.is_opened = is_only_opened, False
@@ -92,12 +101,12 @@ class ReadSlot:
 
     def go_on(self) -> None:
         """Read what was opened."""
-        assert self.grant is not None
+        assert self.begun is not None
         assert self.reading is not None
         assert self.is_opened
         self.is_opened = False
         self.reading = replace(self.reading, is_opened=False)
-        self.effects.append(StartRead(self.grant))
+        self.effects.append(StartRead(self.begun))
 
     def bar(self, ticket: Ticket) -> bool:
         """The read that was told to stop writes no more. Returns whether that is the open one."""
@@ -136,7 +145,7 @@ class ReadSlot:
         if reading is None or reading.ticket != ticket:
             raise InvariantViolation(f"{self.me}: read {ticket} ended, but {reading} was open")
         by_itself = not self.is_stopping
-        self.reading, self.is_stopping, self.is_barred = None, False, False
+        self.reading, self.begun, self.is_stopping, self.is_barred = None, None, False, False
         self.is_opening = self.is_opened = False
         self.closed = Ticket(max(self.closed, ticket))
         if self.grant is not None and self.grant.ticket <= ticket:
