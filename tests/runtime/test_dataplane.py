@@ -101,6 +101,11 @@ class Story:
         self.data.start_read(self.grant(ticket, **options))
         return self.transport.reads[-1] if self.transport.reads else None
 
+    async def until_ended(self, ticket):
+        async with asyncio.timeout(5):
+            while ReadEnded(Ticket(ticket)) not in self.told:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
     async def until(self, kind):
         async with asyncio.timeout(5):
             while not any(isinstance(event, kind) for event in self.told):  # noqa: ASYNC110
@@ -262,6 +267,47 @@ def test_what_was_opened_and_is_wanted_no_more_is_withdrawn_before_it_is_opened_
             while len(s.transport.reads) == 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert s.transport.exports == {}
+
+    run(story)
+
+
+def test_what_is_opened_twice_in_vain_is_withdrawn_twice_one_after_the_other():
+    async def story(s):
+        wrong = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        s.data.open_read(s.grant(10))
+        s.transport.may_withdraw = False
+        for ticket in (11, 12):
+            s.data.stop_read(Ticket(ticket - 1))
+            s.transport.reads[-1].on_end(None)
+            await s.until_ended(ticket - 1)
+            s.data.open_read(s.grant(ticket, root=Digest(f"{ticket}")))
+        s.transport.may_withdraw = True
+        async with asyncio.timeout(5):
+            while len(s.transport.reads) == 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert len(s.transport.reads) == 2, "only the last one is wanted"
+        assert s.better.withdrawals == 2, "and it waited for both"
+        assert not wrong
+
+    run(story)
+
+
+def test_what_was_opened_in_vain_does_not_take_with_it_what_is_served_under_the_same_key():
+    async def story(s):
+        s.data.open_read(s.grant(10))
+        s.data.stop_read(Ticket(10))
+        s.transport.reads[-1].on_end(None)
+        await s.until_ended(10)
+        s.transport.may_withdraw = False
+        s.data.prepare(s.manifest)  # a host copy of the same version came first, and was copied in
+        s.data.start_serving(Version(3), s.manifest.root())
+        assert s.transport.exports == {}
+        s.transport.may_withdraw = True
+        async with asyncio.timeout(5):
+            while not s.transport.exports:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert s.transport.exports["m/3/0"].progress.is_complete
 
     run(story)
 

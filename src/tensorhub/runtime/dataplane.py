@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
 from ..core.manifest import Manifest
@@ -22,10 +23,11 @@ from ..memory.fill import FillSink
 from ..memory.registration import Registration
 from ..transport.base import Transport
 from ..transport.progress import Progress
+from .background import Background
 from .config import Verify
 from .content import Content
 from .copies import HostCopies
-from .loops import in_thread, report_end
+from .loops import in_thread
 from .open_read import OpenRead
 from .routes import MEASURE_EVERY_S, Meter, Routes
 from .trust import Lease, TrustedSink
@@ -72,8 +74,7 @@ class DataPlane:
         self.copies = HostCopies(
             me, transports, verify=verify, limit_bytes=host_bytes, tell=tell, withdraw=self._withdraw_all
         )
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._forgetting: dict[str, asyncio.Task[None]] = {}  # by key: what was opened and never written is withdrawn
+        self._background = Background(self._loop)
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
@@ -93,7 +94,12 @@ class DataPlane:
         assert manifest is not None, "serving what was not prepared"
         assert manifest.root() == root, "serving what was not prepared"
         content = self.content = Content(version, root, self._key(version), registration)
-        self.unserved = content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
+        content.manifest, content.progress = manifest, Progress(manifest.chunk_count, complete=True)
+        self._background.once_free(content.key, partial(self._serve, content, manifest, content.progress))
+
+    def _serve(self, content: Content, manifest: Manifest, progress: Progress) -> None:
+        if self.content is content:
+            self.unserved = content.export(self._transports, manifest, progress)
 
     def stop_serving(self, version: Version) -> None:
         why = TensorHubError(f"{self.me} withdrew version {version}")
@@ -105,14 +111,7 @@ class DataPlane:
             is_whole = content.progress is not None and content.progress.is_complete
             self.content, self.vacated = None, content.manifest if is_whole else None
             content.stop(why)
-        self._in_background(self._withdraw(version))
-
-    def _in_background(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(report_end)
-        return task
+        self._background.begin(self._withdraw(version))
 
     def register(self, registration: Registration) -> int:
         """Other tensors. Returns how many host copies of them the limit allows."""
@@ -159,11 +158,7 @@ class DataPlane:
         if self._reading is not None:
             self._reading.end()  # it was opened, and is now read
         reading = self._reading = OpenRead(grant, content, sink)
-        forgetting = self._forgetting.get(content.key)
-        if forgetting is None:
-            self._begin(reading)
-        else:  # the same key would be withdrawn under our feet
-            forgetting.add_done_callback(lambda _: self._begin(reading))
+        self._background.once_free(content.key, lambda: self._begin(reading))
 
     def _begin(self, reading: OpenRead) -> None:
         if self._reading is not reading or reading.sink.is_stopped:
@@ -237,9 +232,7 @@ class DataPlane:
         incoming, self.incoming = self.incoming, None
         if incoming is not None:
             incoming.stop(TensorHubError(f"{self.me} does not fill version {incoming.version} any more"))
-            key = incoming.key
-            self._forgetting[key] = self._in_background(self._withdrawn(key))
-            self._forgetting[key].add_done_callback(lambda _: self._forgetting.pop(key))
+            self._background.begin_for(incoming.key, partial(self._withdrawn, incoming.key))
 
     def _touched(self, grant: Grant, content: Content) -> None:
         """In the loop, once: the read may be writing. What the memory held before is gone."""
