@@ -21,8 +21,9 @@ from .memory.registration import Registration
 from .memory.registration import register as register_tensors
 from .runtime.client import Client
 from .runtime.config import Options, check_integer, check_name, parse_seconds, worker_options
+from .runtime.errands import Undo
 from .runtime.loops import LoopThread, check_process, loop_thread
-from .runtime.opening import open_client
+from .runtime.opening import leave_at_once, open_client
 from .runtime.questions import fetch_status
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ async def open(
         raise UsageError(f"reliable={reliable!r} is neither True nor False")
     deadline = time.monotonic() + options.connect_s
     thread = loop_thread()
-    client = await thread.here(open_client(model, replica, shard, shards, reliable, options, deadline))
+    opening = open_client(model, replica, shard, shards, reliable, options, deadline)
+    client = await thread.here(opening, undo=leave_at_once)
     return Weights(client, thread)
 
 
@@ -136,7 +138,16 @@ class Weights:
         claimed = parse_spec(version)
         if claimed is None:
             raise UsageError(f"mutating() of {self._client.me} needs a version number, not {version!r}")
-        await self._here(self._client.operate("unpublish", "", self._deadline(timeout), claim=claimed))
+        claiming = self._client.operate("unpublish", "", self._deadline(timeout), claim=claimed)
+        await self._here(claiming, undo=self._unclaim)
+
+    async def _unclaim(self, _: object) -> None:
+        """The claim was granted when its caller gave up."""
+        self._client.drop_claim()
+
+    async def _leave(self) -> None:
+        """It was opened when its caller gave up: nobody will ever use it."""
+        await leave_at_once(self._client)
 
     def _drop_claim(self) -> None:
         """The block of a `mutating` raised: the number is anybody's again. Does not wait, and never fails."""
@@ -197,16 +208,18 @@ class Weights:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _here(self, work: Coroutine[object, object, T]) -> Coroutine[object, object, T]:
+    def _here(self, work: Coroutine[object, object, T], *, undo: Undo[T] | None = None) -> Coroutine[object, object, T]:
         try:
             self._check_process()
         except BaseException:
             work.close()
             raise
         self._client.callers.note()
-        return self._thread.here(work)
+        return self._thread.here(work, undo=undo)
 
-    def _block_on(self, work: Coroutine[object, object, T], timeout: float | None, what: str) -> T:
+    def _block_on(
+        self, work: Coroutine[object, object, T], timeout: float | None, what: str, *, undo: Undo[T] | None = None
+    ) -> T:
         """For the blocking wrapper: run one of the above in the worker thread and wait for it."""
         try:
             self._check_process()
@@ -215,7 +228,7 @@ class Weights:
             work.close()
             raise
         with self._client.callers.blocked():
-            return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._client.me}")
+            return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._client.me}", undo=undo)
 
     def _check_process(self) -> None:
         check_process(self._pid, str(self._client.me))

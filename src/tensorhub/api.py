@@ -85,7 +85,13 @@ def open(
         call_timeout=call_timeout,
     )
     what = f"open of {model}/{replica}[{shard}]"
-    return Weights(loop_thread().wait(opening, deadline=began + options.connect_s, what=what))
+    thread = loop_thread()
+    opened = thread.wait(opening, deadline=began + options.connect_s, what=what, undo=aio.Weights._leave)
+    try:
+        return Weights(opened)
+    except BaseException:
+        thread.wait(opened._leave(), deadline=began + options.connect_s, what=f"close of {what}")
+        raise
 
 
 class Weights:
@@ -151,7 +157,8 @@ class Weights:
         take it meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is
         anybody's again, and the exception goes on. `timeout` is for each of the two calls.
         """
-        self._wait(self._aio._claim(version, timeout=timeout), timeout, f"mutating(version={version!r})")
+        what, unclaim = f"mutating(version={version!r})", self._aio._unclaim
+        self._aio._block_on(self._aio._claim(version, timeout=timeout), timeout, what, undo=unclaim)
         try:
             yield
         except BaseException:

@@ -1,5 +1,9 @@
 """A reference server in this process, and workers that are closed again."""
 
+import contextlib
+import signal
+import threading
+
 import numpy as np
 import pytest
 
@@ -27,3 +31,32 @@ def join(server):
     yield joined
     for weights in reversed(opened):
         weights.close(timeout=3)
+
+
+class Interrupt(BaseException):
+    """As a Ctrl-C: no `except Exception` sees it."""
+
+
+@pytest.fixture
+def interrupting():
+    """`with interrupting(work) as work:` the caller of such a coroutine is interrupted just when it ends."""
+    caller = threading.get_ident()
+
+    def interrupt(*_):
+        raise Interrupt
+
+    @contextlib.contextmanager
+    def block(work):
+        async def interrupted(*arguments, **options):
+            result = await work(*arguments, **options)
+            signal.pthread_kill(caller, signal.SIGUSR1)
+            return result
+
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        try:
+            with pytest.raises(Interrupt):
+                yield interrupted
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    return block

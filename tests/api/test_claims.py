@@ -52,6 +52,17 @@ def test_a_block_that_raises_gives_its_number_back_and_leaves_the_tensors_unpubl
     assert first.publish(3) == 3
 
 
+def test_a_claim_that_is_granted_when_its_caller_is_interrupted_is_given_back(join, interrupting, monkeypatch):
+    first, _ = join("first", 1.0)
+    second, _ = join("second", 2.0)
+    client = first._aio._client
+    with interrupting(client.operate) as operate:
+        monkeypatch.setattr(client, "operate", operate)
+        with first.mutating(version=2):
+            pytest.fail("the block ran")
+    eventually(lambda: _is_free(second, 2), "the number is given back")
+
+
 def _is_free(weights, version):
     try:
         weights.publish(version)

@@ -1,6 +1,8 @@
 """`connect`: what there is, for people and scripts, without being a worker."""
 
 import tensorhub
+from runtime.kit import eventually
+from tensorhub import aio
 
 
 def test_an_empty_server_has_nothing(server):
@@ -40,3 +42,13 @@ def test_settings_come_from_the_environment(server, monkeypatch):
     assert tensorhub.connect().models() == []
     with tensorhub.open("m", replica="r"):
         assert tensorhub.connect().models() == ["m"]
+
+
+def test_a_worker_that_is_opened_when_its_caller_is_interrupted_does_not_live_on(server, interrupting, monkeypatch):
+    with interrupting(aio.open_client) as open_client:
+        monkeypatch.setattr(aio, "open_client", open_client)
+        tensorhub.open("m", replica="t", server=server.address)
+    monkeypatch.undo()
+    tensorhub.open("m", replica="t", server=server.address).close()
+    view = tensorhub.connect(server.address)
+    eventually(lambda: not view.replicas("m"), "nobody is there")

@@ -100,6 +100,10 @@ class Client:
             copies.spoiled = None
             try:
                 version = await self.driver.call(called)
+            except asyncio.CancelledError:
+                if claim is not None:  # it may have been granted a moment ago
+                    self.drop_claim()
+                raise
             except HostMemoryFull as error:
                 if not copies.why_short:
                     raise

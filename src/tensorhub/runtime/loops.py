@@ -4,8 +4,8 @@ The thread is a daemon and starts with the first use. A forked child has no thre
 itself, and never touches what it inherited (see `forget_after_fork`).
 """
 
+import _thread
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import os
@@ -14,18 +14,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Literal, TypeVar
 
 from ..core.errors import Closed, DeadlineExceeded
 from ..transport.forks import track, tracked
 from ..transport.signals import block_sigpipe
 from ..transport.threads import is_ending, no_thread, start
+from .errands import Errand, Undo, release
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 AGAIN_S = 0.1  # until the next try to start a thread that must be
 GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
+UNWIND_S = 1.0  # for what an interrupt cancels: it takes milliseconds where the loop gets to run
 
 
 class Tracked(selectors.DefaultSelector):
@@ -70,26 +73,68 @@ class LoopThread:
         """The caller runs in this thread."""
         return threading.current_thread() is self.thread
 
-    def wait(self, work: Coroutine[object, object, T], *, deadline: float, what: str) -> T:
+    def wait(self, work: Coroutine[object, object, T], *, deadline: float, what: str, undo: Undo[T] | None = None) -> T:
         """Run it in the loop and block until it ends; an interrupt of the caller cancels it.
 
-        `work` keeps its own deadline. If the loop itself is stuck, `DeadlineExceeded` ends the wait soon after.
+        `work` keeps its own deadline. If the loop itself is stuck, `DeadlineExceeded` ends the wait soon after. `undo`
+        takes back what the work has brought, where it had just ended. An interrupt waits a moment for all that, so
+        that the caller finds nothing half done.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            done, _ = concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()) + GRACE_S)
-            if not done:
-                text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
-                raise DeadlineExceeded(text, hint="does a native call hold the GIL?")
-            return future.result()
-        finally:
-            future.cancel()
+        return wait_in(self.loop, work, deadline=deadline, what=what, undo=undo)
 
-    async def here(self, work: Coroutine[object, object, T]) -> T:
-        """Run it in the loop and await it from any loop; a cancelled caller cancels it."""
-        if asyncio.get_running_loop() is self.loop:
+    async def here(self, work: Coroutine[object, object, T], *, undo: Undo[T] | None = None) -> T:
+        """Run it in the loop and await it from any loop; a cancelled caller cancels it, as an interrupt of `wait`."""
+        loop = asyncio.get_running_loop()
+        if loop is self.loop:
             return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        ended, settled = loop.create_future(), loop.create_future()
+        errand = Errand(
+            *(self.loop, work),
+            undo=undo,
+            on_end=partial(release, ended, loop),
+            on_settled=partial(release, settled, loop),
+        )
+        try:
+            errand.begin()
+            await ended
+            return errand.outcome()
+        except BaseException:
+            if errand.abandon_unless_over():
+                await asyncio.wait([settled], timeout=UNWIND_S)
+            del errand, work
+            raise
+
+
+def wait_in(
+    loop: asyncio.AbstractEventLoop,
+    work: Coroutine[object, object, T],
+    *,
+    deadline: float,
+    what: str,
+    undo: Undo[T] | None = None,
+) -> T:
+    """As `LoopThread.wait`, in any loop that runs in another thread."""
+    ended, settled = held_lock(), held_lock()
+    errand = Errand(loop, work, undo=undo, on_end=ended.release, on_settled=settled.release)
+    try:
+        errand.begin()
+        if ended.acquire(timeout=max(0.0, deadline - time.monotonic()) + GRACE_S):
+            return errand.outcome()
+        errand.abandon()
+        text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
+        raise DeadlineExceeded(text, hint="does a native call hold the GIL?")
+    except BaseException:
+        if errand.abandon_unless_over():
+            settled.acquire(timeout=UNWIND_S)
+        del errand, work  # a failure's traceback knows this frame, and they the failure
+        raise
+
+
+def held_lock() -> _thread.LockType:
+    """A bare lock: acquiring it is one step, which an interrupt either prevents or finds done."""
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    return lock
 
 
 _lock = threading.Lock()

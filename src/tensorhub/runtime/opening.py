@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 TRY_TCP = "add tcp to transports= or TENSORHUB_TRANSPORTS, and see `tensorhub doctor`"
 MOST_PROBE_S = 30.0  # of NIXL, in a child process: it takes 1 s, and 6 s were seen under ten times too much load
 PROBE_SHARE = 0.5  # and at most so much of what `open` may take: a NIXL that hangs must not make it fail
+ABANDONED_S = 5.0  # for a worker that was opened for nobody to say goodbye: it takes milliseconds with a server there
 EXIT_S = 0.5  # for everybody together: the interpreter must not hang
 
 
@@ -56,6 +57,11 @@ async def open_client(
         raise
     living.add(client)
     return client
+
+
+async def leave_at_once(client: Client) -> None:
+    """Close one that was opened for nobody: its caller has given up meanwhile."""
+    await client.close(time.monotonic() + ABANDONED_S)
 
 
 class Listening:

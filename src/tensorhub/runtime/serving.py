@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -18,7 +19,7 @@ from ..core.errors import TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.view import Status
 from ..transport.threads import start
-from .loops import check_process, inheritable_loop
+from .loops import check_process, held_lock, inheritable_loop, wait_in
 from .server import ServerShell
 
 _log = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ class ServerThread:
     ) -> None:
         self.address = ""
         self._pid = os.getpid()
-        self._started = threading.Event()
+        self._tried = held_lock()  # until it listens, or could not
+        self._has_tried = False
         self._error: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -113,8 +115,12 @@ class ServerThread:
         self._arguments = (host, port, settings or Settings(), token, fresh)
         self._thread = threading.Thread(target=self._run, name="tensorhub-server", daemon=True)
         start(self._thread)
-        if not self._started.wait(START_S):
-            raise TensorHubError(f"the reference server did not start within {START_S:.0f} s")
+        try:
+            if not self._tried.acquire(timeout=START_S):
+                raise TensorHubError(f"the reference server did not start within {START_S:.0f} s")
+        except BaseException:
+            self.close()
+            raise
         if self._error is not None:
             raise self._error
 
@@ -135,7 +141,7 @@ class ServerThread:
         loop, server = self._loop, self._server
         assert loop is not None
         assert server is not None
-        return asyncio.run_coroutine_threadsafe(_ask(server.shell), loop).result(START_S)
+        return wait_in(loop, _ask(server.shell), deadline=time.monotonic() + START_S, what="status()")
 
     def close(self) -> None:
         """Stop it and free its port. Idempotent."""
@@ -152,17 +158,22 @@ class ServerThread:
                 runner.run(self._serve())
         except Exception as error:  # noqa: BLE001 - the top of a thread: raised where the server was started
             self._error = error
-            if self._started.is_set():
+            if self._has_tried:
                 _log.critical("the reference server at %s has ended: %r", self.address, error)
         finally:
-            self._started.set()
+            self._note_tried()
+
+    def _note_tried(self) -> None:
+        if not self._has_tried:
+            self._has_tried = True
+            self._tried.release()
 
     async def _serve(self) -> None:
         host, port, settings, token, fresh = self._arguments
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._server = await start_server(host, port, settings=settings, token=token, fresh=fresh)
         self.address = self._server.address
-        self._started.set()
+        self._note_tried()
         await _either(self._stop, self._server.shell.on_failure)
         await self._server.stop()
         if self._server.shell.failure is not None:
