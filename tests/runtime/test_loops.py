@@ -164,7 +164,7 @@ def test_what_is_interrupted_has_unwound_when_its_caller_goes_on():
     async def endless():
         signal.pthread_kill(caller, signal.SIGUSR1)
         try:
-            await asyncio.sleep(60)
+            await asyncio.Future()
         finally:
             await asyncio.sleep(0)
             ended.append(True)
