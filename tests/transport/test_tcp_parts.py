@@ -5,18 +5,23 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.core.errors import UsageError
+from tensorhub.transport.native_serve import Conversation
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp_claims import Ahead, Claims, as_ranges
 from tensorhub.transport.tcp_job import Job
+from tensorhub.transport.tcp_served import Served
+from tensorhub.transport.tcp_server import TcpServer
 from tensorhub.transport.tcp_settings import TcpSettings, advertised_endpoint, format_endpoint, parse_endpoint
 from tensorhub.transport.tcp_stream import dial
 from tensorhub.transport.tcp_wire import Silent, Vanished, Wire
@@ -193,6 +198,7 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 sys.path.insert(0, sys.argv[1])
 import kit
 from tensorhub.transport.base import Export
+from tensorhub.transport.native_serve import Conversation
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_settings import parse_endpoint
@@ -249,3 +255,43 @@ def test_a_peer_that_takes_nothing_leaves_nothing_behind() -> None:
         return weakref.ref(wire)
 
     assert send()() is None
+
+
+class Moving:
+    """As the native mover's part of a connection. While it is counted, another connection begins, or tries to."""
+
+    sent_bytes = 5
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.meanwhile = meanwhile
+
+    def run(self) -> str:
+        return "it has ended"
+
+    def add_to(self, counts: dict[str, int]) -> None:
+        self.meanwhile()
+        counts["sent_bytes"] += self.sent_bytes
+
+
+def test_connections_may_begin_and_end_while_others_are_counted(
+    wires: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, (first, second) = TcpServer(TcpSettings()), wires
+    served, ended = cast(Served, SimpleNamespace(sent_bytes=0)), []
+    other = threading.Thread(
+        target=lambda: ended.append(server._serve_natively(second, served, cast(Conversation, Moving()))), daemon=True
+    )
+
+    def begin() -> None:
+        if not other.ident:
+            other.start()
+            other.join(0.2)  # it waits for its turn, or else has begun and ended by now
+
+    try:
+        monkeypatch.setitem(server._moving, first, cast(Conversation, Moving(begin)))
+        assert server.statistics()["sent_bytes"] == 5
+        other.join(5)
+        assert ended == ["it has ended"]
+    finally:
+        monkeypatch.undo()
+        server.close()

@@ -35,6 +35,10 @@ _REFUSERS = 16  # connections beyond the limit that are still told "busy"; furth
 _ACCEPT_AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
 _MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
 _JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
+_COUNTED = (
+    *("sent_bytes", "sent_chunks", "lent_bytes"),
+    *("connections_accepted", "connections_refused", "connections_dropped"),
+)
 
 
 class TcpServer:
@@ -45,22 +49,13 @@ class TcpServer:
 
     def __init__(self, settings: TcpSettings) -> None:
         self._settings = settings
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a caller's thread takes it bare: interrupted in a condition, it would keep it
+        self._changed = threading.Condition(self._lock)
         self._exports: dict[str, Served] = {}
         self._leaving: dict[str, list[Served]] = {}  # ended, perhaps with threads still inside
         self._connections: dict[Wire, threading.Thread] = {}
         self._moving: dict[Wire, Conversation] = {}  # by the native mover, which counts by itself until they end
-        self._counts = dict.fromkeys(
-            (
-                "sent_bytes",
-                "sent_chunks",
-                "lent_bytes",
-                "connections_accepted",
-                "connections_refused",
-                "connections_dropped",
-            ),
-            0,
-        )
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._is_closed = False
         self._closing = threading.Event()
         self._listener = tracked(self.listen())
@@ -198,14 +193,14 @@ class TcpServer:
 
     def served_bytes(self, key: str) -> int:
         """Payload bytes sent of the present export of this key."""
-        with self._changed:
+        with self._lock:
             served = self._exports.get(key)
             if served is None:
                 return 0
             return served.sent_bytes + sum(self._moving[w].sent_bytes for w in served.inside if w in self._moving)
 
     def statistics(self) -> dict[str, int]:
-        with self._changed:
+        with self._lock:
             counts = {**self._counts, "connections_open": len(self._connections), "exports": len(self._exports)}
             for conversation in self._moving.values():
                 conversation.add_to(counts)
@@ -362,7 +357,8 @@ class TcpServer:
 
     def _serve_natively(self, wire: Wire, served: Served, conversation: Conversation) -> str:
         """The same by the mover, to the end of the export or of its chunks. Returns which."""
-        self._moving[wire] = conversation
+        with self._changed:
+            self._moving[wire] = conversation
         try:
             return conversation.run()
         finally:
