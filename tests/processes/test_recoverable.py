@@ -79,6 +79,30 @@ reader.close()
     assert "CRITICAL" not in ended.log
 
 
+def test_a_process_that_has_no_memory_for_a_moment(server):
+    """A new thread dies before it begins. The call is an error, and with memory the next one succeeds."""
+    story = """
+import resource
+trainer, array = join("trainer", 1, transports="tcp")
+trainer.publish(1)
+reader, target = join("reader", 0, transports="tcp")
+reader.replicate(1)
+with trainer.mutating(version=2):
+    array += 1
+here = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (here + 20_000, -1))
+try:
+    update = error_of(reader.update, timeout=3)
+finally:
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+say(update=update)
+say(updated=error_of(reader.update, timeout=20), right=int(target.min()))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["update"].get("kind") in (None, "Unavailable", "DeadlineExceeded"), found["update"]
+    assert (found["updated"], found["right"]) == ({"value": 2}, 2)
+
+
 def test_open_that_may_start_no_thread_leaves_nothing(server):
     story = """
 before = (threading.active_count(), files())

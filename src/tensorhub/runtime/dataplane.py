@@ -27,7 +27,7 @@ from .background import Background
 from .config import Verify
 from .content import Content
 from .copies import HostCopies
-from .loops import in_thread
+from .loops import hand_over, in_thread
 from .open_read import OpenRead
 from .routes import MEASURE_EVERY_S, Meter, Routes
 from .trust import Lease, TrustedSink
@@ -387,6 +387,6 @@ class DataPlane:
 
     def _wake(self, function: Callable[..., None], *arguments: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(function, *arguments)
+            hand_over(self._loop, function, *arguments)
         except RuntimeError:
             _log.debug("%s: the worker's loop has ended", self.me)

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from ..core.errors import Closed, DeadlineExceeded
 from ..transport.forks import track, tracked
 from ..transport.signals import block_sigpipe
-from ..transport.threads import is_ending, no_thread, start
+from ..transport.threads import Thread, is_ending, no_thread, start
 from .errands import Errand, Undo, release
 
 T = TypeVar("T")
@@ -60,13 +60,17 @@ class LoopThread:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = inheritable_loop()  # its clock is time.monotonic, whatever policy the process has
-        self.thread = threading.Thread(target=self._run, name="tensorhub-worker", daemon=True)
+        self.thread = Thread(self._run, name="tensorhub-worker")
         start(self.thread, otherwise=self.loop.close)
 
     def _run(self) -> None:
         block_sigpipe()
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while not self.loop.is_closed():
+            try:
+                return self.loop.run_forever()
+            except MemoryError:  # between two of its callbacks: it goes on when there is some again
+                time.sleep(AGAIN_S)
 
     @property
     def is_here(self) -> bool:
@@ -183,18 +187,31 @@ async def in_thread(work: Callable[[], T], *, name: str, otherwise: Otherwise = 
     arguments = (future, work)
     while True:
         try:
-            threading.Thread(target=_work, args=arguments, name=f"tensorhub-{name}", daemon=True).start()
+            Thread(_work, args=arguments, name=f"tensorhub-{name}").start()
             break
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if otherwise == "here" or is_ending(error):
                 return work()
             if otherwise == "raise":
-                raise no_thread(f"tensorhub-{name}") from error
+                raise no_thread(f"tensorhub-{name}", error) from error
         await asyncio.sleep(AGAIN_S)
     try:
         return await future
     finally:
         del future, arguments  # a failure's traceback knows this frame, and the future the failure
+
+
+def hand_over(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    """From a thread of ours: have it called in the loop, once there is memory to say so. It may be called twice.
+
+    Raises `RuntimeError` if the loop has closed.
+    """
+    while True:
+        try:
+            loop.call_soon_threadsafe(function, *arguments)
+            return
+        except MemoryError:
+            time.sleep(AGAIN_S)
 
 
 def report_end(task: "asyncio.Task[None]") -> None:
@@ -211,12 +228,12 @@ def _work(future: "asyncio.Future[T]", work: Callable[[], T]) -> None:
     except BaseException as caught:  # noqa: BLE001 - the top of a thread: it is raised where it is awaited
         error = caught
     with contextlib.suppress(RuntimeError):  # the loop has closed: nobody awaits it any more
-        future.get_loop().call_soon_threadsafe(_settle, future, value, error)
+        hand_over(future.get_loop(), _settle, future, value, error)
     del future, error  # its traceback knows this frame, and the future knows it
 
 
 def _settle(future: "asyncio.Future[T]", value: T | None, error: BaseException | None) -> None:
-    if future.cancelled():
+    if future.done():
         return
     if error is not None:
         future.set_exception(error)

@@ -22,7 +22,7 @@ from ..transport.choose import PREFERENCE
 from ..transport.local import LocalSettings, LocalTransport
 from ..transport.tcp import TcpTransport
 from ..transport.tcp_settings import TcpSettings
-from ..transport.threads import start
+from ..transport.threads import Thread, start
 from .client import Client, living
 from .config import Options
 from .loops import in_thread, loop_thread
@@ -90,7 +90,7 @@ class Listening:
             is_there = bool(self._found)
         if is_there:
             try:
-                start(threading.Thread(target=self._close, name="tensorhub-close", daemon=True))
+                start(Thread(self._close, name="tensorhub-close"))
             except Unavailable:
                 self._close()
 

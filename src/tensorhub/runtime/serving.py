@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -18,7 +17,7 @@ from aiohttp import web
 from ..core.errors import TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.view import Status
-from ..transport.threads import start
+from ..transport.threads import Thread, start
 from .loops import check_process, held_lock, inheritable_loop, wait_in
 from .server import ServerShell
 
@@ -113,7 +112,7 @@ class ServerThread:
         self._stop: asyncio.Event | None = None
         self._server: RunningServer | None = None
         self._arguments = (host, port, settings or Settings(), token, fresh)
-        self._thread = threading.Thread(target=self._run, name="tensorhub-server", daemon=True)
+        self._thread = Thread(self._run, name="tensorhub-server")
         start(self._thread)
         try:
             if not self._tried.acquire(timeout=START_S):

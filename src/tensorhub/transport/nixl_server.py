@@ -28,7 +28,7 @@ from .tcp_served import Served
 from .tcp_settings import SCHEME as TCP
 from .tcp_settings import TcpSettings
 from .tcp_wire import Refusal, Wire
-from .threads import start
+from .threads import Thread, start
 
 SCHEME = "nixl"
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -109,7 +109,7 @@ class NixlServer(AnnouncingServer):
             found.append(_region_or_error(agent, stream))
             is_over.set()
 
-        thread = threading.Thread(target=register, name="tensorhub-nixl-register", daemon=True)
+        thread = Thread(register, name="tensorhub-nixl-register")
         start(thread)
         while not is_over.wait(self._settings.silence_s / 4):
             wire.send_frame(tcp_wire.WAITING)

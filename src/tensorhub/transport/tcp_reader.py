@@ -21,7 +21,7 @@ from .tcp_job import Job, NoRoom
 from .tcp_settings import TcpSettings
 from .tcp_stream import Stream, dial, opened
 from .tcp_wire import Welcome
-from .threads import start
+from .threads import Thread, start
 
 
 class TcpRead(Read):
@@ -32,7 +32,7 @@ class TcpRead(Read):
     ) -> None:
         self.job = self.make_job(settings, endpoint, key, sink)
         self.error: TensorHubError | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._on_end: OnEnd | None = ending(self)
         self._lock = threading.Lock()
         self._running = 0
@@ -92,9 +92,7 @@ class TcpRead(Read):
         return self.job.arrived_bytes
 
     def _start(self, body: Callable[[int], None], index: int) -> None:
-        thread = threading.Thread(
-            target=self._run, args=(body, index), name=f"tensorhub-{self.kind}-read-{index}", daemon=True
-        )
+        thread = Thread(self._run, args=(body, index), name=f"tensorhub-{self.kind}-read-{index}")
         with self._lock:
             self._running += 1
             self._threads.append(thread)

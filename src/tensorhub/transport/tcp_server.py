@@ -27,7 +27,7 @@ from .tcp_lend import Lending
 from .tcp_served import Served
 from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
-from .threads import start
+from .threads import Thread, start
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class TcpServer:
         self._closing = threading.Event()
         self._listener = tracked(self.listen())
         self.endpoint = self.advertised(self._listener)
-        self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{self.kind}-accept", daemon=True)
+        self._acceptor = Thread(self._accept, name=f"tensorhub-{self.kind}-accept")
         start(self._acceptor, otherwise=self._listener.close)
 
     # -- what another transport that speaks over a socket does in its own way -----------------------------------------
@@ -241,9 +241,7 @@ class TcpServer:
         wire = Wire(sock, self._settings)
         with self._changed:
             here, limit = len(self._connections), self._settings.max_connections
-            thread = threading.Thread(
-                target=self._run, args=(wire, here >= limit), name=f"tensorhub-{self.kind}-serve", daemon=True
-            )
+            thread = Thread(self._run, args=(wire, here >= limit), name=f"tensorhub-{self.kind}-serve")
             try:
                 if here < limit + _REFUSERS and not self._is_closed:
                     tune(sock, self._settings)
@@ -251,7 +249,7 @@ class TcpServer:
                     thread.start()
                     self._counts["connections_accepted"] += 1
                     return
-            except RuntimeError:  # the process may start no more threads
+            except (RuntimeError, MemoryError):  # the process may start no more threads
                 del self._connections[wire]
             self._counts["connections_refused"] += 1
         wire.close()
