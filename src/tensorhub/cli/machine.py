@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..core.errors import TensorHubError
+from ..transport import sealed
 from ..transport.local_host import SCOPES, yama_scope
 from ..transport.native import build, load
 from .doctor import Check
@@ -24,6 +25,7 @@ def machine_checks() -> list[Check]:
         _host,
         _mover,
         _reading,
+        _mapping,
         _gpu,
         _rdma,
         _congestion,
@@ -95,6 +97,15 @@ def _reading() -> Check:
         remedy = "sysctl kernel.yama.ptrace_scope=1, or go on with tcp"
         return Check("reading memory", "note", ", ".join(parts), remedy)
     return Check("reading memory", "good", ", ".join(parts))
+
+
+def _mapping() -> Check:
+    """Whether readers of this host can map host copies."""
+    reason = sealed.why_not()
+    if not reason:
+        return Check("mapping memory", "good", "host copies lie in sealed memfds, which local readers map")
+    text = f"host copies lie in ordinary memory, which local readers fetch with process_vm_readv: {reason}"
+    return Check("mapping memory", "note", text, "let the seccomp filter pass memfd_create; Linux 5.1 or later")
 
 
 def _gpu() -> Check:

@@ -3,6 +3,9 @@
 One that is given back is kept for the next, because memory that was never touched costs more than the copy. When other
 tensors are registered none is kept any more, and what is in use goes as its copies do: they count against the limit.
 
+It is memory that readers on this host can map (`transport.sealed`), where there is such. Memory of a copy that was
+dropped may be used for the next at once: what somebody still reads there does not count any more.
+
 Memory that is not there is not taken either: what the limits of our cgroups and the host leave is looked at before, and
 again while a new copy is written (`room`), for whoever touches more is killed.
 
@@ -23,6 +26,7 @@ import numpy as np
 
 from ..core.errors import Closed, HostMemoryFull
 from ..transport.base import ByteStream
+from ..transport.sealed import Sealed, Unmappable
 from . import guarded
 from .host import HostStream, Piece
 from .in_place import InPlace
@@ -174,9 +178,19 @@ def on_host(registration: Registration, look: Callable[[], Room | None] = room) 
 
 def _copy_stream(size_bytes: int, look: Callable[[], Room | None]) -> CopyStream:
     footing = Footing(size_bytes, look)
-    memory = np.empty(size_bytes, dtype=np.uint8)
-    pieces = (Piece(0, size_bytes, int(memory.ctypes.data), "cpu", 0, (memory,)),) if size_bytes else ()
+    address, owner = _memory(size_bytes)
+    pieces = (Piece(0, size_bytes, address, "cpu", 0, (owner,)),) if size_bytes else ()
     return CopyStream(pieces, footing)
+
+
+def _memory(size_bytes: int) -> tuple[int, object]:
+    """Untouched memory, its address and who keeps it. Raises `MemoryError`."""
+    try:
+        found = Sealed(size_bytes)
+    except Unmappable:
+        memory = np.empty(size_bytes, dtype=np.uint8)
+        return int(memory.ctypes.data), memory
+    return found.address, found
 
 
 def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, ...]) -> Registration:

@@ -19,6 +19,7 @@ from ..memory.fill import FillSink
 from ..memory.guarded import Freed
 from ..memory.hostmemory import HostMemory, copy_stream
 from ..memory.registration import Registration
+from ..transport import sealed
 from ..transport.base import Transport
 from ..transport.progress import Progress
 from .config import Verify
@@ -66,6 +67,8 @@ class HostCopies:
         self._pool = HostMemory(registration, self._limit_bytes)
         level = logging.WARNING if self._pool.is_short else logging.INFO
         _log.log(level, "%s: copies of versions that must be kept may take %s", self.me, self._pool.cost)
+        if reason := sealed.why_not():
+            _log.info("%s: readers of this host cannot map them: %s", self.me, reason)
         return self._pool.most
 
     async def warm_up(self) -> None:

@@ -1,0 +1,236 @@
+"""Memory of this process that others on this host can map: a memfd whose size nobody can change any more.
+
+A reader that maps somebody else's file is killed (SIGBUS) if the file is cut short under it, whatever it looked at
+before. So such memory is sealed when it is made, and a reader maps nothing whose seals it has not seen:
+
+    SHRINK, GROW   the size stays: no mapping of it ever loses a page
+    FUTURE_WRITE   nobody maps it writable from now on or writes to it by its descriptor. Our own mapping, made before,
+                   stays writable: that is how the owner fills it. F_SEAL_WRITE would want that mapping gone first.
+    SEAL           and nobody adds a seal
+
+A mapping keeps pages alive. What the owner lets go of is given back once no reader has it mapped: a reader's mapping
+lasts as long as its read, and a child that either side forks inherits none (`MADV_DONTFORK`), unless the memory is a
+tensor's (`is_inherited`), which a child may want to look at.
+
+Where there is no `memfd_create`, or a filter refuses it, or descriptors have run out, there is ordinary memory.
+It must never: map what may be cut short, or unmap in a forked child what is not there.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import sys
+import weakref
+from array import array
+from collections.abc import Sequence
+from functools import cache
+
+from .forks import track
+from .vectors import Addresses
+
+# As the kernel numbers them; Python knows them where the C library did when it was built.
+ADD_SEALS, GET_SEALS = 1033, 1034
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+SEALS = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW | SEAL_FUTURE_WRITE
+CLOEXEC, ALLOW_SEALING, NOEXEC_SEAL = 0x1, 0x2, 0x8
+DONTFORK, HUGEPAGE = 10, 14  # for madvise
+FIXED = 0x10  # for mmap
+HUGE_BYTES = 2 << 20  # a large page: memory that begins at a multiple of it can have such, on either side
+MOST_REGIONS = 8  # that one stream may lie in and be mapped: each costs a descriptor on its way
+
+
+class Unmappable(Exception):
+    """There is no such memory, or it is none that may be mapped."""
+
+
+class Mapping:
+    """Pages of a descriptor at an address of this process."""
+
+    def __init__(self, descriptor: int, size_bytes: int, protection: int) -> None:
+        """Raises `OSError`."""
+        self._reserved = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + (
+            HUGE_BYTES if size_bytes > HUGE_BYTES else 0
+        )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._at = _mapped(None, self._reserved, 0, flags, -1)
+        self.address = self._at
+        if size_bytes > HUGE_BYTES:
+            self.address += -self._at % HUGE_BYTES
+        try:
+            _mapped(self.address, size_bytes, protection, mmap.MAP_SHARED | FIXED, descriptor)
+        except OSError:
+            self.close()
+            raise
+
+    def advise(self, size_bytes: int, advice: int) -> None:
+        """Best effort: an older kernel does not know all of it."""
+        _libc().madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(size_bytes), ctypes.c_int(advice))
+
+    def close(self) -> None:
+        """Nobody may look there any more."""
+        reserved, self._reserved = self._reserved, 0
+        if reserved:
+            _libc().munmap(ctypes.c_void_p(self._at), ctypes.c_size_t(reserved))
+
+
+class Sealed:
+    """New memory of this process, of zeros, that others can map. Given back when nobody knows it any more."""
+
+    def __init__(self, size_bytes: int, *, is_inherited: bool = False) -> None:
+        """`is_inherited`: a forked child has it too, and the same one. Raises `Unmappable`."""
+        if size_bytes <= 0:
+            raise Unmappable("memory of no bytes")
+        try:
+            descriptor = _memfd()
+        except OSError as error:
+            raise Unmappable(f"memfd_create: {os.strerror(error.errno or 0)}") from error
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            mapping = Mapping(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            os.close(descriptor)
+            raise Unmappable(f"{size_bytes} B of a memfd cannot be mapped: {os.strerror(error.errno or 0)}") from error
+        try:
+            fcntl.fcntl(descriptor, ADD_SEALS, SEALS)
+        except OSError as error:  # a kernel before 5.1
+            mapping.close()
+            os.close(descriptor)
+            raise Unmappable(f"a memfd cannot be sealed: {os.strerror(error.errno or 0)}") from error
+        if size_bytes >= HUGE_BYTES:
+            mapping.advise(size_bytes, HUGEPAGE)
+        if not is_inherited:
+            mapping.advise(size_bytes, DONTFORK)
+        self.descriptor = descriptor
+        self.address = mapping.address
+        self.size_bytes = size_bytes
+        ending = weakref.finalize(self, _give_back, mapping, descriptor, os.getpid())
+        ending.atexit = False  # threads that move bytes may outlive the interpreter
+        track(self)
+        _all.add(self)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What no forked child keeps."""
+        return (self.descriptor,)
+
+
+class Foreign:
+    """Sealed memory of another process, mapped to be read from. Whoever has it closes it."""
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """The descriptor stays the caller's. Raises `Unmappable`."""
+        try:
+            seals = fcntl.fcntl(descriptor, GET_SEALS)
+            if not seals & SEAL_SHRINK:
+                raise Unmappable("its size may change: it is not sealed")
+            found = os.fstat(descriptor).st_size
+            if not 0 < size_bytes <= found:
+                raise Unmappable(f"it has {found} B, not {size_bytes} B")
+            if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
+                raise Unmappable("its pages are of a kind that may be missing")  # hugetlbfs: SIGBUS where none is left
+            self._mapping = Mapping(descriptor, size_bytes, mmap.PROT_READ)
+        except OSError as error:
+            raise Unmappable(os.strerror(error.errno or 0)) from error
+        self._mapping.advise(size_bytes, DONTFORK)
+        self.address = self._mapping.address
+        self.size_bytes = size_bytes
+
+    def close(self) -> None:
+        """Its pages are not kept alive by us any more."""
+        self._mapping.close()
+
+
+_all: "weakref.WeakSet[Sealed]" = weakref.WeakSet()
+
+
+def regions_of(addresses: Addresses) -> tuple[Sealed, ...]:
+    """The memory that has all of these bytes; empty unless all of it can be mapped. It lives as long as the answer."""
+    every = sorted(_all, key=lambda each: each.address)
+    found: dict[int, Sealed] = {}
+    for start, stop in _runs(addresses) if every else ():
+        here = next((each for each in every if each.address <= start and stop <= each.address + each.size_bytes), None)
+        if here is None:
+            return ()
+        found[here.address] = here
+        if len(found) > MOST_REGIONS:
+            return ()
+    return tuple(found.values())
+
+
+def moved_to(addresses: Addresses, regions: Sequence[tuple[int, int, int]]) -> Addresses:
+    """The same bytes where they are mapped, by (address there, size, address here).
+
+    Raises `ValueError` if not all are.
+    """
+    pairs = addresses.pairs[:]
+    each = zip(pairs[0::2], pairs[1::2], strict=True)
+    pairs[0::2] = array("Q", [_moved(at, at + size_bytes, regions) for at, size_bytes in each])
+    if len(regions) > 1:  # who was near there is not near here
+        return Addresses.of_ranges(zip(pairs[0::2], pairs[1::2], strict=True))
+    return Addresses(pairs, gaps=addresses.gaps, breaks=addresses.breaks, like=addresses)
+
+
+def why_not() -> str:
+    """Why no memory of this process can be mapped by others; empty where it can."""
+    try:
+        _probe()
+    except Unmappable as error:
+        return str(error)
+    return ""
+
+
+def _probe() -> None:
+    Sealed(mmap.PAGESIZE)
+
+
+def _moved(start: int, stop: int, regions: Sequence[tuple[int, int, int]]) -> int:
+    for there, size_bytes, here in regions:
+        if there <= start and stop <= there + size_bytes:
+            return start - there + here
+    raise ValueError("bytes outside of what can be mapped")
+
+
+def _runs(addresses: Addresses) -> Sequence[tuple[int, int]]:
+    """Where they begin and end, with what lies between near neighbours."""
+    pairs, found, first = addresses.pairs, [], 0
+    for last in addresses.breaks:
+        found.append((pairs[2 * first], pairs[2 * last] + pairs[2 * last + 1]))
+        first = last + 1
+    return found
+
+
+def _give_back(mapping: Mapping, descriptor: int, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: it has no such mapping, or keeps it; its descriptor is another file by now
+    mapping.close()
+    os.close(descriptor)
+
+
+def _memfd() -> int:
+    """A new file of no name. Raises `OSError`."""
+    create = getattr(os, "memfd_create", None)
+    if sys.platform != "linux" or create is None:
+        raise OSError(errno.ENOSYS, "no memfd_create")
+    try:
+        return int(create("tensorhub", CLOEXEC | ALLOW_SEALING | NOEXEC_SEAL))
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel before 6.3
+            raise
+        return int(create("tensorhub", CLOEXEC | ALLOW_SEALING))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    found = ctypes.CDLL(None, use_errno=True)
+    found.mmap.restype = ctypes.c_void_p
+    return found
+
+
+def _mapped(address: int | None, size_bytes: int, protection: int, flags: int, descriptor: int) -> int:
+    arguments = (ctypes.c_int(protection), ctypes.c_int(flags), ctypes.c_int(descriptor), ctypes.c_long(0))
+    found = _libc().mmap(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), *arguments)
+    if found in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(found)

@@ -1,0 +1,60 @@
+"""Host copies: in memory that readers of this host can map, where there is such, and as before where there is not."""
+
+import numpy as np
+import pytest
+
+from tensorhub.memory import hostmemory
+from tensorhub.memory.hostmemory import HostMemory, copy_stream, on_host
+from tensorhub.memory.registration import Registration, register
+from tensorhub.transport import sealed
+from tensorhub.transport.located import bare_addresses
+from tensorhub.transport.sealed import Sealed, Unmappable, regions_of
+
+
+def registered(size_bytes: int = 3 << 20) -> Registration:
+    return register({"w": np.random.default_rng(1).integers(0, 256, size=size_bytes, dtype=np.uint8)})
+
+
+def regions(copy: Registration) -> tuple[Sealed, ...]:
+    addresses = bare_addresses(copy.stream)
+    assert addresses is not None
+    return regions_of(addresses)
+
+
+def content(registration: Registration) -> bytes:
+    with registration.stream.reading(0, registration.size_bytes) as views:
+        return b"".join(views)
+
+
+@pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
+def test_a_copy_can_be_mapped_and_is_given_back_with_its_memory() -> None:
+    tensors = registered()
+    pool = HostMemory(tensors, 2 * tensors.size_bytes)
+    copy = pool.take()
+    assert not regions(tensors)
+    (found,) = regions(copy)
+    assert found.size_bytes == tensors.size_bytes
+    address = found.address
+    copy_stream(tensors.stream, copy.stream, 1 << 20, lambda *_: None)
+    assert content(copy) == content(tensors)
+    del found
+    pool.give(copy)
+    del copy
+    again = pool.take()
+    assert regions(again)[0].address == address, "the same memory for the next"
+    pool.retire()
+    pool.give(again)
+    del again
+    assert address not in {each.address for each in sealed._all}, "and then it is nobody's"
+
+
+def test_without_such_memory_copies_are_made_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(size_bytes: int) -> Sealed:
+        raise Unmappable("memfd_create: Operation not permitted")
+
+    monkeypatch.setattr(hostmemory, "Sealed", refused)
+    tensors = registered()
+    copy = on_host(tensors)
+    assert not regions(copy)
+    copy_stream(tensors.stream, copy.stream, 1 << 20, lambda *_: None)
+    assert content(copy) == content(tensors)
