@@ -19,6 +19,7 @@ import xxhash
 import tensorhub
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
+from tensorhub.memory.hostmemory import copy_stream, on_host
 from tensorhub.memory.registration import register
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
@@ -200,11 +201,22 @@ class Actor:
         return self.transports[kind]
 
     def export(
-        self, kinds: list[str], host: str = "127.0.0.1", chunk_bytes: int = 4 * MIB, key: str = KEY
+        self,
+        kinds: list[str],
+        host: str = "127.0.0.1",
+        chunk_bytes: int = 4 * MIB,
+        key: str = KEY,
+        is_copy: bool = False,
     ) -> dict[str, object]:
-        """Let everybody read the tensors. Returns the content's root and the endpoints of the kinds that work here."""
+        """Let everybody read the tensors, or a host copy of them.
+
+        Returns the content's root and the endpoints of the kinds that work here.
+        """
         registration = register(self.tensors)
         manifest = build_manifest(registration, chunk_bytes)
+        if is_copy:
+            tensors, registration = registration, on_host(registration)
+            copy_stream(tensors.stream, registration.stream, chunk_bytes, lambda *_: None)
         body, endpoints, errors = manifest.encode(), {}, {}
         for kind in kinds:
             try:

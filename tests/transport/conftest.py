@@ -34,6 +34,7 @@ def nothing_left_behind() -> Iterator[None]:
     threads, files = set(threading.enumerate()), kit.open_files()
     yield
     kit.until(lambda: set(threading.enumerate()) <= threads, "no thread is left")
+    kit.forget()
     kit.until(lambda: kit.open_files() <= files, "no file descriptor is left")
 
 
@@ -41,6 +42,7 @@ def nothing_left_behind() -> Iterator[None]:
 def make(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Make]:
     """Makes transports of the kind under test, and closes them at the end."""
     made: list[Transport] = []
+    kit.use(kind)
 
     def one(silence_s: float = 5.0) -> Transport:
         made.append(kind.make(silence_s))

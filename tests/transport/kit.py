@@ -4,6 +4,7 @@ Also run by the helper processes (`peer.py`), so it imports nothing of the test 
 """
 
 import ctypes
+import gc
 import importlib.util
 import os
 import random
@@ -16,13 +17,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
 from tensorhub.core.errors import CorruptTransfer, SessionLost, TensorHubError
 from tensorhub.core.manifest import chunk_count
-from tensorhub.transport import local_host, nixl_probe, tcp_lend
+from tensorhub.memory.host import host_view
+from tensorhub.transport import local_host, nixl_probe, sealed, tcp_lend
 from tensorhub.transport.base import Export, Look, Read, Terms, Transport
 from tensorhub.transport.gates import Gate as WordGate
 from tensorhub.transport.local import LocalSettings, LocalTransport
@@ -44,6 +46,7 @@ class Kind:
     make: Callable[[float], Transport]
     mute: Callable[[], AbstractContextManager[str]]  # an endpoint where somebody listens and never says a word
     why_not: Callable[[], str] = str  # why this machine does not have it; empty where it does
+    is_mapped: bool = False  # all content lies in memory that readers map
     is_settled: bool = True  # after the first read from a peer no more sockets are opened for it
 
 
@@ -114,6 +117,8 @@ KINDS = {
         ),
         Kind("local-1", _local(1), _mute_local),
         Kind("local-3", _local(3), _mute_local),
+        Kind("local-mapped-1", _local(1), _mute_local, sealed.why_not, is_mapped=True),
+        Kind("local-mapped-3", _local(3), _mute_local, sealed.why_not, is_mapped=True),
         Kind("pretended-nixl-2", _pretended, partial(_mute_tcp, "nixl")),
         Kind("nixl-1", _nixl(1), partial(_mute_tcp, "nixl"), _no_nixl),
         Kind("nixl-3", _nixl(3), partial(_mute_tcp, "nixl"), _no_nixl, is_settled=False),
@@ -121,8 +126,34 @@ KINDS = {
 }
 
 
+_has_sealed_memory = False
+
+
+def use(kind: Kind | None) -> None:
+    """From now on content lies in the memory that this kind needs."""
+    global _has_sealed_memory
+    _has_sealed_memory = kind is not None and kind.is_mapped
+
+
+def forget() -> None:
+    """An error that a test has made knows the test, and so its content, which may have a descriptor."""
+    if _has_sealed_memory:
+        gc.collect()
+    use(None)
+
+
+def memory(size_bytes: int) -> bytearray:
+    """Zeros. What can be mapped is not a bytearray, and does for one in all that is done here."""
+    if not _has_sealed_memory or not size_bytes:
+        return bytearray(size_bytes)
+    found = sealed.Sealed(size_bytes)
+    return cast(bytearray, host_view(found.address, size_bytes, found))
+
+
 def content(size_bytes: int, seed: int = 1) -> bytearray:
-    return bytearray(_content(size_bytes, seed))
+    found = memory(size_bytes)
+    found[:] = _content(size_bytes, seed)
+    return found
 
 
 @lru_cache(maxsize=2)
@@ -231,7 +262,7 @@ class Target:
         begin_error: Exception | None = None,
         accept_error: tuple[int, Exception] | None = None,
     ) -> None:
-        self.buffer = bytearray(len(right))
+        self.buffer = memory(len(right))
         self.stream = Pieces(self.buffer, piece_bytes)
         self.chunk_bytes = chunk_bytes
         count = chunk_count(len(right), chunk_bytes)

@@ -35,6 +35,7 @@ class TalkingTarget(kit.Target):
 
 
 def main(role: str, kind: str, size: str, chunk: str, last: str, silence_s: str = "5") -> None:
+    kit.use(kit.KINDS[kind])
     right, chunk_bytes = kit.content(int(size)), int(chunk)
     transport = kit.KINDS[kind].make(float(silence_s))
     if role == "reader":

@@ -307,7 +307,7 @@ def test_no_write_after_the_end(make: Make) -> None:
         targets.append(target)
     reader.close()
     source.close()
-    assert all(target.buffer.count(b"\xee") == len(right) for target in targets)
+    assert all(bytes(target.buffer).count(b"\xee") == len(right) for target in targets)
 
 
 def test_exporting_again_replaces(make: Make) -> None:

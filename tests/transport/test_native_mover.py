@@ -24,7 +24,7 @@ pytestmark = needs_mover
 CHUNK = 64 * 1024
 
 
-@pytest.fixture(params=["tcp-1", "tcp-3", "tcp-lending-2", "local-1", "local-3"])
+@pytest.fixture(params=["tcp-1", "tcp-3", "tcp-lending-2", "local-1", "local-3", "local-mapped-3"])
 def kind(request: pytest.FixtureRequest) -> kit.Kind:
     found = kit.KINDS[request.param]
     if why_not := found.why_not():

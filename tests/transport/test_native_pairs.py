@@ -51,7 +51,7 @@ def lines_until_the_end(reader: "subprocess.Popen[str]") -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["tcp-1", "tcp-3", "tcp-lending-2", "local-1", "local-3"])
+@pytest.mark.parametrize("kind", ["tcp-1", "tcp-3", "tcp-lending-2", "local-1", "local-3", "local-mapped-3"])
 @pytest.mark.parametrize("source_way", WAYS)
 @pytest.mark.parametrize("reader_way", WAYS)
 def test_every_pair_understands_each_other(peers: Peers, kind: str, source_way: str, reader_way: str) -> None:
@@ -71,7 +71,7 @@ def test_every_pair_understands_each_other(peers: Peers, kind: str, source_way: 
     assert lines_until_the_end(reader)[-1] == "end None right"
 
 
-@pytest.mark.parametrize("kind", ["tcp-1", "local-1"])
+@pytest.mark.parametrize("kind", ["tcp-1", "local-1", "local-mapped-1"])
 @pytest.mark.parametrize("source_way", WAYS)
 @pytest.mark.parametrize("reader_way", WAYS)
 def test_every_pair_is_told_of_the_end_of_an_export(peers: Peers, kind: str, source_way: str, reader_way: str) -> None:

@@ -48,6 +48,7 @@ class LocalSettings:
     block_bytes: int = 4 * MIB  # copied, then hashed, where a chunk lies in many pieces
     ahead_bytes: int = 256 * MIB  # each request wakes the source, which takes a core from a reader for 0.1 ms
     max_connections: int = 64  # 32 readers with 2 threads each
+    maps: bool = True  # memory that the source hands over, rather than let the kernel copy out of its process
     allow_readers: bool = True  # under Yama's scope 1 only: without it nobody may read (as Open MPI and UCX do)
 
     def as_tcp(self) -> TcpSettings:
@@ -74,6 +75,7 @@ class LocalTransport(TcpTransport):
     def __init__(self, settings: LocalSettings | None = None) -> None:
         settings = settings or LocalSettings()
         self._place = here()
+        self._maps = settings.maps
         probe_self()
         if settings.allow_readers:
             allow_readers()
@@ -86,7 +88,7 @@ class LocalTransport(TcpTransport):
             raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
-        return LocalRead(self.settings, endpoint, key, sink, ending, self._place)
+        return LocalRead(self.settings, endpoint, key, sink, ending, self._place, maps=self._maps)
 
     def why_not(self, endpoint: str) -> str | None:
         try:

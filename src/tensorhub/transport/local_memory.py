@@ -24,6 +24,7 @@ from ..core.errors import TransportMissing
 from .base import Look
 from .forks import track
 from .local_host import remedy
+from .sealed import Sealed
 from .vectors import Addresses, Bridged
 
 CALL_BYTES = 32 << 20  # of one call: 2-4 ms, so that a stopped read ends soon; larger ones gain nothing
@@ -44,17 +45,17 @@ def refused(pid: int, number: int) -> TransportMissing:
 class Seal:
     """A source's word that an export lasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: Sealed | None = None) -> None:
+        """`page`: memory for it alone that readers can map."""
         self.value = secrets.token_bytes(SEAL_BYTES)
-        self._memory = ctypes.create_string_buffer(self.value, SEAL_BYTES)
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._memory)
+        self.page = page
+        self._memory = ctypes.create_string_buffer(SEAL_BYTES)
+        self.address = page.address if page is not None else ctypes.addressof(self._memory)
+        ctypes.memmove(self.address, self.value, SEAL_BYTES)
 
     def break_(self) -> None:
         """From now on nothing that anybody reads of this export counts."""
-        ctypes.memset(self._memory, 0, SEAL_BYTES)
+        ctypes.memset(self.address, 0, SEAL_BYTES)
 
 
 class Call:

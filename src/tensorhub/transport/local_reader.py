@@ -5,10 +5,15 @@ proves with the seal that it can read them and that they are the right process's
 the kernel copy it into the sink's memory. The seal is read again after each chunk and before the sink judges it, so
 what the source may have changed meanwhile is neither stored nor taken for corrupt.
 
+Memory that the source hands over (`local_mapping`) is mapped, and copied from there: by the mover in one go with the
+digest, by Python as before, with this very process as the one whose memory is read. The seal's page is mapped too, so
+nothing is asked of the source's process, and what was read of one that has died meanwhile counts.
+
 If the kernel refuses, nothing was begun and the read ends with `TransportMissing`, which says why: the same two workers
 can still use tcp. It must never: let a chunk be judged whose seal was not seen after the copy.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +24,21 @@ from . import tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
+from .local_mapping import MAPPED, MAX_MAPPED_BYTES, Mapped, close_all, receive_header
 from .local_memory import REFUSED, Call, Lost, Process, Token, refused
 from .local_server import SEAL, credentials_of
 from .located import Located
 from .native import shapes
 from .native_read import LOCAL_TILE_BYTES, Mover, mover_for, table_of
+from .sealed import Unmappable, moved_to
 from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
 from .tcp_stream import Stream, opened
 from .tcp_wire import Garbled, Refusal, Vanished, Welcome, Wire
 from .vectors import Addresses, Bridged
+
+_log = logging.getLogger(__name__)
 
 SMALL_BYTES = 1 << 16  # smaller pieces on the average go to the kernel together
 _CANNOT = ("user", "memory")  # refusals that are no fault of the source: another transport may do
@@ -39,18 +48,29 @@ class Remote:
     """The source's memory, for one thread of a read."""
 
     def __init__(
-        self, process: Process, addresses: Addresses, bridged: Bridged | None, seal_address: int, seal: bytes
+        self,
+        process: Process,
+        addresses: Addresses,
+        bridged: Bridged | None,
+        seal_address: int,
+        seal: bytes,
+        *,
+        is_mapped: bool,
     ) -> None:
-        """`bridged` is given if that is the faster way to read it."""
+        """`bridged` is given if that is the faster way to read it; `is_mapped` if the addresses are of ours."""
         self._process = process
         self._addresses = addresses
         self._bridged = bridged
         self._token = Token(seal_address, seal)
         self._call = Call(process.pid)
+        self.is_mapped = is_mapped
 
     def again(self) -> "Remote":
         """The same for another thread."""
-        return Remote(self._process, self._addresses, self._bridged, self._token.address, self._token.value)
+        token = self._token
+        return Remote(
+            self._process, self._addresses, self._bridged, token.address, token.value, is_mapped=self.is_mapped
+        )
 
     def read_view(self, start: int, view: memoryview, ours: Addresses, look: Look | None) -> None:
         """What is now at `start` of the stream into the view that is there in ours; both may lie in several pieces."""
@@ -88,6 +108,7 @@ class Remote:
     def describe(self, state: shapes.StreamState) -> None:
         """For the mover, which must not outlive this."""
         state.is_local, state.pid, state.pidfd = 1, self._process.pid, self._process.pidfd
+        state.is_mapped = self.is_mapped
         state.theirs = table_of(self._addresses)
         state.seal_address = self._token.address
         state.seal[:] = self._token.value
@@ -102,11 +123,13 @@ def unreadable(pid: int, why: str) -> TransportMissing:
 class LocalJob(Job):
     """What the threads of one read share."""
 
-    def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> None:
+    def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, *, maps: bool) -> None:
         super().__init__(settings, endpoint, key, sink)
+        self.maps = maps
         self.ours: Addresses | None = None  # None: the sink's memory has no lasting addresses
         self.remote: Remote | None = None
         self.process: Process | None = None
+        self.mapped: Mapped | None = None
 
     def refused(self, refusal: Refusal) -> TensorHubError:
         if refusal.code in _CANNOT:
@@ -116,6 +139,8 @@ class LocalJob(Job):
     def close(self) -> None:
         if self.process is not None:
             self.process.close()
+        if self.mapped is not None:
+            self.mapped.close()
 
 
 class LocalRead(TcpRead):
@@ -131,19 +156,24 @@ class LocalRead(TcpRead):
         sink: Sink,
         ending: Callable[[TcpRead], OnEnd],
         place: Place,
+        *,
+        maps: bool,
     ) -> None:
         self._place = place
+        self._maps = maps
         super().__init__(settings, endpoint, key, sink, ending)
 
     def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
-        return LocalJob(settings, endpoint, key, sink)
+        return LocalJob(settings, endpoint, key, sink, maps=self._maps)
 
     def opened(self, index: int) -> AbstractContextManager[Stream]:
         return opened(self.job, index, self._dial, LocalStream)
 
     @property
     def path(self) -> str:
-        return f"process_vm_readv, {counted(self.streams, 'thread')}{self.mover_text}"
+        job = self.job
+        way = "mapped" if isinstance(job, LocalJob) and job.mapped is not None else "process_vm_readv"
+        return f"{way}, {counted(self.streams, 'thread')}{self.mover_text}"
 
     def _dial(self, job: Job) -> Wire:
         try:
@@ -176,6 +206,8 @@ class LocalStream(Stream):
         self._read_bytes = self._told_bytes = 0
         self._size_bytes = 0
         self._remote: Remote | None = None
+        self.can_map = job.maps
+        self._descriptors: list[int] | None = None  # that came with the last frame, while such may come
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         welcome = super().greet(wants_manifest=wants_manifest)
@@ -185,7 +217,16 @@ class LocalStream(Stream):
     def receive_manifest(self) -> bytes:
         """And where the bytes are; proves that they can be read before anybody counts on it."""
         manifest = super().receive_manifest()
-        kind, length, _ = self.next_frame()
+        if self.can_map:
+            self._descriptors = []
+        try:
+            kind, length, _ = self.next_frame()
+            if kind == MAPPED and self._descriptors is not None:
+                self._map(bytes(self.wire.receive_body(length, MAX_MAPPED_BYTES)), self._descriptors)
+                kind, length, _ = self.next_frame()
+        finally:
+            close_all(self._descriptors or ())
+            self._descriptors = None
         if kind != MEMORY:
             raise Garbled(f"a frame of kind {kind} where the addresses were due")
         body = memoryview(self.wire.receive_body(length, MAX_MEMORY_BYTES + SEAL.size))
@@ -202,15 +243,44 @@ class LocalStream(Stream):
         self._its.remote = self._prove(addresses, *SEAL.unpack_from(body))
         return manifest
 
+    def receive_header(self) -> tuple[int, int, int]:
+        """With the descriptors that may come now."""
+        if self._descriptors is None:
+            return super().receive_header()
+        header, found = receive_header(self.wire)
+        close_all(self._descriptors)
+        self._descriptors = found
+        return header
+
+    def _map(self, body: bytes, descriptors: Sequence[int]) -> None:
+        try:
+            self._its.mapped = Mapped(body, descriptors)
+        except Unmappable as error:
+            _log.info("%s is not mapped: %s", self.job.key, error)
+
     def _prove(self, addresses: Addresses, seal_address: int, seal: bytes) -> Remote:
-        pid, _, _ = credentials_of(self.wire.sock)
+        mapped = self._its.mapped
+        if mapped is not None:
+            try:
+                addresses = moved_to(addresses, mapped.regions)
+            except ValueError as error:
+                raise Garbled(f"{error}: what lies at these addresses was not handed over") from error
+            pid, seal_address, seal = os.getpid(), mapped.seal_address, mapped.seal
+        else:
+            pid, _, _ = credentials_of(self.wire.sock)
         if pid == 0:
             raise TransportMissing("the source's process is not of our PID namespace", hint=remedy())
         try:
             self._its.process = Process(pid)
             bridged = Bridged(addresses, self._its.ours) if self._its.ours is not None else None
+            can_help = bridged is not None and bridged.can_help
             remote = Remote(
-                self._its.process, addresses, bridged if bridged and bridged.can_help else None, seal_address, seal
+                self._its.process,
+                addresses,
+                bridged if can_help else None,
+                seal_address,
+                seal,
+                is_mapped=mapped is not None,
             )
             if not remote.is_sealed:
                 raise self._left()

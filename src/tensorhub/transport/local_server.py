@@ -7,10 +7,13 @@ It is the tcp transport's server over an abstract unix socket: the same greeting
     source  READY   chunks [`number`, number + n) are there; n is the body
 
 and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is counted.
+Where all of an export lies in memory that can be mapped, a reader that takes it gets that too (`local_mapping`).
 It must never: serve another user, or let an export's seal stand when the export has ended.
 """
 
+import contextlib
 import logging
+import mmap
 import os
 import socket
 import struct
@@ -19,8 +22,10 @@ from ..core.errors import UsageError
 from .announcing import MAX_MEMORY_BYTES, MEMORY, AnnouncingServer
 from .base import Export
 from .local_host import Place, format_endpoint, new_name, socket_address
+from .local_mapping import offer
 from .local_memory import Seal
-from .located import Located
+from .located import Located, bare_addresses
+from .sealed import Sealed, Unmappable, regions_of
 from .tcp_served import Served
 from .tcp_settings import TcpSettings
 from .tcp_wire import Hello, Refusal, Wire
@@ -33,14 +38,24 @@ _BACKLOG = 1024
 
 
 class LocalServed(Served):
-    """An export with a seal."""
+    """An export with a seal; with two, once a reader maps it. Guarded by the server's lock as the rest is."""
 
     def __init__(self, export: Export) -> None:
         super().__init__(export)
         self.seal = Seal()
+        self.shared_seal: Seal | None = None
+
+    def share_seal(self) -> Seal | None:
+        """One in memory of its own, which can be mapped; None where there can be none, or no more."""
+        if self.shared_seal is None and self.ended is None:
+            with contextlib.suppress(Unmappable):
+                self.shared_seal = Seal(Sealed(mmap.PAGESIZE))
+        return self.shared_seal
 
     def end(self, reason: str) -> None:
         self.seal.break_()
+        if self.shared_seal is not None:
+            self.shared_seal.break_()
         super().end(reason)
 
 
@@ -81,16 +96,27 @@ class LocalServer(AnnouncingServer):
             return None
         return Refusal("memory", "its tensors are in a device's memory, which only that device's driver can read")
 
-    def introduce(self, wire: Wire, served: Served) -> None:
+    def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
         assert isinstance(served, LocalServed)
-        super().introduce(wire, served)
+        super().introduce(wire, served, hello)
         stream = served.export.stream
         if not isinstance(stream, Located):
             raise UsageError(f"{served.export.key!r} has no addresses")
-        body = stream.addresses().encode()
+        addresses = stream.addresses()
+        body = addresses.encode()
         if len(body) > MAX_MEMORY_BYTES - SEAL.size:
             raise UsageError(f"{served.export.key!r} lies in too many pieces")
+        if hello.can_map and bare_addresses(stream) is not None:
+            self._share(wire, served, regions_of(addresses))
         wire.send_frame(MEMORY, payload=[SEAL.pack(served.seal.address, served.seal.value), body])
+
+    def _share(self, wire: Wire, served: LocalServed, regions: tuple[Sealed, ...]) -> None:
+        """Hand over the memory itself, if it is such memory."""
+        if regions:
+            with self._changed:
+                seal = served.share_seal()
+            if seal is not None:
+                offer(wire, seal, regions)
 
 
 def credentials_of(sock: socket.socket) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ from .nixl_path import Facts
 from .tcp_served import Served
 from .tcp_settings import SCHEME as TCP
 from .tcp_settings import TcpSettings
-from .tcp_wire import Refusal, Wire
+from .tcp_wire import Hello, Refusal, Wire
 from .threads import Thread, start
 
 SCHEME = "nixl"
@@ -86,9 +86,9 @@ class NixlServer(AnnouncingServer):
             return None
         return Refusal("memory", "its tensors have no addresses that NIXL could be told")
 
-    def introduce(self, wire: Wire, served: Served) -> None:
+    def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
         assert isinstance(served, NixlServed)
-        super().introduce(wire, served)
+        super().introduce(wire, served, hello)
         agent = self._agents.current()
         region = self._registered(wire, agent, served.export.stream)
         places = [(place.device, place.address, place.size_bytes) for place in region.places]

@@ -88,7 +88,7 @@ class TcpServer:
         """Whether to lend memory to this reader."""
         return Lending(self._settings) if hello.is_checking else None
 
-    def introduce(self, wire: Wire, served: Served) -> None:
+    def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
         """What a reader has to know before it asks for chunks."""
         wire.send_frame(tcp_wire.MANIFEST, payload=[served.export.manifest])
 
@@ -291,6 +291,7 @@ class TcpServer:
                 wire.lending.close()
             with self._changed:
                 del served.inside[wire]
+                self._leaving = {k: on for k, all_ in self._leaving.items() if (on := [s for s in all_ if s.inside])}
                 self._changed.notify_all()
         if farewell is not None:
             wire.send_gone(*farewell)
@@ -331,7 +332,7 @@ class TcpServer:
         wire.send_greeting(Welcome(served.generation, export.chunk_bytes, export.stream.size_bytes))
         try:
             if hello.wants_manifest:
-                self.introduce(wire, served)
+                self.introduce(wire, served, hello)
             wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
             keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
             conversation = conversation_for(settings, wire, served, keepalive_s, is_announcing=self.is_announcing)

@@ -87,6 +87,8 @@ def dial(job: Job, *, parse: Callable[[str], tuple[str, int]] = parse_endpoint) 
 class Stream:
     """One connection, in one thread."""
 
+    can_map = False  # take the source's memory by its descriptor
+
     def __init__(self, job: Job, wire: Wire, index: int) -> None:
         self.job = job
         self.wire = wire
@@ -104,7 +106,8 @@ class Stream:
         with suppress(Vanished):  # it may have refused before it heard us: what it said can still be read
             silence_ms = round(job.settings.silence_s * 1000)
             token, is_checking = job.settings.token or "", job.sink.is_checking
-            hello = Hello(token, job.key, job.generation, silence_ms, wants_manifest, is_checking)
+            can_map = wants_manifest and self.can_map
+            hello = Hello(token, job.key, job.generation, silence_ms, wants_manifest, is_checking, can_map)
             self.wire.send_greeting(hello)
         answer = self.wire.receive_greeting(job.settings.silence_s)
         if isinstance(answer, Refusal):
@@ -282,10 +285,13 @@ class Stream:
     def next_frame(self) -> tuple[int, int, int]:
         """The header of the next frame that says something. Raises `SourceLost` if the source says farewell."""
         while True:
-            kind, length, number = self.wire.receive_header()
+            kind, length, number = self.receive_header()
             if kind == tcp_wire.GONE:
                 raise self.job.refused(self.wire.receive_gone(length))
             if kind != tcp_wire.WAITING:
                 return kind, length, number
             if length:
                 raise Garbled(f"a keepalive with {length} B")
+
+    def receive_header(self) -> tuple[int, int, int]:
+        return self.wire.receive_header()

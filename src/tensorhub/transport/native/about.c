@@ -28,6 +28,9 @@ EXPORT void th_digest_begin(digest_t *digest, uint64_t size) { digest_begin(dige
 EXPORT void th_digest_update(digest_t *digest, const void *bytes, uint64_t length) {
     digest_update(digest, bytes, (size_t)length);
 }
+EXPORT void th_digest_copy(digest_t *digest, void *to, const void *from, uint64_t length) {
+    digest_copy(digest, to, from, (size_t)length);
+}
 EXPORT int th_digest_end(const digest_t *digest, unsigned char *out) { return digest_end(digest, out); }
 
 /* The same by the loop that every processor has, so that both can be compared on one machine. */
@@ -37,4 +40,12 @@ EXPORT void th_digest_take_plain(uint64_t *lanes, const unsigned char *stripes, 
 EXPORT void th_digest_take_best(uint64_t *lanes, const unsigned char *stripes, uint64_t count, uint32_t index) {
     const char *name;
     digest_best(&name)(lanes, stripes, (size_t)count, index);
+}
+/* And the loops that copy besides. 0: there is no such here. */
+EXPORT int th_digest_store(uint32_t which, uint64_t *lanes, unsigned char *out, const unsigned char *stripes,
+                           uint64_t count, uint32_t index) {
+    digest_store *store = digest_storing(which);
+    if (store)
+        store(lanes, out, stripes, (size_t)count, index);
+    return store != NULL;
 }

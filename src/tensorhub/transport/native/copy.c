@@ -79,10 +79,9 @@ static void see(stream_t *stream, const both_t *both, uint64_t start) {
     }
 }
 
-int copy_chunk(stream_t *stream, uint64_t start, uint64_t stop) {
+static int fetch(stream_t *stream, uint64_t start, uint64_t stop) {
     read_t *read = stream->read;
     both_t both;
-    uint64_t size = stop - start;
     if (!is_there(stream))
         return LOST;
     while (start < stop) {
@@ -103,9 +102,14 @@ int copy_chunk(stream_t *stream, uint64_t start, uint64_t stop) {
             see(stream, &both, start);
         start += both.stream_bytes;
     }
-    if (!is_sealed(stream))
-        return LOST;
-    stream->read_bytes += size;
+    return is_sealed(stream) ? 0 : LOST;
+}
+
+int copy_chunk(stream_t *stream, uint64_t start, uint64_t stop) {
+    int status = stream->is_mapped ? copy_mapped(stream, start, stop) : fetch(stream, start, stop);
+    if (status)
+        return status;
+    stream->read_bytes += stop - start;
     if (!stream->count) /* perhaps the last: nothing may be left to ask for, and the source counts what was read */
         return ask_for(stream, NULL, 0, stream->read_bytes);
     return 0;

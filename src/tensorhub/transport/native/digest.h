@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 enum { DIGEST_BYTES = 16, DIGEST_LANES = 8, SHORT_BYTES = 240, SECRET_BYTES = 192 };
-enum { STRIPE_BYTES = 64, BLOCK_STRIPES = 16 };
+enum { STRIPE_BYTES = 64, BLOCK_STRIPES = 16, STORE_ALIGN = 16 };
 
 typedef struct {
     uint64_t lanes[DIGEST_LANES];
@@ -21,6 +21,8 @@ typedef struct {
 void digest_begin(digest_t *digest, uint64_t size);
 /* More bytes. Bytes beyond the size are counted and not looked at: the digest then has no end. */
 void digest_update(digest_t *digest, const void *bytes, size_t length);
+/* The same while they are copied. What is counted is what arrived at `to`, whatever its owner does to `from`. */
+void digest_copy(digest_t *digest, void *to, const void *from, size_t length);
 /* The digest as xxHash prints it, big-endian. 0: other than `size` bytes have come, and there is none. */
 int digest_end(const digest_t *digest, unsigned char out[DIGEST_BYTES]);
 
@@ -29,6 +31,11 @@ extern const unsigned char digest_secret[SECRET_BYTES];
 /* Take `count` stripes into the lanes, of which the first is number `index` of its block. */
 typedef void digest_take(uint64_t lanes[DIGEST_LANES], const unsigned char *stripes, size_t count, unsigned index);
 digest_take digest_take_plain;
+/* The same while they are copied to `out`, which is aligned to STORE_ALIGN. */
+typedef void digest_store(uint64_t lanes[DIGEST_LANES], unsigned char *out, const unsigned char *stripes, size_t count,
+                          unsigned index);
+/* What this machine does fastest; with 1 the next best, where there is one to be compared. NULL: none. */
+digest_store *digest_storing(unsigned which);
 /* What this machine does fastest, and its name. */
 digest_take *digest_best(const char **name);
 

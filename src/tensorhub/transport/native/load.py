@@ -16,7 +16,7 @@ from . import build, shapes
 
 _log = logging.getLogger(__name__)
 
-ABI = 1
+ABI = 2
 VARIABLE = "TENSORHUB_NATIVE"
 OFF = ("no", "false", "off", "0")
 COST = "beside a busy Python thread of the same process bytes then move many times more slowly"
@@ -64,9 +64,12 @@ class Library:
         state = POINTER(shapes.DigestState)
         self.digest_begin = _typed(lib.th_digest_begin, None, state, c_uint64)
         self.digest_update = _typed(lib.th_digest_update, None, state, c_void_p, c_uint64)
+        self.digest_copy = _typed(lib.th_digest_copy, None, state, c_void_p, c_void_p, c_uint64)
         self.digest_end = _typed(lib.th_digest_end, c_int, state, c_char_p)
         self.digest_take_plain = _typed(lib.th_digest_take_plain, None, c_void_p, c_void_p, c_uint64, c_uint32)
         self.digest_take_best = _typed(lib.th_digest_take_best, None, c_void_p, c_void_p, c_uint64, c_uint32)
+        store = (c_uint32, c_void_p, c_void_p, c_void_p, c_uint64, c_uint32)
+        self.digest_store = _typed(lib.th_digest_store, c_int, *store)
 
 
 def _typed(function: "ctypes._NamedFuncPointer", result: object, *arguments: object) -> "ctypes._NamedFuncPointer":

@@ -19,7 +19,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    ABI = 1, /* raised with every change of a structure or a function that Python knows */
+    ABI = 2, /* raised with every change of a structure or a function that Python knows */
     MAX_RANGES = 1024,
     MAX_WANT_BYTES = 64 * 1024,
     WANT_BYTES = 16 + 3 + MAX_RANGES * 19, /* what we send: header, count, and two numbers of 9 bytes for each range */
@@ -102,8 +102,9 @@ typedef struct {
     int32_t descriptor, is_local;
     /* local: whose memory, where, and what must be found there */
     int32_t pid, pidfd;
+    int32_t is_mapped, unused; /* all of it is mapped: `theirs` are addresses here */
     table_t theirs;
-    uint64_t seal_address;
+    uint64_t seal_address; /* in the other process; mapped: here */
     unsigned char seal[SEAL_BYTES];
     /* how it ended */
     int32_t status, error;
@@ -186,6 +187,7 @@ int next_frame(stream_t *stream);
 int take_chunk(stream_t *stream, uint64_t chunk);
 int await_ready(stream_t *stream, uint64_t chunk);
 int copy_chunk(stream_t *stream, uint64_t start, uint64_t stop);
+int copy_mapped(stream_t *stream, uint64_t start, uint64_t stop);
 int receive_chunk(stream_t *stream, uint64_t start, uint64_t stop);
 
 /* lending.c */

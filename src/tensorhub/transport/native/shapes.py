@@ -106,6 +106,8 @@ class StreamState(Structure):
         ("is_local", c_int32),
         ("pid", c_int32),
         ("pidfd", c_int32),
+        ("is_mapped", c_int32),
+        ("unused", c_int32),
         ("theirs", Table),
         ("seal_address", c_uint64),
         ("seal", c_ubyte * 16),

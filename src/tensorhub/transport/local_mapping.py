@@ -1,0 +1,117 @@
+"""How a source gives a reader its memory itself: descriptors over the unix socket, which the reader maps to read.
+
+If the reader has said that it takes them, and all of an export lies in memory that can be mapped (`sealed`), the source
+says, after the manifest and before MEMORY,
+
+    source  MAPPED  a seal, and address and size of each region; with the frame's first bytes come the descriptors: of
+                    the page that begins with the seal, and of each region
+
+It is said to whoever would be told the addresses: the same user, with the token, of an export that lasts. A reader that
+cannot map what it was given (no descriptor to spare, memory that is not sealed, too little of it) does without.
+
+It must never: keep a descriptor that came, or map what `sealed` would not.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from .local_memory import SEAL_BYTES, Seal
+from .sealed import MOST_REGIONS, Foreign, Sealed, Unmappable
+from .tcp_wire import HEADER, Silent, Vanished, Wire
+from .wire_errors import lost
+
+MAPPED = 18
+REGION = struct.Struct("=QQ")  # both ends are one machine: its own byte order
+MAX_MAPPED_BYTES = SEAL_BYTES + MOST_REGIONS * REGION.size
+_ROOM = socket.CMSG_SPACE((MOST_REGIONS + 1) * array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+
+
+def offer(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    """Hand them over, unless too many descriptors are on their way already: then the reader does without."""
+    assert seal.page is not None, "a seal that cannot be mapped"
+    body = seal.value + b"".join(REGION.pack(region.address, region.size_bytes) for region in regions)
+    descriptors = array("i", [seal.page.descriptor, *(region.descriptor for region in regions)])
+    frame = HEADER.pack(MAPPED, len(body), 0) + body
+    try:
+        sent = wire.sock.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+    except BlockingIOError as error:
+        raise Silent("the peer takes no byte") from error
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            return
+        raise lost(error) from error
+    wire.send([frame[sent:]])
+
+
+def receive_header(wire: Wire) -> tuple[tuple[int, int, int], list[int]]:
+    """The header of a frame, and the descriptors that came with it, which are the caller's to close.
+
+    None where this process has no room for all of them.
+    """
+    try:
+        data, control, flags, _ = wire.sock.recvmsg(HEADER.size, _ROOM, socket.MSG_CMSG_CLOEXEC)
+    except BlockingIOError as error:
+        raise Silent("the peer sends no byte") from error
+    except OSError as error:
+        raise lost(error) from error
+    found = array("i")
+    for level, kind, payload in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(payload[: len(payload) - len(payload) % found.itemsize])
+    try:
+        if not data:
+            raise Vanished("the peer closed the connection")
+        wire.heard_bytes += len(data)
+        header = bytearray(HEADER.size)
+        header[: len(data)] = data
+        wire.receive_into([memoryview(header)[len(data) :]])
+        if flags & socket.MSG_CTRUNC:
+            close_all(found)
+            found = array("i")
+        kind, length, number = HEADER.unpack(header)
+    except BaseException:
+        close_all(found)
+        raise
+    return (kind, length, number), found.tolist()
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Those that came."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+class Mapped:
+    """A source's memory, mapped here for as long as a read lasts."""
+
+    def __init__(self, body: bytes, descriptors: Sequence[int]) -> None:
+        """The descriptors stay the caller's. Raises `Unmappable`."""
+        self.seal, words = body[:SEAL_BYTES], body[SEAL_BYTES:]
+        count = len(words) // REGION.size
+        if not count or len(words) % REGION.size or len(descriptors) != 1 + count:
+            raise Unmappable(f"{len(descriptors)} descriptors came with {len(body)} B about {count} regions")
+        with ExitStack() as stack:
+
+            def mapped(descriptor: int, size_bytes: int) -> int:
+                found = Foreign(descriptor, size_bytes)
+                stack.callback(found.close)
+                return found.address
+
+            self.seal_address = mapped(descriptors[0], SEAL_BYTES)
+            self.regions = tuple(
+                (there, size_bytes, mapped(descriptor, size_bytes))
+                for (there, size_bytes), descriptor in zip(REGION.iter_unpack(words), descriptors[1:], strict=True)
+            )
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """When no thread looks there any more."""
+        self._stack.close()

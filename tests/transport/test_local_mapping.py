@@ -1,0 +1,338 @@
+"""Reads from memory that the source hands over: when it is mapped, when it is not, and what a lying source can do."""
+
+import ctypes
+import os
+import random
+import resource
+import socket
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from tensorhub.core.errors import SourceLost
+from tensorhub.transport import local_mapping, local_reader, local_server, sealed
+from tensorhub.transport.base import Terms
+from tensorhub.transport.local import LocalSettings, LocalTransport
+from tensorhub.transport.local_memory import SEAL_BYTES, Seal
+from tensorhub.transport.sealed import Sealed, Unmappable
+from tensorhub.transport.tcp_wire import HEADER, Wire
+
+from . import kit
+from .kit import DEADLINE_S, MIB, Target, content, full, read_all, start_read
+
+pytestmark = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
+CHUNK = 64 * 1024
+SIZE = 40 * CHUNK + 777
+Local = Callable[..., LocalTransport]
+
+
+@pytest.fixture
+def local(nothing_left_behind: None) -> Iterator[Local]:
+    made: list[LocalTransport] = []
+    kit.use(kit.KINDS["local-mapped-3"])
+
+    def one(**settings: object) -> LocalTransport:
+        made.append(LocalTransport(LocalSettings(thread_bytes=1024, **settings)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("memfd:tensorhub" in line for line in file)
+
+
+def way_of(local: Local, **reader: object) -> str:
+    """Read all of it, and how that was done."""
+    right = content(SIZE)
+    source, target = local(), Target(right, CHUNK)
+    source.export(full("k", right, CHUNK))
+    read, ended = start_read(local(**reader), source.endpoint, "k", target)
+    assert ended.wait() is None
+    assert target.buffer == right
+    return read.path.partition(",")[0]
+
+
+def test_what_can_be_mapped_is(local: Local) -> None:
+    assert way_of(local) == "mapped"
+
+
+def test_a_reader_may_leave_it(local: Local) -> None:
+    assert way_of(local, maps=False) == "process_vm_readv"
+
+
+def test_memory_that_cannot_be_is_not(local: Local) -> None:
+    kit.use(None)
+    assert way_of(local) == "process_vm_readv"
+
+
+def test_a_source_without_descriptors_hands_nothing_over(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(size_bytes: int) -> Sealed:
+        raise Unmappable("no descriptor left")
+
+    monkeypatch.setattr(local_server, "Sealed", none)
+    assert way_of(local) == "process_vm_readv"
+
+
+def test_a_reader_without_descriptors_does_without(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops what there is no room for, and says so."""
+    before, came = resource.getrlimit(resource.RLIMIT_NOFILE), list[list[int]]()
+
+    def short(wire: Wire) -> tuple[tuple[int, int, int], list[int]]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        try:
+            header, found = local_mapping.receive_header(wire)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        came.append(found)
+        return header, found
+
+    monkeypatch.setattr(local_reader, "receive_header", short)
+    assert way_of(local) == "process_vm_readv"
+    assert came == [[], []]
+
+
+def test_too_many_on_their_way_is_no_failure(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def sendmsg(self, *_: object) -> int:
+            raise OSError(109, "too many references")
+
+    def offer(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+        sock, wire.sock = wire.sock, Full()  # type: ignore[assignment]
+        try:
+            local_mapping.offer(wire, seal, regions)
+        finally:
+            wire.sock = sock
+
+    monkeypatch.setattr(local_server, "offer", offer)
+    assert way_of(local) == "process_vm_readv"
+
+
+# -- sources that lie --------------------------------------------------------------------------------------------------
+
+
+def send(wire: Wire, body: bytes, descriptors: Sequence[int]) -> None:
+    frame = HEADER.pack(local_mapping.MAPPED, len(body), 0) + body
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+    wire.sock.sendmsg([frame], control)
+
+
+def file_of(size: int, seals: int) -> int:
+    descriptor = os.memfd_create("lie", sealed.ALLOW_SEALING | sealed.CLOEXEC)
+    os.ftruncate(descriptor, size)
+    if seals:
+        sealed.fcntl.fcntl(descriptor, sealed.ADD_SEALS, seals)
+    return descriptor
+
+
+def regions_body(seal: Seal, regions: Sequence[Sealed], grown: int = 0) -> bytes:
+    pairs = [local_mapping.REGION.pack(each.address, each.size_bytes + grown) for each in regions]
+    return seal.value + b"".join(pairs)
+
+
+def unsealed(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    lie = file_of(regions[0].size_bytes, 0)
+    send(wire, regions_body(seal, regions), [seal.page.descriptor, lie])  # type: ignore[union-attr]
+    os.ftruncate(lie, 0)
+    os.close(lie)
+
+
+def too_short(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    lie = file_of(regions[0].size_bytes - 1, sealed.SEAL_SHRINK)
+    send(wire, regions_body(seal, regions), [seal.page.descriptor, lie])  # type: ignore[union-attr]
+    os.close(lie)
+
+
+def too_long(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    send(wire, regions_body(seal, regions, 1 << 62), [seal.page.descriptor, regions[0].descriptor])  # type: ignore[union-attr]
+
+
+def no_seal_page(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    lie = file_of(0, sealed.SEAL_SHRINK)
+    send(wire, regions_body(seal, regions), [lie, regions[0].descriptor])
+    os.close(lie)
+
+
+def too_few(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    send(wire, regions_body(seal, regions), [regions[0].descriptor])
+
+
+def too_many(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    send(wire, regions_body(seal, regions), [regions[0].descriptor] * 100)
+
+
+def none_at_all(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    send(wire, regions_body(seal, regions), [])
+
+
+def cut_words(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    send(wire, regions_body(seal, regions)[:-3], [seal.page.descriptor, regions[0].descriptor])  # type: ignore[union-attr]
+
+
+def no_words(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    send(wire, b"", [seal.page.descriptor, regions[0].descriptor])  # type: ignore[union-attr]
+
+
+LIES = (unsealed, too_short, too_long, no_seal_page, too_few, too_many, none_at_all, cut_words, no_words)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_no_such_memory_is_left(
+    local: Local, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Wire, Seal, Sequence[Sealed]], None]
+) -> None:
+    """The reader stays alive, keeps nothing of it, and reads as it would have without."""
+    monkeypatch.setattr(local_server, "offer", lie)
+    assert way_of(local) == "process_vm_readv"
+
+
+def elsewhere(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    """Good memory, which the content is not in."""
+    other = Sealed(4096)
+    local_mapping.offer(wire, seal, [other])
+
+
+def broken_seal(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    seal.break_()
+    local_mapping.offer(wire, seal, regions)
+
+
+def huge_frame(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+    wire.sock.sendmsg([HEADER.pack(local_mapping.MAPPED, 1 << 31, 0)])
+
+
+@pytest.mark.parametrize("lie", [elsewhere, broken_seal, huge_frame])
+def test_who_contradicts_himself_is_left(
+    local: Local, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Wire, Seal, Sequence[Sealed]], None]
+) -> None:
+    monkeypatch.setattr(local_server, "offer", lie)
+    right, source = content(SIZE), local()
+    source.export(full("k", right, CHUNK))
+    target = Target(right, CHUNK)
+    assert isinstance(read_all(local(silence_s=0.5), source.endpoint, "k", target), SourceLost)
+    assert not any(target.buffer)
+
+
+def test_another_content_is_corrupt_and_never_counts(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sealed memory of the right size with other bytes: the digests decide."""
+    right, source = content(SIZE), local()
+    wrong = Sealed(SIZE)
+
+    def offer(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+        body = regions_body(seal, regions)
+        send(wire, body, [seal.page.descriptor, wrong.descriptor])  # type: ignore[union-attr]
+
+    monkeypatch.setattr(local_server, "offer", offer)
+    source.export(full("k", right, CHUNK))
+    target = Target(right, CHUNK)
+    error = read_all(local(), source.endpoint, "k", target)
+    assert error is not None
+    assert error.code == "corrupt-transfer"
+    assert target.progress.prefix == 0
+    assert not target.order
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_lasts_as_long_as_its_read(local: Local) -> None:
+    right = content(SIZE)
+    source, reader = local(), local()
+    export = full("k", right, CHUNK)
+    before = kit.Progress(export.progress.chunk_count)
+    source.export(kit.Export("k", b"manifest", CHUNK, export.stream, before))
+    mine = mappings()
+    for ending in ("stop", "withdraw", "whole"):
+        target = Target(right, CHUNK)
+        here = mappings()
+        read, ended = start_read(reader, source.endpoint, "k", target)
+        kit.until(lambda read=read: read.path.startswith("mapped"), "it is mapped")  # type: ignore[misc]
+        assert mappings() > here or ending == "whole"
+        if ending == "stop":
+            read.stop()
+            assert ended.wait() is None
+        elif ending == "withdraw":
+            assert source.withdraw("k", timeout_s=DEADLINE_S)
+            assert isinstance(ended.wait(), SourceLost)
+            source.export(full("k", right, CHUNK))
+        else:
+            assert ended.wait() is None
+            assert target.buffer == right
+    assert mappings() <= mine + 2, "only the last target, and the page with the last export's seal"
+
+
+class Unchecked(Target):
+    """A sink that takes bytes as they come: only the seal keeps wrong ones out."""
+
+    def terms(self) -> Terms | None:
+        self.told_bytes = 0
+        return Terms(None, self.progress, (self.gate,))
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        """Anything."""
+
+
+@pytest.mark.parametrize("sink", [Target, Unchecked])
+def test_what_is_overwritten_after_withdraw_never_counts(local: Local, sink: type[Target]) -> None:
+    """Round after round somebody reads, and is overtaken by the owner at another moment."""
+    right, chance = content(2 * MIB), random.Random(7)
+    good = bytes(right)
+    source, reader = local(), local()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(right))
+    stored = 0
+    for _ in range(150):
+        source.export(full("k", right, CHUNK))
+        target = sink(right, CHUNK)
+        _, ended = start_read(reader, source.endpoint, "k", target)
+        assert target.progress.wait(chance.randrange(30), DEADLINE_S)
+        assert source.withdraw("k", timeout_s=DEADLINE_S)
+        ctypes.memset(address, 0xEE, len(right))
+        ended.wait()
+        for chunk in range(target.progress.chunk_count):
+            if target.progress.has(chunk):
+                part = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+                assert bytes(target.buffer[part]) == good[part]
+                stored += 1
+        right[:] = good
+    assert stored, "some got something"
+
+
+def test_a_writer_that_does_not_wait_gets_nothing_wrong_accepted(local: Local) -> None:
+    """An owner that breaks its word and writes while it is read: what counts is what was announced."""
+    right = content(SIZE)
+    good = bytes(right)
+    source, reader = local(), local()
+    address, is_over = ctypes.addressof(ctypes.c_char.from_buffer(right)), threading.Event()
+
+    def spoil() -> None:
+        chance = random.Random(3)
+        while not is_over.is_set():
+            at = chance.randrange(SIZE)
+            ctypes.memset(address + at, good[at] ^ 1, 1)
+            ctypes.memset(address + at, good[at], 1)
+
+    target_of = [Target(right, CHUNK) for _ in range(40)]
+    writer = threading.Thread(target=spoil)
+    writer.start()
+    try:
+        for target in target_of:
+            source.export(full("k", right, CHUNK))
+            read_all(reader, source.endpoint, "k", target)
+            for chunk in target.order:
+                part = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+                assert bytes(target.buffer[part]) == good[part]
+    finally:
+        is_over.set()
+        writer.join()
+
+
+def test_the_seal_of_an_export_is_a_page_of_its_own(local: Local) -> None:
+    page = Sealed(4096)
+    seal = Seal(page)
+    assert ctypes.string_at(page.address, SEAL_BYTES) == seal.value
+    seal.break_()
+    assert not any(ctypes.string_at(page.address, 4096))
