@@ -15,6 +15,7 @@ from tensorhub.transport import tcp_wire
 from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_door import MOST_STRANGERS
 from tensorhub.transport.tcp_job import NoRoom
 from tensorhub.transport.tcp_settings import TcpSettings, parse_endpoint
 from tensorhub.transport.tcp_wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
@@ -242,16 +243,24 @@ def test_a_long_path_gets_all_its_streams_at_once(tcp: Tcp, is_far: bool, connec
     assert source.statistics()["connections_accepted"] == connections
 
 
-def test_a_flood_of_connections_is_bounded(tcp: Tcp) -> None:
-    source = tcp(max_connections=4, silence_s=60.0)
-    source.export(full("k", content(CHUNK), CHUNK))
-    flood = [socket.create_connection(parse_endpoint(source.endpoint), timeout=DEADLINE_S) for _ in range(100)]
-    kit.until(lambda: source.statistics()["connections_refused"] == 80, "all but 4 + 16 were hung up on")
-    assert source.statistics()["connections_open"] == 20
+def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_else_out(tcp: Tcp) -> None:
+    right = content(CHUNK)
+    source = tcp(max_connections=4, silence_s=60.0, greet_s=60.0, token="t")
+    source.export(full("k", right, CHUNK))
+    flood = [socket.create_connection(parse_endpoint(source.endpoint), timeout=DEADLINE_S) for _ in range(200)]
+    kit.until(lambda: source.statistics()["connections_open"] <= MOST_STRANGERS, "the oldest were hung up on")
+    reader = tcp(token="t", silence_s=60.0)
+    assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+    assert source.statistics()["connections_open"] >= MOST_STRANGERS - 1, "they are there all the time"
     for sock in flood:
         sock.close()
     kit.until(lambda: source.statistics()["connections_open"] == 0, "the flood is over")
-    assert read_all(tcp(), source.endpoint, "k", Target(content(CHUNK), CHUNK)) is None
+
+
+@pytest.mark.parametrize("words", [b"", MAGIC, greeting(hello())[:-1]])
+def test_whoever_takes_long_to_say_who_it_is_goes_soon(tcp: Tcp, words: bytes) -> None:
+    source = tcp(silence_s=60.0, greet_s=0.1)
+    assert answer_to(source, words)[1].code == "stranger"
 
 
 def test_streams_that_find_no_room_leave_the_work_to_the_others(tcp: Tcp) -> None:

@@ -23,6 +23,7 @@ from .base import Export
 from .forks import tracked
 from .native_serve import Conversation, conversation_for
 from .signals import block_sigpipe
+from .tcp_door import Door
 from .tcp_lend import Lending
 from .tcp_served import Served
 from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
@@ -31,7 +32,6 @@ from .threads import Thread, start
 
 _log = logging.getLogger(__name__)
 
-_REFUSERS = 16  # connections beyond the limit that are still told "busy"; further ones are hung up on
 _ACCEPT_AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
 _MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
 _JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
@@ -53,7 +53,7 @@ class TcpServer:
         self._changed = threading.Condition(self._lock)
         self._exports: dict[str, Served] = {}
         self._leaving: dict[str, list[Served]] = {}  # ended, perhaps with threads still inside
-        self._connections: dict[Wire, threading.Thread] = {}
+        self._door = Door(settings.max_connections)
         self._moving: dict[Wire, Conversation] = {}  # by the native mover, which counts by itself until they end
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._is_closed = False
@@ -201,7 +201,7 @@ class TcpServer:
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
-            counts = {**self._counts, "connections_open": len(self._connections), "exports": len(self._exports)}
+            counts = {**self._counts, "connections_open": len(self._door), "exports": len(self._exports)}
             for conversation in self._moving.values():
                 conversation.add_to(counts)
             return counts
@@ -215,13 +215,11 @@ class TcpServer:
                     self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
                 for key in list(self._exports):
                     self._end(key, "its worker closed")
-                self._changed.wait_for(lambda: not self._connections, self._settings.withdraw_grace_s)
-            for wire in self._connections:
-                wire.cut()
-            threads = [self._acceptor, *self._connections.values()]
+                self._changed.wait_for(lambda: not self._door, self._settings.withdraw_grace_s)
+            threads = [self._acceptor, *self._door.cut_all()]
         deadline = time.monotonic() + _JOIN_S
         for thread in threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- connections ---------------------------------------------------------------------------------------------------
@@ -234,31 +232,37 @@ class TcpServer:
                 except OSError:
                     self._closing.wait(_ACCEPT_AGAIN_S)
                     continue
-                self._take(sock)
+                try:
+                    self._take(sock)
+                except MemoryError:
+                    sock.close()
 
     def _take(self, sock: socket.socket) -> None:
         """Give a new connection a thread of its own, or hang up."""
         wire = Wire(sock, self._settings)
+        thread = Thread(self._run, args=(wire,), name=f"tensorhub-{self.kind}-serve")
+        tune(sock, self._settings)
         with self._changed:
-            here, limit = len(self._connections), self._settings.max_connections
-            thread = Thread(self._run, args=(wire, here >= limit), name=f"tensorhub-{self.kind}-serve")
-            try:
-                if here < limit + _REFUSERS and not self._is_closed:
-                    tune(sock, self._settings)
-                    self._connections[wire] = thread
-                    thread.start()
-                    self._counts["connections_accepted"] += 1
-                    return
-            except (RuntimeError, MemoryError):  # the process may start no more threads
-                del self._connections[wire]
-            self._counts["connections_refused"] += 1
+            is_taken = not self._is_closed and self._door.enter(wire, thread)
+            self._counts["connections_accepted" if is_taken else "connections_refused"] += 1
+        try:
+            if is_taken:
+                return thread.start()
+        except (RuntimeError, MemoryError) as error:
+            _log.warning("%s transport: a reader is hung up on: %r", self.kind, error)
+            self._leave(wire)
         wire.close()
 
-    def _run(self, wire: Wire, is_busy: bool) -> None:
+    def _leave(self, wire: Wire) -> None:
+        with self._changed:
+            self._door.leave(wire)
+            self._changed.notify_all()
+
+    def _run(self, wire: Wire) -> None:
         """The whole life of one connection."""
         block_sigpipe()
         try:
-            self._converse(wire, is_busy)
+            self._converse(wire)
         except Vanished:
             pass  # the reader left; that is its right
         except WireError:
@@ -267,14 +271,12 @@ class TcpServer:
             _log.exception("%s transport: a serving thread failed", self.kind)
         finally:
             wire.close(politely=True)
-            with self._changed:
-                del self._connections[wire]
-                self._changed.notify_all()
+            self._leave(wire)
 
-    def _converse(self, wire: Wire, is_busy: bool) -> None:
+    def _converse(self, wire: Wire) -> None:
         settings = self._settings
-        wire.limit_waits(receive_s=settings.silence_s, send_s=settings.patience_s)
-        answer = self._judge(wire, is_busy)
+        wire.limit_waits(receive_s=settings.most_greeting_s, send_s=settings.patience_s)
+        answer = self._judge(wire)
         if isinstance(answer, Refusal):
             self._count("connections_refused")
             wire.send_greeting(answer)
@@ -296,10 +298,10 @@ class TcpServer:
         if farewell is not None:
             wire.send_gone(*farewell)
 
-    def _judge(self, wire: Wire, is_busy: bool) -> Refusal | tuple[Served, Hello]:
+    def _judge(self, wire: Wire) -> Refusal | tuple[Served, Hello]:
         """Hear who it is. Whoever is welcome is inside the export when this returns."""
         try:
-            hello = wire.receive_greeting(self._settings.silence_s)
+            hello = wire.receive_greeting(self._settings.most_greeting_s)
         except Garbled as error:
             return Refusal(error.code, str(error))
         except Silent as error:
@@ -309,9 +311,9 @@ class TcpServer:
         refusal = self.why_refused(wire, hello)
         if refusal is not None:
             return refusal
-        if is_busy:
-            return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
         with self._changed:
+            if not self._door.welcome(wire):
+                return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
             if not hello.generation:
                 expect_s = min(self._settings.expect_s, hello.silence_ms / 2000)
                 self._changed.wait_for(lambda: hello.key in self._exports or self._is_closed, expect_s)

@@ -32,6 +32,7 @@ class TcpSettings:
         2.0  # for a key that is not there yet: a reader may be told of a source that is only just starting
     )
     silence_s: float = 5.0  # the keepalive comes every 1.25 s: three may be lost to a GC or a stopped machine
+    greet_s: float = 1.0  # for a reader to say who it is, which it does at once: its first words may be sent twice
     connect_s: float = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
     streams: int = 2  # two idle cores: 1 stream 6.8 GiB/s, 2 streams 10.3, 4 no more; across sites set 8
     stream_bytes: int = (
@@ -43,7 +44,8 @@ class TcpSettings:
     block_bytes: int = 4 * MIB  # hashed while a cache has it; of 1 MiB, calls cost 5 % and the nearer cache saves less
     far_streams: int = 4  # between sites, all at once: over 50 ms and 1 Gbit/s one got 236 Mbit/s, eight 751; but
     # each has a chunk in flight, which is read again where a site's seed dies
-    max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait
+    max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait;
+    # of those who have said who they are: strangers have room of their own
     lend_rate_bytes_per_s: float = 1e9  # from here on a source lends its memory, and copies nothing (`tcp_lend`): what
     # is on its way, 36 MiB at most, is then with its reader within 36 ms, so that no withdrawal waits long for it
     lend_piece_bytes: int = (
@@ -62,7 +64,7 @@ class TcpSettings:
 
     def __post_init__(self) -> None:
         sizes = ("streams", "far_streams", "stream_bytes", "block_bytes", "ahead_bytes", "max_connections")
-        for name in ("silence_s", "connect_s", "ahead_s", *sizes):
+        for name in ("silence_s", "greet_s", "connect_s", "ahead_s", *sizes):
             if getattr(self, name) <= 0:
                 raise UsageError(f"tcp transport: {name} is {getattr(self, name)}, but must be more than 0")
 
@@ -70,6 +72,11 @@ class TcpSettings:
         """For a long path, which one stream does not fill."""
         streams = max(self.streams, self.far_streams)
         return replace(self, streams=streams, stream_bytes=min(self.stream_bytes, MIB), stream_rate_bytes_per_s=0.0)
+
+    @property
+    def most_greeting_s(self) -> float:
+        """How long a source bears somebody who has not said who it is."""
+        return min(self.greet_s, self.silence_s)
 
     @property
     def patience_s(self) -> float:
