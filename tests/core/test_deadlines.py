@@ -1,14 +1,15 @@
 """What a call says when its time has run out: always that, and what was missing at the end."""
 
 import pytest
+from msgspec.structs import replace
 
 from tensorhub.core.errors import BY_CODE
 from tensorhub.core.messages import Answer, Failure, LayoutInfo, Orders, Refusal
-from tensorhub.core.names import Number, Version
+from tensorhub.core.names import Number, Ticket, Version
 from tensorhub.core.worker import events
 from tensorhub.core.worker.machine import Worker
 
-from .kit import LAYOUT, worker
+from .kit import LAYOUT, grant, worker
 
 
 class Waiting:
@@ -84,3 +85,18 @@ def test_what_was_waited_for_before_is_not_said() -> None:
     assert "missing" not in failure.message
     assert "chunks of version 3" in failure.message
     assert it.worker.is_registered
+
+
+def test_why_the_last_read_had_failed_is_said_to_the_caller_of_that_call_only() -> None:
+    it = Waiting()
+    source = worker("trainer")
+    it.order(answer=Answer(1, Version(3)), grant=replace(grant(9, source=source, version=3), endpoints=("x://1",)))
+    it.tell(events.ReadMeasured(Ticket(9), "tcp", "one stream", "", 0))
+    it.tell(events.ReadEnded(Ticket(9), failure=Failure("source-lost", "all 64 connections are taken")))
+    it.order(answer=Answer(1, Version(3)))
+    said = "the last read, from policy/trainer[0] by tcp, had failed: all 64 connections are taken"
+    assert said in it.failure().message
+    it.ended.clear()
+    it.tell(events.Called("update", "latest", 90.0), now=61.0)
+    it.tell(events.Tick(), now=90.0)
+    assert "had failed" not in str(it.ended)

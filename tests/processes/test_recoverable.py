@@ -100,6 +100,8 @@ say(updated=error_of(reader.update, timeout=20), right=int(target.min()))
 """
     found = run(BEGIN + story, server.address).only()
     assert found["update"].get("kind") in (None, "Unavailable", "DeadlineExceeded"), found["update"]
+    if found["update"].get("kind") == "DeadlineExceeded":
+        assert "this process met a limit" in found["update"]["text"]
     assert (found["updated"], found["right"]) == ({"value": 2}, 2)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dis
+import errno
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from tensorhub.core.errors import DeadlineExceeded
 from tensorhub.runtime import errands, loops
 from tensorhub.runtime.errands import Errand
 from tensorhub.runtime.loops import in_thread, loop_thread
+from tensorhub.transport import shortages
 
 
 class Burden:
@@ -156,6 +158,17 @@ def test_what_was_opened_when_its_caller_was_interrupted_is_closed_again():
         pass
     assert len(made) > 20
     assert sorted(owned + closed) == made
+
+
+def test_a_loop_that_stands_still_is_said_with_what_this_process_was_refused(monkeypatch):
+    monkeypatch.setattr(loops, "GRACE_S", 0.0)
+    monkeypatch.setattr(shortages, "_last", None)
+    shortages.note(OSError(errno.EMFILE, "Too many open files"), did="it connected to a source")
+    with pytest.raises(
+        DeadlineExceeded, match=r"met a limit .* ago, when it connected to a source: Too many"
+    ) as caught:
+        loop_thread().wait(asyncio.Event().wait(), deadline=0.0, what="it")
+    assert "was this process stopped" in str(caught.value.hint)
 
 
 def test_what_is_interrupted_has_unwound_when_its_caller_goes_on():

@@ -27,6 +27,7 @@ import aiohttp
 
 from ..core.messages import Hello, LayoutInfo, Refusal, Report
 from ..core.worker.events import Connected, Disconnected, Received
+from ..transport import shortages
 from .codec import Malformed, decode_to_worker, encode
 
 _log = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ class Connection:
         if isinstance(error, TimeoutError):
             self.why = "it does not answer"
         elif isinstance(error, aiohttp.ClientConnectorError):
+            shortages.note(error.os_error, did="it connected to the reference server")
             code = error.os_error.errno
             self.why = os.strerror(code) if code and code > 0 else str(error.os_error)
         elif isinstance(error, aiohttp.WSServerHandshakeError):

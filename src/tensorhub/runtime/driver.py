@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import assert_never
 
-from ..core.errors import InvariantViolation, ServerUnreachable, TensorHubError, UsageError, error_from_code
+from msgspec.structs import replace
+
+from ..core.errors import (
+    DeadlineExceeded,
+    InvariantViolation,
+    ServerUnreachable,
+    TensorHubError,
+    UsageError,
+    error_from_code,
+)
 from ..core.messages import Failure, Hello, Orders, Refusal
 from ..core.names import Version
 from ..core.worker.events import (
@@ -41,6 +50,7 @@ from ..core.worker.events import (
     Warn,
 )
 from ..core.worker.machine import Worker
+from ..transport import shortages
 from ..transport.base import Transport
 from .config import Options
 from .connection import Connection, LineEvent
@@ -131,8 +141,15 @@ class Driver:
         finally:
             self._finished = None
         if finished.error is not None:
-            raise failed(finished.error)
+            raise failed(self._with_circumstances(finished.error))
         return finished.version
+
+    def _with_circumstances(self, failure: Failure) -> Failure:
+        """With what only this process knows of why time ran out."""
+        if failure.code != DeadlineExceeded.code:
+            return failure
+        known = (self.line.why if not self.line.is_connected else "", shortages.recent())
+        return replace(failure, message="; ".join([failure.message, *filter(None, known)]))
 
     async def until(self, is_true: Callable[[], bool], deadline: float) -> bool:
         """Wait until something is so of the machine, or the deadline; returns whether it is."""

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from ..core.errors import Closed, DeadlineExceeded
+from ..transport import shortages
 from ..transport.forks import track, tracked
 from ..transport.signals import block_sigpipe
 from ..transport.threads import Thread, is_ending, no_thread, start
@@ -126,7 +127,8 @@ def wait_in(
             return errand.outcome()
         errand.abandon()
         text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
-        raise DeadlineExceeded(text, hint="does a native call hold the GIL?")
+        text += f"; {limit}" if (limit := shortages.recent()) else ""
+        raise DeadlineExceeded(text, hint="does a native call hold the GIL, or was this process stopped?")
     except BaseException:
         if errand.abandon_unless_over():
             settled.acquire(timeout=UNWIND_S)

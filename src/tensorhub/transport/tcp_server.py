@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 
 from ..core.errors import Closed, UsageError
-from . import tcp_wire
+from . import shortages, tcp_wire
 from .base import Export
 from .forks import tracked
 from .native_serve import Conversation, conversation_for
@@ -229,7 +229,8 @@ class TcpServer:
             while not self._closing.is_set():
                 try:
                     sock, _ = self._listener.accept()
-                except OSError:
+                except OSError as error:
+                    shortages.note(error, did="it accepted a reader")
                     self._closing.wait(_ACCEPT_AGAIN_S)
                     continue
                 try:
@@ -249,6 +250,7 @@ class TcpServer:
             if is_taken:
                 return thread.start()
         except (RuntimeError, MemoryError) as error:
+            shortages.note(error, did="it started a thread for a reader")
             _log.warning("%s transport: a reader is hung up on: %r", self.kind, error)
             self._leave(wire)
         wire.close()

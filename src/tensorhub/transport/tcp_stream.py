@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from ..core.errors import CorruptTransfer, SessionLost, UsageError
-from . import tcp_wire
+from . import shortages, tcp_wire
 from .base import Look, Trusting
 from .located import Scattered
 from .native import shapes
@@ -66,6 +66,7 @@ def dial(job: Job, *, parse: Callable[[str], tuple[str, int]] = parse_endpoint) 
         try:
             wire = Wire(socket.socket(family, kind, protocol), job.settings)
         except OSError as error:
+            shortages.note(error, did="it connected to a source")
             raise Vanished(f"cannot connect: {error}") from error
         job.enter(wire)
         try:

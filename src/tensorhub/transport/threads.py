@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 from ..core.errors import Unavailable
+from . import shortages
 
 START_S = 1.0  # a thread begins within a millisecond, or within 0.1 s beside ten busy ones
 HINT = "raise the limit on threads (`ulimit -u`, or pids.max of the container's cgroup), or start fewer; then retry"
@@ -53,6 +54,7 @@ class Thread(threading.Thread):
 
 def no_thread(name: str, error: BaseException) -> Unavailable:
     """The error of a call that needed one more."""
+    shortages.note(error, did=f"it started {name}")
     if isinstance(error, NotStarted | MemoryError):
         return Unavailable(f"{name} needs a thread, and that cannot be started: {error or 'no memory'}", hint=MEMORY)
     return Unavailable(f"this process may start no more threads, and {name} needs one", hint=HINT)

@@ -16,7 +16,7 @@ def take(worker: WorkerState, event: events.Called) -> None:
         worker.want(events.Finished(0, error=wrong))
         return
     worker.call = Call(event.verb, event.spec, event.root, worker.now, event.deadline, event.claim)
-    worker.slot.failures = []
+    worker.slot.forget_failures()
     worker.copies.new_call()
     worker.note(f"called {event.verb} {event.spec}")
 
@@ -114,7 +114,8 @@ def _call_again(worker: WorkerState, call: Call) -> None:
 
 
 def _end(worker: WorkerState, call: Call) -> None:
-    worker.call, worker.slot.failures = None, []
+    worker.call = None
+    worker.slot.forget_failures()
     if call.number is not None:
         worker.ended = call.number
 

@@ -49,3 +49,5 @@ def _how_far(worker: WorkerState, call: Call) -> Iterator[str]:
     if isinstance(buffer, Filling):
         source = f" from {worker.reading.source}" if worker.reading is not None else ""
         yield f"{buffer.done} of {buffer.chunks or '?'} chunks of version {buffer.version} were in place{source}"
+    if call.fills and worker.slot.last_failure:
+        yield worker.slot.last_failure

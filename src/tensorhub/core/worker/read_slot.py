@@ -31,6 +31,7 @@ class ReadSlot:
     trust_until: float = -inf
     root: Digest = Digest("")  # of the content that is being read
     failures: list[TicketFailure] = field(default_factory=list)  # of the current call, newest last
+    last_failure: str = ""  # of the current call, for its caller
     effects: list[Effect] = field(default_factory=list)
     stop_reason: str = ""
 
@@ -152,9 +153,15 @@ class ReadSlot:
             self.grant = None
         return reading, by_itself
 
+    def forget_failures(self) -> None:
+        """The call is over in which they were met."""
+        self.failures, self.last_failure = [], ""
+
     def failed(self, reading: Reading, failure: Failure) -> None:
         """That read has failed by itself: the next reports say so."""
         why = shortened(failure.message, MOST_WORDS)
+        way = f" by {reading.transport}" if reading.transport else ""
+        self.last_failure = f"the last read, from {reading.source}{way}, had failed: {why}"
         self.failures = [*self.failures, TicketFailure(reading.ticket, reading.source, failure.code, why)]
         self.failures = self.failures[-MOST_FAILURES:]
 
