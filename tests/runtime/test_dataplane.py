@@ -502,6 +502,28 @@ def test_a_read_for_which_no_way_is_left_is_let_go_at_once():
     run(story)
 
 
+def test_a_way_that_failed_for_one_version_is_tried_for_the_next_where_there_is_no_other():
+    async def story(s):
+        def begin(ticket, version, *endpoints):
+            s.told.clear()
+            s.data.start_read(replace(s.grant(ticket, endpoints=endpoints), version=Version(version)))
+
+        begin(10, 3, "better://there")
+        s.better.reads[0].on_end(TransportMissing("its tensors were freed"))
+        await s.until(ReadEnded)
+        begin(11, 3, "better://there")
+        (ended,) = await s.until(ReadEnded)
+        assert "its tensors were freed" in ended.failure.message
+        begin(12, 4, "better://there", "fake://there")
+        assert (len(s.better.reads), len(s.transport.reads)) == (1, 1), "there is another way"
+        s.transport.reads[0].on_end(None)
+        await s.until(ReadEnded)
+        begin(13, 5, "better://there")
+        assert len(s.better.reads) == 2
+
+    run(story)
+
+
 def test_a_source_that_is_lost_is_not_tried_on_another_way():
     async def story(s):
         s.data.start_read(s.grant(10, endpoints=BOTH))

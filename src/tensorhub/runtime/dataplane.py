@@ -329,7 +329,7 @@ class DataPlane:
             return
         self._tell_progress(reading)
         if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
-            self._routes.failed(reading.way, reading.grant.source, error)
+            self._routes.failed(reading.way, reading.grant, error)
             error = self._read_otherwise(reading)
             if error is None:
                 return

@@ -1,7 +1,10 @@
 """Which way each read of this worker goes: the facts for `transport.choose`, and the memory of what does not work.
 
 A transport that cannot work between this worker and a peer is tried once; then the next one is taken within the same
-grant, and never the first again for that peer. The reason is logged once. Used in the worker's loop only.
+grant, and the first no more for that peer. The reason is logged once. But it may have been about one version only,
+whose memory was freed, say: where there is no other way, it is tried once for each version.
+
+Used in the worker's loop only.
 """
 
 import logging
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 
 from ..core.errors import TensorHubError, TransportMissing
 from ..core.messages import MOST_TEXT, Grant
-from ..core.names import WorkerId
+from ..core.names import Version, WorkerId
 from ..transport.base import Read, Transport
 from ..transport.choose import Way, choose, scheme_of
 
@@ -30,12 +33,13 @@ class Routes:
         """`transports` by scheme, best first."""
         self._me = me
         self._transports = transports
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, tuple[Version, str]] = {}
 
     def to(self, grant: Grant) -> list[Way]:
         """Ways to the grant's source, best first. Raises `TransportMissing`, which says why, if there is none."""
-        excluded = {endpoint: why for endpoint in grant.endpoints if (why := self._why_not(endpoint))}
-        ways, reasons = choose(grant.endpoints, tuple(self._transports), excluded)
+        ways, reasons = self._choose(grant)
+        if not ways and self._forget_others(grant):
+            ways, reasons = self._choose(grant)
         if ways:
             return list(ways)
         theirs = ", ".join(map(scheme_of, grant.endpoints)) or "none"
@@ -45,18 +49,32 @@ class Routes:
             hint="see what each of them has with `tensorhub doctor`, and what TENSORHUB_TRANSPORTS allows",
         )
 
-    def failed(self, way: Way, source: WorkerId, error: TensorHubError) -> None:
-        """This way cannot work, whatever the source does."""
+    def failed(self, way: Way, grant: Grant, error: TensorHubError) -> None:
+        """This way cannot work, whatever the source does, for this version at least."""
         if way.endpoint not in self._failed:
             hint = f" ({error.hint})" if error.hint else ""
-            _log.info("%s: no %s from %s: %s%s", self._me, way.scheme, source, error, hint)
+            _log.info("%s: no %s from %s: %s%s", self._me, way.scheme, grant.source, error, hint)
             while len(self._failed) >= MOST_FAILED:
                 del self._failed[next(iter(self._failed))]
-            self._failed[way.endpoint] = f"{error}"[: MOST_TEXT // 4]
+            self._failed[way.endpoint] = (grant.version, f"{error}"[: MOST_TEXT // 4])
+
+    def _choose(self, grant: Grant) -> tuple[tuple[Way, ...], tuple[str, ...]]:
+        excluded = {endpoint: why for endpoint in grant.endpoints if (why := self._why_not(endpoint))}
+        return choose(grant.endpoints, tuple(self._transports), excluded)
+
+    def _forget_others(self, grant: Grant) -> bool:
+        """Forget what failed for other versions of that source. Returns whether there was any."""
+        known = {each: self._failed[each] for each in grant.endpoints if each in self._failed}
+        others = [endpoint for endpoint, (version, _) in known.items() if version != grant.version]
+        for endpoint in others:
+            del self._failed[endpoint]
+        return bool(others)
 
     def _why_not(self, endpoint: str) -> str | None:
-        transport = self._transports.get(scheme_of(endpoint))
-        return self._failed.get(endpoint) or (transport.why_not(endpoint) if transport is not None else None)
+        transport, known = self._transports.get(scheme_of(endpoint)), self._failed.get(endpoint)
+        if known is not None:
+            return known[1]
+        return transport.why_not(endpoint) if transport is not None else None
 
 
 @dataclass(frozen=True)
