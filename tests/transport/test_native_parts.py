@@ -148,6 +148,16 @@ def test_a_request_is_read_as_python_reads_it(ranges: list[tuple[int, int]], chu
 
 
 @needs_mover
+@pytest.mark.parametrize(("tag", "size"), [(0xD0, 1), (0xD1, 2), (0xD2, 4), (0xD3, 8)])
+def test_numbers_with_a_sign_are_read_as_python_reads_them(tag: int, size: int) -> None:
+    for start, stop in [(0, 1), (5, 100), (2 ** (8 * size - 1) - 2, 2 ** (8 * size - 1) - 1), (-1, 3), (-7, -1)]:
+        numbers = [bytes([tag]) + number.to_bytes(size, "big", signed=True) for number in (start, stop)]
+        body = b"\x91\x92" + b"".join(numbers)
+        assert msgspec.msgpack.decode(body, type=list[tuple[int, int]]) == [(start, stop)]
+        assert decoded(body, 2**63) == ([(start, stop)] if start >= 0 else None)
+
+
+@needs_mover
 def test_as_many_ranges_as_there_may_be_and_no_more() -> None:
     ranges = [(2 * i, 2 * i + 1) for i in range(shapes.MAX_RANGES + 1)]
     assert decoded(msgspec.msgpack.encode(ranges[:-1]), 1 << 20) == ranges[:-1]

@@ -88,10 +88,12 @@ class Conversation:
         if state.length > tcp_wire.MAX_WANT_BYTES:
             return Garbled(f"a frame of {state.length} B, where {tcp_wire.MAX_WANT_BYTES} B are the limit")
         try:
-            self._wire.decode_want(bytes(state.words[: state.length]), self._served.chunk_count)
+            ranges = self._wire.decode_want(bytes(state.words[: state.length]), self._served.chunk_count)
         except Garbled as error:
             return error.with_traceback(None)
-        return Garbled("a request for more ranges than one may have")
+        if len(ranges) > shapes.MAX_RANGES:
+            return Garbled(f"a request for {len(ranges)} ranges, where {shapes.MAX_RANGES} are the limit")
+        return Garbled("a request whose numbers are written in a way that is not read here")
 
 
 def conversation_for(

@@ -105,17 +105,17 @@ typedef struct {
     const unsigned char *at, *end;
 } text_t;
 
-/* The number that is next; 0: there is none. */
+/* The number that is next, 0xCC to 0xCF without a sign, 0xD0 to 0xD3 with one; 0: there is none, or a negative one. */
 static int decode_number(text_t *text, uint64_t *value) {
     if (text->at == text->end)
         return 0;
     unsigned char tag = *text->at++;
     if (tag < 0x80)
         return *value = tag, 1;
-    if (tag < 0xCC || tag > 0xCF)
+    if (tag < 0xCC || tag > 0xD3)
         return 0;
-    int size = 1 << (tag - 0xCC);
-    if (text->end - text->at < size)
+    int size = 1 << (tag & 3);
+    if (text->end - text->at < size || (tag >= 0xD0 && *text->at >= 0x80))
         return 0;
     *value = big_endian(text->at, size);
     text->at += size;
