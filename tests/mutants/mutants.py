@@ -20,8 +20,8 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "a closed ticket may be begun",
-        "        is_closed = grant is not None and grant.ticket <= self.closed\n",
-        "        is_closed = False\n",
+        "        if grant is not None and grant.ticket <= self.closed:\n            grant = None\n",
+        "",
         "a worker never begins a ticket that it has called closed",
     ),
     Mutant(
