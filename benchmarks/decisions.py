@@ -130,7 +130,7 @@ def _measure_update(curves: Curves, size: int, fleet: Fleet) -> None:
             fleet.publish(3)
             fleet.begin_update()
             fleet.run(within_s=MIDWAY_S)
-        source = next(thin for thin in fleet.rollouts if fleet.server.reads.load(thin.me))
+        source = next(thin for thin in fleet.rollouts if fleet.server.state.reads.load(thin.me))
         with fleet.counting() as meter:
             fleet.kill(source)
         with fleet.counting(most_s=most_s):
@@ -159,7 +159,7 @@ def _measure_death(curves: Curves, size: int, fleet: Fleet) -> None:
     lease_s, report_s = fleet.settings.lease_s, fleet.settings.report_s
     fleet.run(within_s=lease_s - 2 * report_s)
     with fleet.counting() as meter:
-        fleet.run(until=lambda: len(fleet.server.members) < size, within_s=4 * report_s)
+        fleet.run(until=lambda: len(fleet.server.state.members) < size, within_s=4 * report_s)
     curves.of["lease"].found[size] = meter.longest_of[TICK]
 
 

@@ -178,7 +178,7 @@ class Fleet:
 
     @property
     def _heard(self) -> int:
-        return self.server.counters["sessions"]
+        return self.server.state.counters["sessions"]
 
     def _spread(self, workers: list[ThinWorker], action: Callable[[ThinWorker], None]) -> None:
         for index, thin in enumerate(workers):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 from .core.errors import UsageError
 from .core.messages import Spec
 from .core.names import ModelName, Version
-from .core.specs import parse_spec
-from .core.view import ModelView, ReplicaView, Status, Transfer, VersionView
+from .core.snapshot import ModelView, ReplicaView, Status, Transfer, VersionView
+from .core.version_spec import parse_spec
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
 from .runtime.client import Client

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from . import aio
 from .core.messages import Spec
-from .core.view import ReplicaView, Status, Transfer, VersionView
+from .core.snapshot import ReplicaView, Status, Transfer, VersionView
 from .memory.registration import register as register_tensors
 from .runtime.config import parse_seconds, server_settings, worker_options
 from .runtime.loops import loop_thread

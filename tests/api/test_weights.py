@@ -11,7 +11,7 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually, in_threads, within
-from tensorhub.core.references import VersionRecord
+from tensorhub.core.server.catalog import VersionRecord
 
 torch = pytest.importorskip("torch")
 

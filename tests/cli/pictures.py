@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tensorhub.core.view import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
+from tensorhub.core.snapshot import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
 
 MIB = 1 << 20
 

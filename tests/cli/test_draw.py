@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tensorhub.cli.draw import _reading, draw_status, status_json
-from tensorhub.core.view import ModelView, ReplicaView, Status, VersionView
+from tensorhub.core.snapshot import ModelView, ReplicaView, Status, VersionView
 
 from .pictures import busy, quiet, transfer, worker
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tensorhub.cli.live import Watcher, watch
 from tensorhub.core.errors import ServerUnreachable
-from tensorhub.core.view import Status
+from tensorhub.core.snapshot import Status
 
 from .pictures import busy
 

@@ -3,7 +3,7 @@
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Answer, Grant, Hello, LayoutInfo, Operation, Orders, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId, worker_id
-from tensorhub.core.selection import Candidate
+from tensorhub.core.server.rules.selection import Candidate
 from tensorhub.core.worker import events
 from tensorhub.core.worker.machine import Worker
 

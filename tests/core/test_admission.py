@@ -50,7 +50,7 @@ class Town:
 
     @property
     def lives(self) -> list[tuple[str, int]]:
-        return [(member.worker.replica, member.hello.shards) for member in self.server.members.all()]
+        return [(member.worker.replica, member.hello.shards) for member in self.server.state.members.all()]
 
 
 def refusal_in(said: list, line: str) -> Refusal | None:
@@ -79,7 +79,7 @@ def test_when_all_have_left_the_next_job_sets_it() -> None:
     for shard in range(4):
         assert town.joins("trainer#2", shard, 4) is None
     assert code(town.joins("rollout", 0, 2)) == "layout-mismatch"
-    assert town.server.models[worker("trainer").model].shards == 4
+    assert town.server.state.models[worker("trainer").model].shards == 4
 
 
 def test_when_all_have_died_the_next_job_waits_for_their_lease_and_then_sets_it() -> None:
@@ -140,7 +140,7 @@ def test_versions_of_the_former_count_keep_their_numbers_and_their_content() -> 
     for shard in range(4):
         held = Holding(Version(7), Digest(f"r{shard}"), published=True)
         assert town.joins("trainer", shard, 4, buffer=held) is None
-    model = town.server.models[worker("trainer").model]
+    model = town.server.state.models[worker("trainer").model]
     assert model.newest == 7
     for shard in range(4):
         town.leaves("trainer", shard)
@@ -181,7 +181,7 @@ def test_in_whatever_order_they_come_all_who_live_agree(fresh: bool, history: li
                 town.until(town.now + 3.0)
         counts = {shards for _, shards in town.lives}
         assert len(counts) <= 1
-        model = town.server.models.get(worker("a").model)
+        model = town.server.state.models.get(worker("a").model)
         assert not counts or (model is not None and counts == {model.shards})
         assert all(replica.shards in counts for replica in (model.replicas.values() if model is not None else ()))
 

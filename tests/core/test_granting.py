@@ -1,13 +1,17 @@
 """What the server grants and until when it watches, of which no transcript tells."""
 
+from collections.abc import Iterator
+
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core import granting
-from tensorhub.core.membership import Member
 from tensorhub.core.messages import Filling, Holding, HostCopy, LayoutInfo, Operation, Orders, Reading, Withdrawing
 from tensorhub.core.names import Digest, Number, Version, WorkerId
 from tensorhub.core.server import Server
+from tensorhub.core.server.decisions import Decision
+from tensorhub.core.server.membership import Member
+from tensorhub.core.server.rules import grants
+from tensorhub.core.server.state import State
 from tensorhub.core.settings import Settings
 
 from .kit import LAYOUT, hello, report, worker
@@ -104,9 +108,9 @@ def test_what_was_told_to_go_and_is_gone_is_forgotten() -> None:
     for number in range(1, 4):
         town.says(READER, copies=(HostCopy(number, ONE, ROOT, whole=True),))
         assert town.orders[READER].release == (number,)
-        assert list(town.server.known(READER).releasing) == [number]
+        assert list(town.server.state.known(READER).releasing) == [number]
     town.says(READER, buffer=Filling(ONE))
-    assert not town.server.known(READER).releasing
+    assert not town.server.state.known(READER).releasing
 
 
 def test_a_read_from_a_host_copy_that_is_gone_is_taken_back() -> None:
@@ -122,11 +126,12 @@ def test_a_read_from_a_host_copy_that_is_gone_is_taken_back() -> None:
 
 
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once_more(server: Server, model: object, replica: object, member: Member) -> None:
-        server.touch(member.worker)
+    def once_more(state: State, model: object, replica: object, member: Member) -> Iterator[Decision]:
+        state.mark_dirty(member.worker)
+        yield from ()
 
-    monkeypatch.setattr(granting, "decide_read", once_more)
+    monkeypatch.setattr(grants, "decide_read", once_more)
     town = Town()
     town.joins(READER)
-    assert town.server.counters["unsettled"] > 0
+    assert town.server.state.counters["unsettled"] > 0
     assert town.orders[READER].acknowledged == 1

@@ -1,8 +1,8 @@
 """What the shards of one replica do together."""
 
-from tensorhub.core.groups import Replica, some_shards
 from tensorhub.core.messages import Failure
 from tensorhub.core.names import Digest, ReplicaName, Shard, Version
+from tensorhub.core.server.groups import Replica, some_shards
 
 from .kit import told, worker
 

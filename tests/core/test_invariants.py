@@ -18,8 +18,8 @@ from tensorhub.core.messages import (
     Withdrawing,
 )
 from tensorhub.core.names import Digest, Shard, Ticket, Version, WorkerId
-from tensorhub.core.open_reads import OpenRead
 from tensorhub.core.server import Server
+from tensorhub.core.server.open_reads import OpenRead
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker import events
 from tensorhub.core.worker.call import Call
@@ -123,38 +123,38 @@ def read(ticket: int, reader: WorkerId, source: WorkerId, *, is_void: bool = Fal
 
 
 def _two_at_once(server: Server) -> None:
-    server.reads.add(read(100, B, A))
-    server.reads.add(read(101, B, A))
+    server.state.reads.add(read(100, B, A))
+    server.state.reads.add(read(101, B, A))
 
 
 def _of_nobody(server: Server) -> None:
-    server.reads.add(read(100, worker("nobody"), A))
+    server.state.reads.add(read(100, worker("nobody"), A))
 
 
 def _in_a_ring(server: Server) -> None:
-    server.reads.add(read(100, B, A))
-    server.reads.add(read(101, A, B))
+    server.state.reads.add(read(100, B, A))
+    server.state.reads.add(read(101, A, B))
 
 
 def _held_by_nobody(server: Server) -> None:
-    server.models[A.model].record(ONE).holders[Shard(0)][worker("nobody")] = None
+    server.state.models[A.model].record(ONE).holders[Shard(0)][worker("nobody")] = None
 
 
 def _held_by_who_has_it_not(server: Server) -> None:
-    server.models[A.model].record(ONE).holders[Shard(0)][B] = None
+    server.state.models[A.model].record(ONE).holders[Shard(0)][B] = None
 
 
 def _another_version(server: Server) -> None:
     _held_by_who_has_it_not(server)
-    server.reads.add(read(100, B, A, version=2))
+    server.state.reads.add(read(100, B, A, version=2))
 
 
 def _gone(server: Server) -> None:
-    server.models[A.model].replicas[A.replica].members[Shard(1)] = worker("a", 1)
+    server.state.models[A.model].replicas[A.replica].members[Shard(1)] = worker("a", 1)
 
 
 def _another_shard(server: Server) -> None:
-    server.models[A.model].replicas[A.replica].members[Shard(1)] = A
+    server.state.models[A.model].replicas[A.replica].members[Shard(1)] = A
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_server_that_contradicts_itself_is_found(spoil: Callable[[Server], Non
 
 def test_a_read_taken_back_contradicts_nothing() -> None:
     server = cluster()
-    server.reads.add(read(100, B, A, is_void=True))
-    server.reads.add(read(101, B, A))
+    server.state.reads.add(read(100, B, A, is_void=True))
+    server.state.reads.add(read(101, B, A))
     _held_by_who_has_it_not(server)  # it is about to have it
     server.check_invariants()

@@ -7,8 +7,6 @@ made as long as it can be at once: names of 200 characters of four bytes, every 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.admission import MOST_NAME, MOST_SHARDS
-from tensorhub.core.groups import GroupOperation, Replica
 from tensorhub.core.messages import (
     MOST_COPIES,
     MOST_FAILURES,
@@ -26,8 +24,10 @@ from tensorhub.core.messages import (
     Report,
 )
 from tensorhub.core.names import Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
-from tensorhub.core.specs import HIGHEST_VERSION
+from tensorhub.core.server.groups import GroupOperation, Replica
+from tensorhub.core.server.rules.admission import MOST_NAME, MOST_SHARDS
 from tensorhub.core.sums import add_up
+from tensorhub.core.version_spec import HIGHEST_VERSION
 from tensorhub.core.worker import events
 from tensorhub.core.worker.machine import Worker
 from tensorhub.runtime.codec import MOST_ENDPOINTS, MOST_WORD, decode_to_server, decode_to_worker, encode

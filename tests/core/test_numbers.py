@@ -4,9 +4,9 @@ import pytest
 
 from tensorhub.core.messages import PROTOCOL, Hello, Holding, Operation, Orders, Reading, Refusal, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.numbers import BLOCK, Numbers
-from tensorhub.core.receipts import Notary
 from tensorhub.core.server import Server
+from tensorhub.core.server.numbers import BLOCK, Numbers
+from tensorhub.core.server.receipts import Notary
 from tensorhub.core.settings import Settings
 
 from .kit import worker
@@ -36,7 +36,7 @@ def test_a_number_that_no_server_gave_out_takes_nobody_along(what: str) -> None:
     found = server()
     hear(found, "liar", **{what: HIGHEST})
     assert hear(found, "honest").number < 2000
-    assert found.counters["odd_numbers"] == 1
+    assert found.state.counters["odd_numbers"] == 1
 
 
 def test_a_restarted_server_goes_on_above_what_was_signed_for() -> None:
@@ -66,12 +66,12 @@ def test_a_new_block_is_signed_when_one_is_used_up() -> None:
 def test_the_newest_version_is_believed_with_a_receipt_only() -> None:
     found = server()
     hear(found, "liar", newest=Version(HIGHEST))
-    assert found.models["policy"].newest is None  # type: ignore[index]
+    assert found.state.models["policy"].newest is None  # type: ignore[index]
     receipt = Notary().newest(worker("a").model, Version(7))
     hear(found, "a", newest=Version(7), newest_receipt=receipt)
-    assert found.models["policy"].newest == 7  # type: ignore[index]
+    assert found.state.models["policy"].newest == 7  # type: ignore[index]
     hear(found, "b", newest=Version(8), newest_receipt=receipt)
-    assert found.models["policy"].newest == 7  # type: ignore[index]
+    assert found.state.models["policy"].newest == 7  # type: ignore[index]
 
 
 def publish(found: Server, name: str, version: int, root: str) -> None:
@@ -87,7 +87,7 @@ def publish(found: Server, name: str, version: int, root: str) -> None:
 def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
     former = server()
     publish(former, "real", 7, "right")
-    receipt = former.notary.content(worker("real").model, Version(7), worker("real").shard, Digest("right"))
+    receipt = former.state.notary.content(worker("real").model, Version(7), worker("real").shard, Digest("right"))
     right, wrong = (Holding(Version(7), Digest(root), published=True) for root in ("right", "wrong"))
     for first in ("left", "real"):
         found = server(10, fresh=False)
@@ -97,7 +97,7 @@ def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
         orders = hear(found, "left", number=2, buffer=wrong, layout=Digest("l"))
         assert orders.conflict == "wrong"
         assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
-        record = found.models["policy"].versions[Version(7)]  # type: ignore[index]
+        record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
         assert [each.replica for each in record.holders[worker("real").shard]] == ["real"]
 
 
@@ -118,4 +118,4 @@ def test_a_receipt_is_for_one_content_of_one_shard() -> None:
 def test_a_read_under_a_ticket_that_nobody_gave_out_is_not_adopted() -> None:
     found = server(10, fresh=False)
     hear(found, "a", reading=Reading(Ticket(HIGHEST), worker("b"), Version(7)))
-    assert found.reads.all() == []
+    assert found.state.reads.all() == []

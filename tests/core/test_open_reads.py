@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.core.names import Ticket, Version
-from tensorhub.core.open_reads import OpenRead, OpenReads
+from tensorhub.core.server.open_reads import OpenRead, OpenReads
 
 from .kit import grant, worker
 

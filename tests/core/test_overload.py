@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from tensorhub.core.server import Server
+from tensorhub.core.server import Server, facts
 from tensorhub.core.settings import REPORTS_PER_LEASE, Settings
 
 from .kit import hello, report, worker
@@ -30,19 +30,19 @@ def test_a_lease_counts_from_when_the_report_came() -> None:
     while at < 11.5:
         at += 0.5
         server.tick(now=at)
-    assert [member.worker for member in server.members.all()] == [ONE]
+    assert [member.worker for member in server.state.members.all()] == [ONE]
     while at < 16.9:
         at += 0.1
         server.tick(now=at)
-    assert len(server.members) == 1
+    assert len(server.state.members) == 1
     server.tick(now=17.1)
-    assert len(server.members) == 0
+    assert len(server.state.members) == 0
 
 
 def test_an_arrival_before_the_server_s_time_shortens_nothing() -> None:
     server = server_with(ONE)
     server.handle(report(2), sender=str(ONE), now=1.0, arrived=0.5)
-    assert server.members.get(ONE).lease_end == 11.0
+    assert server.state.members.get(ONE).lease_end == 11.0
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_who_was_told_to_report_seldom_is_silent_later() -> None:
         for sender, orders in server.handle(report(1), sender=str(who), now=0.0):
             told.setdefault(sender, orders.report_s)  # one of them is asked to be a witness of the next
     assert list(told.values()) == [1.0, 2.0, 2.0]
-    member = server.members.get(worker("r1"))
+    member = server.state.members.get(worker("r1"))
     server.tick(now=1.0)
     server.tick(now=2.0)
     server.tick(now=3.0)
-    assert not member.is_silent(3.9, few)
-    assert member.is_silent(4.1, few)
-    assert member.is_silent(inf, few)
+    for now, is_silent in ((3.9, False), (4.1, True), (inf, True)):
+        server.state.clock.now = now
+        assert facts.is_silent(server.state, member) == is_silent

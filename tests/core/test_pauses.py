@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.server import LATE, Server
+from tensorhub.core.server import Server
+from tensorhub.core.server.clock import LATE
 from tensorhub.core.settings import Settings
 
 from .kit import hello, report, worker
@@ -42,20 +43,20 @@ def test_whatever_comes_first_after_a_pause_finds_everybody_there(first: str) ->
         case "tick":
             server.tick(now=500.0)
     server.tick(now=500.0)
-    assert len(server.members) == 2
+    assert len(server.state.members) == 2
     in_time(server, 503.9)
-    assert server.members.get(ONE) is not None
+    assert server.state.members.get(ONE) is not None
     in_time(server, 504.1)
-    assert server.members.get(ONE) is None, "5 s before it and 5 s after it were a lease"
+    assert server.state.members.get(ONE) is None, "5 s before it and 5 s after it were a lease"
 
 
 def test_a_time_at_which_it_wanted_to_look_again_comes_later_too() -> None:
     server = server_with("one")
-    server.members.wake(server.known(ONE), 2.5)
+    server.state.members.wake(server.state.known(ONE), 2.5)
     in_time(server, 2.0)
     server.tick(now=52.5)  # called 50 s late
     assert server.next_deadline() == pytest.approx(53.5)
-    assert server.paused_s == 50.0
+    assert server.state.clock.paused_s == 50.0
 
 
 def test_a_restarted_server_listens_for_a_lease_in_which_it_could_hear() -> None:
@@ -74,7 +75,7 @@ def test_nobody_waits_for_a_server_without_workers() -> None:
     assert server.next_deadline() == float("inf")
     server.handle(hello(ONE), sender="one", now=1e6)
     server.handle(report(1), sender="one", now=1e6)
-    assert server.paused_s == 0.0
+    assert server.state.clock.paused_s == 0.0
     assert server.next_deadline() == 1e6 + SETTINGS.report_s
 
 
@@ -82,9 +83,9 @@ def test_a_timer_that_comes_a_little_late_is_no_pause() -> None:
     server = server_with("one")
     for _ in range(9):
         server.tick(now=server.next_deadline() + 0.1)
-    assert server.paused_s == 0.0
+    assert server.state.clock.paused_s == 0.0
     server.tick(now=server.next_deadline() + 0.1)
-    assert len(server.members) == 0
+    assert len(server.state.members) == 0
 
 
 @given(st.lists(st.floats(0.0, 1e4), min_size=10, max_size=10))
@@ -92,7 +93,7 @@ def test_the_dead_are_gone_after_a_lease_of_calls_however_late_each_of_them_is(l
     server = server_with("one")
     for late_s in late:
         server.tick(now=server.next_deadline() + late_s)
-    assert len(server.members) == 0
+    assert len(server.state.members) == 0
 
 
 @given(st.lists(st.floats(0.0, 1e4), max_size=30))
@@ -100,6 +101,6 @@ def test_who_is_heard_once_between_two_pauses_lives(late: list[float]) -> None:
     server = server_with("one")
     for number, late_s in enumerate(late, start=2):
         server.tick(now=server.next_deadline() + late_s)
-        server.handle(report(number), sender="one", now=server.now + server.paused_s + LATE)
-    assert len(server.members) == 1
-    assert server.counters["sessions"] == 1
+        server.handle(report(number), sender="one", now=server.state.now + server.state.clock.paused_s + LATE)
+    assert len(server.state.members) == 1
+    assert server.state.counters["sessions"] == 1

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.groups import Replica
 from tensorhub.core.messages import Buffer, Empty, Filling, Holding, HostCopy, Poisoned, Report, Withdrawing
 from tensorhub.core.names import Digest, ModelName, ReplicaName, Shard, Version
-from tensorhub.core.references import Model, version_in
+from tensorhub.core.server.catalog import Model, version_in
+from tensorhub.core.server.groups import Replica
 
 from .kit import worker
 
@@ -45,7 +45,7 @@ def test_a_lower_number_is_a_conflict_for_ever() -> None:
 
 def test_the_same_number_stands_for_the_same_content_only() -> None:
     found = model()
-    found.pin(worker("trainer"), Version(7), ROOT, LAYOUT)
+    found.bind_content(worker("trainer"), Version(7), ROOT, LAYOUT)
     found.note_exists(Version(7))
     assert code_of(found, 7, ROOT) == ""
     assert code_of(found, 7, OTHER) == "version-conflict"
@@ -62,9 +62,9 @@ def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
 
 def test_a_holder_of_other_content_is_not_believed() -> None:
     found = model()
-    assert found.pin(worker("a"), Version(7), ROOT, LAYOUT)
-    assert found.pin(worker("b"), Version(7), ROOT, LAYOUT)
-    assert not found.pin(worker("c"), Version(7), OTHER, LAYOUT)
+    assert found.bind_content(worker("a"), Version(7), ROOT, LAYOUT)
+    assert found.bind_content(worker("b"), Version(7), ROOT, LAYOUT)
+    assert not found.bind_content(worker("c"), Version(7), OTHER, LAYOUT)
 
 
 def test_latest_counts_back_over_versions_that_exist() -> None:
@@ -118,12 +118,14 @@ def test_a_loss_is_said_once_and_only_of_what_was_not_replaced() -> None:
     assert found.news_of_losses() == ([], []), "5 has replaced it"
     found.changed = {}
     found.move(worker("b"), report(Holding(Version(5), ROOT)), report(Empty()))
-    (lost,), back = found.news_of_losses()
-    assert "version 5 of policy is lost" in lost.message
-    assert back == []
+    assert found.news_of_losses() == found.news_of_losses() == ([5], []), "to ask changes nothing"
+    assert "version 5 of policy is lost" in found.loss(found.look_up(Version(5))).message
+    found.note_said(*found.news_of_losses())
     assert found.news_of_losses() == ([], [])
     found.move(worker("b"), report(Empty()), report(Holding(Version(5), ROOT)))
     assert found.news_of_losses() == ([], [5])
+    found.note_said(*found.news_of_losses())
+    assert found.news_of_losses() == ([], [])
 
 
 def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from tensorhub.core.messages import Empty, Holding, Operation, Orders, Report, Roster
 from tensorhub.core.names import Digest, Number, Version, WorkerId
-from tensorhub.core.receipts import Notary
-from tensorhub.core.roster import Roll, Tally
 from tensorhub.core.server import Server
+from tensorhub.core.server.receipts import Notary
+from tensorhub.core.server.roster import Roll, Tally
 from tensorhub.core.settings import Settings
 
 from .kit import hello, worker
@@ -70,7 +70,7 @@ class Fleet:
 
     @property
     def is_over(self) -> bool:
-        return self.server.models[TRAINER.model].roll.is_over
+        return self.server.state.models[TRAINER.model].roll.is_over
 
 
 def fleet_of(*workers: WorkerId) -> Fleet:
@@ -109,7 +109,7 @@ def test_all_at_once_ask_one_another_once() -> None:
     fleet._deliver(outbox)
     for who in ROLLOUTS:
         fleet.report(who)
-    assert not fleet.server.models[TRAINER.model].roll.unwitnessed
+    assert not fleet.server.state.models[TRAINER.model].roll.unwitnessed
     assert fleet.said <= 4 * MANY
 
 
@@ -153,7 +153,7 @@ def test_a_roster_that_was_changed_is_none(change: str) -> None:
     assert not fleet.is_over
     fleet.back(ROLLOUTS[0])
     assert not fleet.is_over
-    assert fleet.server.models[TRAINER.model].roll.shown == roster
+    assert fleet.server.state.models[TRAINER.model].roll.shown == roster
 
 
 def test_a_roster_of_another_model_is_none() -> None:
@@ -166,7 +166,7 @@ def test_a_roster_of_another_model_is_none() -> None:
     fleet.back(TRAINER, roster=theirs)
     assert not fleet.is_over
     fleet.back(other)
-    assert fleet.server.models[other.model].roll.is_over
+    assert fleet.server.state.models[other.model].roll.is_over
     assert not fleet.is_over
 
 
@@ -207,7 +207,7 @@ def test_who_is_alone_needs_no_witness() -> None:
 
 def test_another_is_asked_where_the_one_that_was_asked_is_silent() -> None:
     fleet = fleet_of(TRAINER, ROLLOUTS[0])
-    sessions = fleet.server.models[TRAINER.model].roll
+    sessions = fleet.server.state.models[TRAINER.model].roll
     fleet.server.disconnected(str(ROLLOUTS[0]), now=fleet.now)
     fleet.join(ROLLOUTS[1])
     assert ROLLOUTS[1] in sessions.witnessed

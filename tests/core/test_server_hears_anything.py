@@ -248,8 +248,8 @@ def test_it_never_raises_and_never_contradicts_itself(fresh: bool, history: list
     audience.server.status(now=audience.now)
     audience.do(("time", WORKERS[0], "1", 5.0))
     audience.do(("time", WORKERS[0], "1", 5.0))
-    assert len(audience.server.members) == 0, "whoever is silent for a lease is gone"
-    assert audience.server.reads.all() == []
+    assert len(audience.server.state.members) == 0, "whoever is silent for a lease is gone"
+    assert audience.server.state.reads.all() == []
 
 
 @settings(max_examples=50)
@@ -277,5 +277,5 @@ def test_the_followers_of_this_test_do_publish_and_replicate() -> None:
             audience.do(("follow", who, "1", publish if who.replica == "trainer" else fill))
     for who in WORKERS:
         assert isinstance(a_listener(audience, who).report.buffer, Holding), who
-    assert audience.server.models[WORKERS[0].model].newest == 1
-    assert audience.server.counters["grants"] >= 4
+    assert audience.server.state.models[WORKERS[0].model].newest == 1
+    assert audience.server.state.counters["grants"] >= 4

@@ -21,12 +21,12 @@ from typing import Any
 
 import msgspec
 
-from tensorhub.core.membership import Member, Members
 from tensorhub.core.messages import Hello, LayoutInfo, Orders, Report, Roster
 from tensorhub.core.names import Number, WorkerId
-from tensorhub.core.open_reads import OpenRead
-from tensorhub.core.receipts import Notary
-from tensorhub.core.roster import MODULUS, Roll, Tally
+from tensorhub.core.server.membership import Member, Members
+from tensorhub.core.server.open_reads import OpenRead
+from tensorhub.core.server.receipts import Notary
+from tensorhub.core.server.roster import MODULUS, Roll, Tally
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker.report_book import ReportBook
 from tensorhub.core.worker.state import WorkerState

@@ -62,7 +62,7 @@ MUTANTS = (
     ),
     Mutant(
         "who is let in is asked on the hello only",
-        "            refusal = admission.why_refuse(self, hello, report)\n",
+        "            refusal = admission.why_refuse(state, hello, report)\n",
         "            refusal = None\n",
         "all who live of a model have one number of shards, whoever said hello when",
     ),
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(
         "after a restart somebody new comes before those who lived",
-        "            for newcomer in admission.giving_way(self, hello, report):\n",
+        "            for newcomer in admission.giving_way(state, hello, report):\n",
         "            for newcomer in list[Member]():\n",
         "a newcomer gives way to who lived before the restart",
     ),
@@ -87,8 +87,8 @@ MUTANTS = (
     ),
     Mutant(
         "a shard that was never there is waited for",
-        '    if server.now >= until:\n        text = f"shard {some_shards(absent)}',
-        '    if server.now >= until + 1e9:\n        text = f"shard {some_shards(absent)}',
+        '    if state.now >= until:\n        text = f"shard {some_shards(absent)}',
+        '    if state.now >= until + 1e9:\n        text = f"shard {some_shards(absent)}',
         "a shard that nobody has seen costs its siblings a lease, not their deadline",
     ),
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "a claim binds nobody",
-        "    conflict = conflict or claims.conflict_with(server, model, replica, version)\n",
+        "    conflict = conflict or claims.conflict_with(state, model, replica, version)\n",
         "",
         "nobody else publishes a number that is claimed",
     ),
@@ -117,8 +117,8 @@ MUTANTS = (
     ),
     Mutant(
         "a claim is judged while others may be unheard",
-        "        operation.waiting = _why_wait(server, model, replica)\n        if",
-        "        if",
+        "    if waiting is not None:\n        yield Wait(operation, waiting)\n        return\n    conflict = claims",
+        "    conflict = claims",
         "after a restart nothing is claimed before everybody has told what they have claimed",
     ),
     Mutant(
@@ -149,8 +149,8 @@ MUTANTS = (
     ),
     Mutant(
         "drained right after a restart",
-        "    if not model.roll.is_over or rollcall.is_strange(server, member):\n        return None\n",
-        "    if rollcall.is_strange(server, member):\n        return None\n",
+        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return Drained()\n",
+        "    if witness.is_strange(state, member):\n        return Drained()\n",
         "after a restart nothing is drained while anybody is missing: old reads are unknown",
     ),
     Mutant(
@@ -161,34 +161,34 @@ MUTANTS = (
     ),
     Mutant(
         "publishing right after a restart",
-        "    return rollcall.why_unwitnessed(model, replica) if model.roll.is_over else _recovering(server)\n",
-        "    return rollcall.why_unwitnessed(model, replica)\n",
+        "    return witness.why_unwitnessed(model, replica) if model.roll.is_over else _recovering(state)\n",
+        "    return witness.why_unwitnessed(model, replica)\n",
         "after a restart nothing is published while anybody is missing: the number may be taken",
     ),
     Mutant(
         "reads of a former life are forgotten",
-        "    if reading is not None and not is_known and server.is_recovering and _may_adopt(server, report):\n",
-        "    if reading is not None and server is None:\n",
+        "    if reading is not None and not is_known and state.is_recovering and _may_adopt(state, report):\n",
+        "    if reading is not None and state is None:\n",
         "reads granted before a restart stay open for their source",
     ),
     Mutant(
         "a read that was taken back counts as closed",
         "    read.is_void = True\n",
-        "    read.is_void = True\n    server.reads.close(read.reader, read.ticket)\n",
+        "    read.is_void = True\n    state.reads.close(read.reader, read.ticket)\n",
         "a read is open until its reader says that it is closed",
     ),
     Mutant(
         "the end of a source's lease ends the reads from it",
-        "    hearing.close_reads(server, member, None)\n    model.move",
-        "    hearing.close_reads(server, member, None)\n"
-        "    for read in server.reads.from_source(member.worker):\n"
-        "        server.reads.close(read.reader, read.ticket)\n"
+        "    intake.close_reads(state, member, None)\n    model.move",
+        "    intake.close_reads(state, member, None)\n"
+        "    for read in state.reads.from_source(member.worker):\n"
+        "        state.reads.close(read.reader, read.ticket)\n"
         "    model.move",
         "the end of a source's lease does not end the reads open on it",
     ),
     Mutant(
         "a dead reader is waited for",
-        "    hearing.close_reads(server, member, None)\n    model.move",
+        "    intake.close_reads(state, member, None)\n    model.move",
         "    model.move",
         "the end of a reader's lease ends its reads",
     ),
@@ -311,8 +311,8 @@ MUTANTS = (
     ),
     Mutant(
         "the last reliable holder just leaves",
-        "        return establishing.is_another_on_its_way(server, model, record, member)\n    return True\n",
-        "        return establishing.is_another_on_its_way(server, model, record, member)\n    return False\n",
+        "        return established.is_another_on_its_way(state, model, record, member)\n    return True\n",
+        "        return established.is_another_on_its_way(state, model, record, member)\n    return False\n",
         "the last reference of a retained version is offloaded before it leaves",
     ),
     Mutant(
@@ -335,14 +335,14 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released while they are read",
-        "        if copy.number in member.releasing and not _is_read(server, member, copy):\n",
-        "        if copy.number in member.releasing:\n",
+        "        if copy.number in member.releasing and not _is_read(state, member, copy)\n",
+        "        if copy.number in member.releasing\n",
         "a host copy goes only when nobody reads it",
     ),
     Mutant(
         "readers are driven from a copy that nobody else needs",
-        "    if version == version_to_offload(server, model, member) or _is_read(server, member, copy):\n",
-        "    if version == version_to_offload(server, model, member):\n",
+        "    if version == version_to_offload(state, model, member) or _is_read(state, member, copy):\n",
+        "    if version == version_to_offload(state, model, member):\n",
         "who reads from a host copy reads on from there",
     ),
     Mutant(
@@ -402,7 +402,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released right after a restart",
-        "    if not model.roll.is_over:\n        return Duties()\n",
+        "    if not model.roll.is_over:\n        return HostCopyOrders()\n",
         "",
         "reads of host copies granted before a restart are unknown to it",
     ),
@@ -420,8 +420,8 @@ MUTANTS = (
     ),
     Mutant(
         "a pause of the server is time",
-        "        if late_s > LATE * self.settings.report_s:\n",
-        "        if late_s > 1e9:\n",
+        "        is_pause = late_s > LATE * report_s\n",
+        "        is_pause = late_s > 1e9\n",
         "a pause of the server lengthens every lease by itself",
     ),
     Mutant(
@@ -432,25 +432,25 @@ MUTANTS = (
     ),
     Mutant(
         "a site waits for a seed that has gone",
-        "        if not server.is_here(member):\n            continue\n",
+        "        if not facts.is_here(state, member):\n            continue\n",
         "",
         "who is dead keeps its site from nothing",
     ),
     Mutant(
         "a site waits for an elected worker that has gone",
-        "        if not other.is_silent(server.now, server.settings):  #",
+        "        if not facts.is_silent(state, other):  #",
         "        if other is not None:  #",
         "who is dead keeps its site from fetching ahead no longer than two reports",
     ),
     Mutant(
         "the dead are elected",
-        "    is_staying = server.is_here(member) and not report",
+        "    is_staying = facts.is_here(state, member) and not report",
         "    is_staying = not report",
         "who is dead is not elected",
     ),
     Mutant(
         "the silent are given reads",
-        "    if not server.is_here(member):\n        return\n",
+        "    if not facts.is_here(state, member):\n        return\n",
         "    if not member.is_connected:\n        return\n",
         "nobody is given a read that would not hear of it",
     ),
@@ -480,8 +480,8 @@ MUTANTS = (
     ),
     Mutant(
         "one failure is held against a source for good",
-        "        member.lease_end, member.is_doubted = max(self.now, arrived) + self.settings.lease_s, False\n",
-        "        member.lease_end = max(self.now, arrived) + self.settings.lease_s\n",
+        "    member.lease_end, member.is_doubted = max(state.now, arrived) + state.settings.lease_s, False\n",
+        "    member.lease_end = max(state.now, arrived) + state.settings.lease_s\n",
         "a source that is heard again is in doubt no more",
     ),
     Mutant(
@@ -492,19 +492,19 @@ MUTANTS = (
     ),
     Mutant(
         "a call fails beside a source that it has not tried",
-        "    is_enough = member.failures > server.settings.most_failures and not _has_hope(server, record, member)\n",
-        "    is_enough = member.failures > server.settings.most_failures\n",
+        "    is_enough = member.failures > state.settings.most_failures and not _has_hope(state, record, member)\n",
+        "    is_enough = member.failures > state.settings.most_failures\n",
         "no call gives up while somebody has the version who was not tried",
     ),
     Mutant(
         "readers are moved to whoever may be dead",
-        "        if server.is_here(source):\n            others = [c for c in others if not c.is_doubtful]\n",
+        "        if facts.is_here(state, source):\n            others = [c for c in others if not c.is_doubtful]\n",
         "",
         "a source that leaves keeps its readers until there is one who seems to live",
     ),
     Mutant(
         "who stands still is waited for",
-        "    if pace.is_still(server.now, patience_s(server)):\n        return f",
+        "    if pace.is_still(state.now, progress.patience_s(state)):\n        return f",
         "    if False:\n        return f",
         "a source by which nothing comes is left",
     ),
@@ -522,26 +522,26 @@ MUTANTS = (
     ),
     Mutant(
         "what a source had is held against it",
-        "    if server.now < pace.waited_at + window_s(server) and not is_hopeless:\n",
-        "    if server.now < pace.waited_at and not is_hopeless:\n",
+        "    if state.now < pace.waited_at + progress.window_s(state) and not is_hopeless:\n",
+        "    if state.now < pace.waited_at and not is_hopeless:\n",
         "a read is no slower than what its source had for it",
     ),
     Mutant(
         "who is slow itself is waited for",
-        "        read.pace.is_stuck = True\n",
-        "",
+        "        yield CallStuck(read, True)\n",
+        "        pass\n",
         "those behind a slow reader look for themselves",
     ),
     Mutant(
         "what was tried in vain is tried by all",
-        "        source.capacity.forget(server.now)  #",
-        "        source.capacity.note(server.now, 0.0, 1e9)  #",
+        "        yield ForgetCapacity(source)  #",
+        "        pass  #",
         "a publisher that is slow itself is not asked by all",
     ),
     Mutant(
         "a slow source keeps its place",
-        "            slow.gives_way_to = reader.worker\n",
-        "            slow.gives_way_to = None\n",
+        "            yield GiveWay(slow, reader.worker)\n",
+        "            yield GiveWay(slow, None)\n",
         "who is slow gives way to whom it held up",
     ),
     Mutant(
@@ -552,8 +552,8 @@ MUTANTS = (
     ),
     Mutant(
         "readers go back and forth",
-        "    reader.may_move_at = server.now + 2 * window_s(server) * 2.0 ** min(reader.moves, 16)\n",
-        "",
+        "state.now + 2 * progress.window_s(state) * 2.0 ** min(reader.moves, 16))\n",
+        "reader.may_move_at)\n",
         "each move waits twice as long as the one before",
     ),
     Mutant(
@@ -570,20 +570,20 @@ MUTANTS = (
     ),
     Mutant(
         "who has moved once never moves again",
-        "        if is_looked_for:\n            reader.may_move_at = server.now + window_s(server)\n",
-        "        reader.may_move_at = max(reader.may_move_at, server.now + window_s(server))\n",
+        "        if is_looked_for:\n            yield StayFor(reader, state.now + progress.window_s(state))\n",
+        "        yield StayFor(reader, max(reader.may_move_at, state.now + progress.window_s(state)))\n",
         "a reader that got a slow source again leaves that too, later",
     ),
     Mutant(
         "a source that stood still is forgotten",
-        "            source.slow_until = server.now + server.settings.leave_s  # there will",
+        "            yield CallSlow(source, state.now + state.settings.leave_s)  # there will",
         "            pass  # there will",
         "the next version is read from another source",
     ),
     Mutant(
         "who waited for a source that is whole by now is slow",
-        "    if server.now < pace.waited_at + window_s(server) and not is_hopeless:\n",
-        "    if its_own is not None and server.now < pace.waited_at + window_s(server) and not is_hopeless:\n",
+        "    if state.now < pace.waited_at + progress.window_s(state) and not is_hopeless:\n",
+        "    if its_own is not None and state.now < pace.waited_at + progress.window_s(state) and not is_hopeless:\n",
         "what came was what the source had",
     ),
     Mutant(
@@ -606,14 +606,14 @@ MUTANTS = (
     ),
     Mutant(
         "no grants during recovery",
-        "    if not server.is_here(member):\n        return\n    wanted = wanted_read",
-        "    if not server.is_here(member) or server.is_recovering:\n        return\n    wanted = wanted_read",
+        "    if not facts.is_here(state, member):\n        return\n    wanted = wanted_read",
+        "    if not facts.is_here(state, member) or state.is_recovering:\n        return\n    wanted = wanted_read",
         "transfers go on while a server that has restarted listens",
     ),
     Mutant(
         "who leaves last keeps its readers from a source that is leaving",
-        "        others = [c for c in candidates(server, model, record, member) if waits_for_us or not c.is_withdrawing]\n",
-        "        others = [c for c in candidates(server, model, record, member) if not c.is_withdrawing]\n",
+        "        others = [c for c in sources.candidates(state, model, record, member) if waits_for_us or not c.is_withdrawing]\n",
+        "        others = [c for c in sources.candidates(state, model, record, member) if not c.is_withdrawing]\n",
         "nobody reads for ever at who waits for that very reader",
     ),
     Mutant(
@@ -636,7 +636,7 @@ MUTANTS = (
     ),
     Mutant(
         "a witness need not prove what it says",
-        "        for worker in roll.witness(told.number) if _is_proved(server, model, told) else ():\n",
+        "        for worker in roll.witness(told.number) if _is_proved(state, model, told) else ():\n",
         "        for worker in roll.witness(told.number):\n",
         "an odd number makes nobody known",
     ),
@@ -648,7 +648,7 @@ MUTANTS = (
     ),
     Mutant(
         "a roster need not be proved",
-        "    if roll.is_over or told is None or not _is_proved(server, model, told):\n",
+        "    if roll.is_over or told is None or not _is_proved(state, model, told):\n",
         "    if roll.is_over or told is None:\n",
         "no worker can end a roll call by what it says itself",
     ),
@@ -672,43 +672,43 @@ MUTANTS = (
     ),
     Mutant(
         "rosters are handed out while the roll is called",
-        "    if not roll.is_over or is_strange(server, member):\n        return None\n",
-        "    if is_strange(server, member):\n        return None\n",
+        "    if not roll.is_over or witness.is_strange(state, member):\n        return None\n",
+        "    if witness.is_strange(state, member):\n        return None\n",
         "a life that does not know who is missing tells nobody who lives",
     ),
     Mutant(
         "a stranger is given a roster",
-        "    if not roll.is_over or is_strange(server, member):\n        return None\n",
+        "    if not roll.is_over or witness.is_strange(state, member):\n        return None\n",
         "    if not roll.is_over:\n        return None\n",
         "who may serve somebody unknown is not counted by the next life either",
     ),
     Mutant(
         "a stranger is drained at once",
-        "    if not model.roll.is_over or rollcall.is_strange(server, member):\n        return None\n",
-        "    if not model.roll.is_over:\n        return None\n",
+        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return Drained()\n",
+        "    if not model.roll.is_over:\n        return Drained()\n",
         "who was not on the roll may serve somebody of whom nobody else has heard",
     ),
     Mutant(
         "a stranger's host copies are released at once",
-        "    release = () if rollcall.is_strange(server, member) else tuple(_unread(server, member))\n",
-        "    release = tuple(_unread(server, member))\n",
+        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return ()\n",
+        "    if not model.roll.is_over:\n        return ()\n",
         "who was not on the roll may serve somebody of whom nobody else has heard",
     ),
     Mutant(
         "while the roll is called anybody is a source",
-        "    return [candidate for candidate in found if _has_heard_us(server.known(candidate.worker))]\n",
+        "    return [candidate for candidate in found if _has_heard_us(state.known(candidate.worker))]\n",
         "    return found\n",
         "who reads by the word of a life that dies at once reads from somebody who shows no older roster",
     ),
     Mutant(
         "a group is answered before it is whole",
-        "    return model.roll.is_over and (not server.is_recovering or len(replica.members) == replica.shards)\n",
+        "    return model.roll.is_over and (not state.is_recovering or len(replica.members) == replica.shards)\n",
         "    return model.roll.is_over\n",
         "a shard of which nobody has heard may have been answered by a life before",
     ),
     Mutant(
         "who has left stays on the roster",
-        "    rollcall.end(server, model, member)\n",
+        "    rollcall.end(state, model, member)\n",
         "",
         "nobody is awaited who has left in good order",
     ),
@@ -726,19 +726,19 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released in the first lease",
-        "    if not server.is_recovering:  # for what is gone there is no way back\n        member",
-        "    if True:\n        member",
+        "    if state.is_recovering:  # for what is gone there is no way back\n",
+        "    if False:\n",
         "in the first lease nothing is given up for which there is no way back",
     ),
     Mutant(
         "nobody waits for room that is being made",
-        "    if is_squeezed and not member.report.closing and _makes_room(server, member):\n",
+        "    if is_squeezed and not member.report.closing and _makes_room(state, member):\n",
         "    if False:\n",
         "the established version is not given up for want of room that others are about to leave",
     ),
     Mutant(
         "nobody waits for copies that the first lease keeps",
-        "    if server.is_recovering and member.report.copies:\n        return True\n",
+        "    if state.is_recovering and member.report.copies:\n        return True\n",
         "",
         "the established version is not given up for want of room that others are about to leave",
     ),

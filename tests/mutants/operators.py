@@ -13,7 +13,7 @@ PEOPLE = ("note", "append_story")  # calls that only tell people
 PEOPLE_NAMES = ("text", "hint")  # local names that become part of an error's text
 PEOPLE_FUNCTIONS = ("story", "statistics", "__str__", "__repr__", "_reason")
 PEOPLE_TABLES = ("counters",)  # statistics
-STRANGERS = {"status.py": "the picture for people", "view.py": "its values", "settings.py": "choices, not rules"}
+STRANGERS = {"snapshot.py": "the picture for people, and its values", "settings.py": "choices, not rules"}
 
 BOUNDARY: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

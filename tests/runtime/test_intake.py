@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tensorhub.core.messages import LayoutInfo, Orders, Report
+from tensorhub.core.server import facts
 from tensorhub.core.settings import Settings
 from tensorhub.runtime import intake as intake_module
 from tensorhub.runtime.intake import Intake
@@ -162,7 +163,8 @@ class Busy:
         self.shell = ServerShell(settings=Settings(lease_s=lease_s), fresh=True)
         self.shell.intake = Intake(self.shell, self.clock)
         self.machine = self.shell.machine
-        self.machine.now = self.machine.started = self.clock.now
+        awake = self.machine.state.clock
+        awake.now = awake.started = self.clock.now
         self.decision_s = 0.0
         monkeypatch.setattr(self.shell, "_set_timer", lambda: None)
         handle = self.machine.handle
@@ -225,22 +227,22 @@ def test_a_backlog_of_several_leases_ends_no_session_and_nobody_is_silent(monkey
     async def story():
         busy.report(1)
         await busy.until_idle()
-        assert busy.machine.counters["sessions"] == 60
+        assert busy.machine.state.counters["sessions"] == 60
         busy.decision_s = 0.5
         for number in range(2, 40):
             busy.report(number)
             before = busy.clock.now
             while busy.shell.intake.is_busy and busy.clock.now < before + 1.0:  # noqa: ASYNC110 - turns of the loop
                 await asyncio.sleep(0)
-            silent = [m for m in busy.machine.members.all() if m.is_silent(busy.machine.now, busy.machine.settings)]
+            silent = [m for m in busy.machine.state.members.all() if facts.is_silent(busy.machine.state, m)]
             assert not silent
         busy.decision_s = 0.0
         await busy.until_idle()
 
     busy.run(story)
-    assert busy.clock.now > 100.0 + 2 * busy.machine.settings.lease_s
-    assert busy.machine.counters["sessions"] == 60
-    assert len(busy.machine.members) == 60
+    assert busy.clock.now > 100.0 + 2 * busy.machine.state.settings.lease_s
+    assert busy.machine.state.counters["sessions"] == 60
+    assert len(busy.machine.state.members) == 60
     assert all(busy.answered(line)[-1] == 39 for line in busy.lines)
 
 
@@ -258,7 +260,7 @@ def test_who_really_dies_behind_a_backlog_is_dead_after_it(monkeypatch):
             await busy.until_idle()
 
     busy.run(story)
-    assert len(busy.machine.members) == 29
+    assert len(busy.machine.state.members) == 29
 
 
 def test_a_report_that_came_with_the_end_of_its_line_counts(monkeypatch):
@@ -273,7 +275,7 @@ def test_a_report_that_came_with_the_end_of_its_line_counts(monkeypatch):
         await busy.until_idle()
 
     busy.run(story)
-    assert [member.hello.replica for member in busy.machine.members.all()] == ["r1"]
+    assert [member.hello.replica for member in busy.machine.state.members.all()] == ["r1"]
 
 
 def test_a_slice_is_a_few_milliseconds():

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from benchmarks.fleet import Fleet
-from tensorhub.core.view import Status
+from tensorhub.core.snapshot import Status
 from tensorhub.runtime import showing
 from tensorhub.runtime.showing import encode_status, take_status
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Failure, Hello, Roster
 from tensorhub.core.names import ModelName, Number, ReplicaName, Shard, Version
-from tensorhub.core.receipts import Notary
+from tensorhub.core.server.receipts import Notary
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker.events import ReadMeasured
 

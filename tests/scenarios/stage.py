@@ -257,5 +257,5 @@ class Stage:
 
     def reports_of(self, player: Player) -> Report | None:
         """The report that the server has of this worker."""
-        member = self.server.members.get(player.me) if self.server is not None else None
+        member = self.server.state.members.get(player.me) if self.server is not None else None
         return member.report if member is not None else None

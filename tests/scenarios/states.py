@@ -36,15 +36,15 @@ def _server(stage: Stage) -> list[str]:
     server = stage.server
     if server is None:
         return ["server: none"]
-    is_called = [model for model in server.models.values() if not model.roll.is_over]
-    lines = ["server: listens only, after a restart" if is_called or not server.models else "server: decides"]
-    for name, model in sorted(server.models.items()):
+    is_called = [model for model in server.state.models.values() if not model.roll.is_over]
+    lines = ["server: listens only, after a restart" if is_called or not server.state.models else "server: decides"]
+    for name, model in sorted(server.state.models.items()):
         lines.append(f"{name}: latest is {model.latest}")
         for version, record in sorted(model.versions.items()):
             holders = [name_of(worker) for shard in sorted(record.holders) for worker in record.holders[shard]]
             exists = "is lost" if model.is_lost(record) else "exists" if record.exists else "does not exist (yet)"
             lines.append(f"version {version} {exists}; with {', '.join(holders) or 'nobody'}")
-    for read in server.reads.all():
+    for read in server.state.reads.all():
         void = ", void" if read.is_void else ""
         lines.append(
             f"open: {stage.words.ticket(read.ticket)}, {name_of(read.reader)} from {name_of(read.source)}{void}"

@@ -126,11 +126,11 @@ class Fleet:
     @property
     def moved(self) -> int:
         """How often a reader left a source that was too slow."""
-        return self.stage.server.counters["left_slow"]
+        return self.stage.server.state.counters["left_slow"]
 
     def sources(self) -> dict[str, str]:
         """Who reads from whom now."""
-        open_reads = self.stage.server.reads.all()
+        open_reads = self.stage.server.state.reads.all()
         return {read.reader.replica: read.source.replica for read in open_reads if not read.is_void}
 
 

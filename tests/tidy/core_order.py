@@ -1,6 +1,7 @@
-"""The core in one direction: each half is a row of files, and a file imports only what stands before it in the row.
+"""The core in one direction: a row of files for each part, and a file imports only what stands before it in its row.
 
-The halves share words and know nothing of each other. A newcomer can read a row from left to right.
+The server's half and the worker's half share words and know nothing of each other; the words know neither. A newcomer
+can read a row from left to right.
 """
 
 import ast
@@ -9,11 +10,22 @@ from collections.abc import Iterator
 from .sources import PACKAGE, Source, imports_of
 
 CORE = f"{PACKAGE}.core"
+SERVER = f"{CORE}.server"
 WORKER = f"{CORE}.worker"
 
-SHARED = ("names", "errors", "manifest", "messages", "specs", "sums", "settings")  # what the worker's half may import
-
 ROWS: dict[str, tuple[str, ...]] = {
+    SERVER: (
+        # tables, each of which knows nothing of the rules
+        *("clock", "receipts", "numbers", "pace", "roster", "open_reads", "groups", "catalog", "membership"),
+        # the one owner of all of them, and what is read from it
+        *("state", "facts", "decisions"),
+        # rules: facts in, decisions out
+        *("rules", "rules.selection", "rules.admission", "rules.claims", "rules.witness", "rules.election"),
+        *("rules.established", "rules.retention", "rules.draining", "rules.wanted", "rules.sources", "rules.progress"),
+        *("rules.moving", "rules.grants", "rules.operations"),
+        # what changes the state, and the machine, which alone says when
+        *("apply", "evidence", "rollcall", "intake", "sessions", "invariants", "snapshot", "machine"),
+    ),
     WORKER: (
         "events",
         # the parts of a worker's state, each with its own rules
@@ -25,6 +37,11 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("filling", "reading", "calling", "closing", "orders"),
         "machine",
     ),
+    # what both halves may import, and whoever is outside
+    CORE: (
+        *("names", "errors", "manifest", "settings", "messages", "sums", "version_spec", "snapshot"),
+        *("boxes", "placements", "tile_manifest"),
+    ),
 }
 
 OWNED = ("buffer", "serving", "withdrawn_in", "is_disowned")  # what `RegisteredMemory` alone changes
@@ -32,32 +49,36 @@ OWNED = ("buffer", "serving", "withdrawn_in", "is_disowned")  # what `Registered
 
 def order_violations(source: Source) -> list[str]:
     """Imports inside the core that run against the direction."""
-    return list(_in_row(source)) if source.module.startswith(CORE) else []
+    return list(_in_row(source)) if _place(source.module) is not None else []
 
 
 def _in_row(source: Source) -> Iterator[str]:
-    package, _, name = source.module.rpartition(".")
-    row = ROWS.get(package, ())
+    package, name = _place(source.module) or ("", "")
     for found in imports_of(source):
-        there = f"{found.module}.{found.name}" if found.name is not None else found.module
-        if not there.startswith(CORE):
+        place = _place(f"{found.module}.{found.name}" if found.name is not None else found.module)
+        if place is None:
             continue
-        its_package, its_name = _place(there)
-        if package == its_package and row:
-            if name not in row or its_name not in row[: row.index(name)]:
+        its_package, its_name = place
+        if package == its_package:
+            row = ROWS[package]
+            if name and (name not in row or its_name not in row[: row.index(name)]):
                 yield f"{source.at(found.node)}: {its_name} does not stand before {name} in core_order.py"
-        elif its_package in ROWS:
+        elif its_package != CORE:
             yield f"{source.at(found.node)}: only what runs the core may import {its_package} ({its_name})"
-        elif row and its_name not in SHARED:
+        elif its_name not in ROWS[CORE]:
             yield f"{source.at(found.node)}: {its_name} is not shared by both halves of the core"
 
 
-def _place(module: str) -> tuple[str, str]:
-    """The package and the file that a dotted name inside the core leads to."""
-    for package in ROWS:
-        if module == package or module.startswith(f"{package}."):
-            return package, module.removeprefix(package).strip(".").split(".")[0]
-    return CORE, module.removeprefix(CORE).strip(".").split(".")[0]
+def _place(module: str) -> tuple[str, str] | None:
+    """The row, and the file in it, that a dotted name inside the core leads to. A package itself has no name there."""
+    for package, row in ROWS.items():
+        if module == package:
+            return package, ""
+        if module.startswith(f"{package}."):
+            inside = module.removeprefix(f"{package}.")
+            files = [file for file in row if f"{inside}.".startswith(f"{file}.")]
+            return package, max(files, key=len, default=inside)
+    return None
 
 
 def ownership_violations(source: Source) -> list[str]:

@@ -8,6 +8,7 @@ from .core_order import order_violations, ownership_violations
 from .dangers import blind_violations, noqa_violations, sleep_violations, unsafe_violations
 from .error_tree import drawn_tree
 from .layers import layer_violations
+from .pure_rules import rule_violations
 from .purity import purity_violations
 from .shape import shape_violations
 from .sources import snippet
@@ -69,10 +70,21 @@ def test_layers_let_pass(path: str, code: str) -> None:
         ("worker/state.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .machine import Worker"),
         ("worker/newcomer.py", "from .buffer import RegisteredMemory"),
         ("worker/machine.py", "from ..server import Server"),
-        ("worker/machine.py", "from .. import membership"),
-        ("worker/machine.py", "from tensorhub.core.groups import Replica"),
-        ("membership.py", "from .worker.report_book import ReportBook"),
-        ("membership.py", "from . import worker"),
+        ("worker/machine.py", "from ..server import membership"),
+        ("worker/machine.py", "from tensorhub.core.server.groups import Replica"),
+        ("server/facts.py", "from .machine import Server"),
+        ("server/facts.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .apply import carry_out"),
+        ("server/facts.py", "from . import apply"),
+        ("server/facts.py", "from .rules import sources"),
+        ("server/rules/sources.py", "from . import grants"),
+        ("server/rules/sources.py", "from ..intake import take_report"),
+        ("server/rules/sources.py", "from tensorhub.core.server import machine"),
+        ("server/rules/newcomer.py", "from .sources import candidates"),
+        ("server/membership.py", "from ..worker.report_book import ReportBook"),
+        ("server/membership.py", "from .. import worker"),
+        ("server/membership.py", "from .. import aside"),
+        ("messages.py", "from .server.state import State"),
+        ("names.py", "from .messages import Report"),
         ("names.py", "from tensorhub.core.worker import events"),
     ],
 )
@@ -85,7 +97,10 @@ def test_the_order_inside_the_core_bites(path: str, code: str) -> None:
     [
         ("worker/state.py", "from .buffer import RegisteredMemory\nfrom ..names import Version"),
         ("worker/machine.py", "from . import events, filling\nfrom ..messages import Orders"),
-        ("groups.py", "from .specs import call_text\nfrom . import messages"),
+        ("server/groups.py", "from ..version_spec import call_text\nfrom .. import messages"),
+        ("server/rules/sources.py", "from ...messages import Report\nfrom .. import facts\nfrom .wanted import Wanted"),
+        ("server/rules/sources.py", "from ..state import State\nfrom . import witness"),
+        ("server/__init__.py", "from .machine import Server"),
     ],
 )
 def test_the_order_inside_the_core_lets_pass(path: str, code: str) -> None:
@@ -98,6 +113,34 @@ def test_a_buffer_is_changed_in_one_file() -> None:
     assert ownership_violations(snippet(code, "src/tensorhub/core/worker/buffer.py")) == []
     code = "def f(worker):\n    return worker.memory.buffer == worker.memory.serving"
     assert ownership_violations(snippet(code, "src/tensorhub/core/worker/filling.py")) == []
+
+
+# --- rules that change nothing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "member.is_drained = True",
+        "member.moves += 1",
+        "record.holders[shard] = {}",
+        "del member.left[worker]",
+        "found, member.left = 1, {}",
+        "state.mark_dirty(worker)",
+        "member.releasing.update(found)",
+        "state.members.wake(member, 1.0)",
+        "model.record(version)",
+        "record.holders.setdefault(shard, {})[worker] = None",
+    ],
+)
+def test_rules_that_change_something_are_found(line: str) -> None:
+    code = f"def rule(state, model, member, record):\n    {line}\n"
+    assert rule_violations(snippet(code, "src/tensorhub/core/server/rules/sources.py"))
+
+
+def test_rules_may_fill_what_they_make() -> None:
+    code = "def rule(state):\n    found, other = {}, []\n    found[1] = 2\n    found.setdefault(2, []).append(3)\n"
+    assert rule_violations(snippet(code, "src/tensorhub/core/server/rules/sources.py")) == []
 
 
 # --- purity -----------------------------------------------------------------------------------------------------------

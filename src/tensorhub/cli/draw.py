@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..core.view import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView
+from ..core.snapshot import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView
 from ..transport.choose import scheme_of
 from .rows import Row, bytes_done, rows_of, transfers_of
 from .words import count_text, shards_text, size_text, some_text, time_text

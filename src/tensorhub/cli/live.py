@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..core.errors import ServerUnreachable
-from ..core.view import Status
+from ..core.snapshot import Status
 from .draw import draw_status
 from .rows import Progress, progress_of, rates_between
 

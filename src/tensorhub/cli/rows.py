@@ -5,7 +5,7 @@ A replica of 64 shards that all hold version 7 is one line; the one shard that l
 
 from dataclasses import dataclass, replace
 
-from ..core.view import ModelView, ReplicaView, Status, Transfer, WorkerView
+from ..core.snapshot import ModelView, ReplicaView, Status, Transfer, WorkerView
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import msgspec
 import tensorhub
 from tensorhub import Unavailable
 
-from ..core.view import ModelView, Status
+from ..core.snapshot import ModelView, Status
 from ..demo.logs import EventLog, now
 from .events import Seen, SeenRead
 from .job import MODEL, Job

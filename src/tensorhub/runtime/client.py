@@ -26,7 +26,7 @@ from ..core.errors import (
 from ..core.manifest import Manifest
 from ..core.messages import MOST_LAYOUT_BYTES, MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
-from ..core.specs import PREFETCHED, parse_spec
+from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, ClaimDropped, Registered, Wished
 from ..memory.digests import NAMES_SHOWN, algorithm_of, build_manifest, changed_chunks, some, tensors_of
 from ..memory.registration import Registration

@@ -27,7 +27,7 @@ from ..core.messages import (
     ToServer,
     ToWorker,
 )
-from ..core.specs import parse_spec
+from ..core.version_spec import parse_spec
 
 MOST_NUMBER = 2**62  # of anything counted: above every clock in microseconds, and twice it still fits 64 bits
 MOST_ENDPOINTS = 16

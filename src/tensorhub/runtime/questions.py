@@ -13,8 +13,8 @@ import msgspec
 from ..core.errors import DeadlineExceeded, Refused, ServerUnreachable, TensorHubError, UsageError, VersionUnavailable
 from ..core.messages import Spec
 from ..core.names import Version
-from ..core.specs import parse_spec
-from ..core.view import Status
+from ..core.snapshot import Status
+from ..core.version_spec import parse_spec
 from .config import Options
 from .connection import CONNECT_S, retry_delay_s
 

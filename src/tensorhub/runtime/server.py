@@ -22,8 +22,8 @@ from ..core.messages import MOST_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal,
 from ..core.names import ModelName, Version
 from ..core.server import Server
 from ..core.settings import Settings
-from ..core.specs import parse_spec
-from ..core.view import Status
+from ..core.snapshot import Status
+from ..core.version_spec import parse_spec
 from .codec import Malformed, OddNumber, decode_to_server
 from .intake import Intake
 from .lines import Line
@@ -76,8 +76,8 @@ class ServerShell:
 
     def _deliver(self, outbox: list[tuple[str, ToWorker]]) -> None:
         """Send what the machine wants sent, and be back when it wants to be asked again."""
-        while self.machine.said:
-            _log.warning("%s", self.machine.said.popleft())
+        while self.machine.state.said:
+            _log.warning("%s", self.machine.state.said.popleft())
         for sender, message in outbox:
             line = self._lines.get(sender)
             if line is not None:
@@ -253,7 +253,7 @@ class ServerShell:
         return web.Response(body=msgspec.json.encode(VersionExists(found)), content_type="application/json")
 
     def _existing(self, name: ModelName, spec: Spec) -> Version | None:
-        model = self.machine.models.get(name)
+        model = self.machine.state.models.get(name)
         return model.awaited(spec) if model is not None else None
 
     def _authorise(self, request: web.Request) -> None:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ..core.errors import TensorHubError, UsageError
 from ..core.settings import Settings
-from ..core.view import Status
+from ..core.snapshot import Status
 from ..transport.threads import Thread, start
 from .loops import check_process, held_lock, inheritable_loop, wait_in
 from .server import ServerShell

@@ -6,7 +6,7 @@ from math import inf
 from random import Random
 
 from ..core.settings import Settings
-from ..core.specs import PREFETCHED
+from ..core.version_spec import PREFETCHED
 from .plan import Conditions, Misfortune, Plan, Replica, Step
 from .restarts import with_restarts
 

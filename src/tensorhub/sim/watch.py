@@ -104,7 +104,7 @@ class Watch:
     def server_acted(self) -> None:
         """The machine of the server has decided."""
         server = self.cluster.control.server
-        if server is not None and server.counters["unsettled"]:
+        if server is not None and server.state.counters["unsettled"]:
             self._contradicts("livelock: the rules contradict each other: one worker was decided for again and again")
         if server is not None and self.cluster.world.events % 32 == 0:
             try:

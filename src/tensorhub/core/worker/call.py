@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..messages import Answer, Failure, Operation, Spec
 from ..names import Digest, Version
-from ..specs import call_text
+from ..version_spec import call_text
 
 FILLS = ("replicate", "update")
 

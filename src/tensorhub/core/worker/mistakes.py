@@ -3,7 +3,7 @@
 from ..errors import UsageError
 from ..messages import VERBS, Failure, Hello, Holding, Poisoned, Vacated, Withdrawing
 from ..names import Version
-from ..specs import PREFETCHED, parse_spec
+from ..version_spec import PREFETCHED, parse_spec
 from .call import FILLS
 from .events import Called
 from .state import WorkerState

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import tensorhub
 from tensorhub import SessionLost, TransferError, Unavailable
 
-from ...core.view import ReplicaView
+from ...core.snapshot import ReplicaView
 from ..content import Tensors
 from ..job import MODEL, Job
 from .base import Committed, NotNow

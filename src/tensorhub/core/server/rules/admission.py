@@ -4,20 +4,17 @@ Asked on a worker's hello, so that it hears at once, and again when its session 
 either said anything, and a line may outlive the session that it carried.
 """
 
-from typing import TYPE_CHECKING
-
-from .membership import Member
-from .messages import PROTOCOL, Hello, Refusal, Report
-from .references import Model
-
-if TYPE_CHECKING:
-    from .server import Server
+from ...messages import PROTOCOL, Hello, Refusal, Report
+from .. import facts
+from ..catalog import Model
+from ..membership import Member
+from ..state import State
 
 MOST_SHARDS = 4096
 MOST_NAME = 200  # characters of a model's or replica's name
 
 
-def why_refuse(server: "Server", hello: Hello, report: Report | None = None) -> Refusal | None:
+def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refusal | None:
     """Why the server will not talk to this worker, or None. `report`: the first one of the session that it begins."""
     if hello.protocol != PROTOCOL:
         text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
@@ -29,60 +26,60 @@ def why_refuse(server: "Server", hello: Hello, report: Report | None = None) -> 
     if not 1 <= hello.shards <= MOST_SHARDS or not 0 <= hello.shard < hello.shards:
         text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MOST_SHARDS} of them"
         return Refusal("usage", text)
-    model, member = server.models.get(hello.model), server.members.get(hello.worker)
-    if model is None and len(server.models) >= server.settings.most_models:
-        return Refusal("refused", f"{len(server.models)} models is the most here", "raise most_models")
-    if model is not None and model.shards != hello.shards and not _may_give_way(server, model, report):
-        refusal = _of_another_count(server, model, hello)
+    model, member = state.models.get(hello.model), state.members.get(hello.worker)
+    if model is None and len(state.models) >= state.settings.most_models:
+        return Refusal("refused", f"{len(state.models)} models is the most here", "raise most_models")
+    if model is not None and model.shards != hello.shards and not _may_give_way(state, model, report):
+        refusal = _of_another_count(state, model, hello)
         if refusal is not None:
             return refusal
     if member is not None and member.hello.life != hello.life:
-        return taken(server, member)
-    if report is not None and member is None and len(server.members) >= server.settings.most_workers:
-        return Refusal("refused", f"{len(server.members)} workers is the most here", "raise most_workers")
+        return taken(state, member)
+    if report is not None and member is None and len(state.members) >= state.settings.most_workers:
+        return Refusal("refused", f"{len(state.members)} workers is the most here", "raise most_workers")
     return None
 
 
-def taken(server: "Server", member: Member) -> Refusal:
+def taken(state: State, member: Member) -> Refusal:
     """Somebody lives who is that shard already, or has perhaps died."""
     text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
-    if server.is_here(member):
+    if facts.is_here(state, member):
         return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
-    left_s = member.lease_end - server.now
+    left_s = member.lease_end - state.now
     hint = f"if that one has died, its place is free in {left_s:.1f} s"
     return Refusal("shard-taken", text, hint, retry_s=_retry_s(left_s))
 
 
-def giving_way(server: "Server", hello: Hello, report: Report) -> list[Member]:
+def giving_way(state: State, hello: Hello, report: Report) -> list[Member]:
     """Newcomers of another number of shards, who must go: this worker lived before the restart, and they did not."""
-    model = server.models.get(hello.model)
-    if model is None or model.shards == hello.shards or not _may_give_way(server, model, report):
+    model = state.models.get(hello.model)
+    if model is None or model.shards == hello.shards or not _may_give_way(state, model, report):
         return []
-    return _members(server, model)
+    return _members(state, model)
 
 
-def _may_give_way(server: "Server", model: Model, report: Report | None) -> bool:
+def _may_give_way(state: State, model: Model, report: Report | None) -> bool:
     """Who lived before a restart may just come later than somebody new. On a hello nobody can tell yet who that is."""
-    is_called = model.roll.is_over or not server.is_recovering
+    is_called = model.roll.is_over or not state.is_recovering
     if is_called or (report is not None and not report.session):
         return False
-    return not any(member.has_lived_before for member in _members(server, model))
+    return not any(member.has_lived_before for member in _members(state, model))
 
 
-def _of_another_count(server: "Server", model: Model, hello: Hello) -> Refusal | None:
-    members = _members(server, model)
+def _of_another_count(state: State, model: Model, hello: Hello) -> Refusal | None:
+    members = _members(state, model)
     if not members:
         return None  # the number of shards is free: whoever comes first sets it
     text = f"{hello.worker} has {hello.shards} shards, the other replicas of {hello.model} have {model.shards}"
-    if any(server.is_here(member) for member in members):
+    if any(facts.is_here(state, member) for member in members):
         return Refusal("layout-mismatch", text, "use the same number of shards, or another model name")
-    left_s = max(member.lease_end for member in members) - server.now
+    left_s = max(member.lease_end for member in members) - state.now
     hint = f"if those have died, the number of shards is free in {left_s:.1f} s"
     return Refusal("layout-mismatch", text, hint, retry_s=_retry_s(left_s))
 
 
-def _members(server: "Server", model: Model) -> list[Member]:
-    found = (server.members.get(worker) for replica in model.replicas.values() for worker in replica.members.values())
+def _members(state: State, model: Model) -> list[Member]:
+    found = (state.members.get(worker) for replica in model.replicas.values() for worker in replica.members.values())
     return [member for member in found if member is not None]
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TypeVar
 
-from .messages import Grant
-from .names import Ticket, Version, WorkerId
+from ..messages import Grant
+from ..names import Ticket, Version, WorkerId
 from .pace import Pace
 
 K = TypeVar("K")

@@ -4,18 +4,15 @@ A receipt says that the content of a shard is what all shards of a replica have 
 by a publish that never finished, yields to one that has it, in whatever order they are heard; its worker is told.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..messages import Holding, Report, Vacated, Withdrawing
+from ..names import Digest, Number, Version, WorkerId
+from .catalog import Model
 from .groups import Replica
 from .membership import Member
-from .messages import Holding, Report, Vacated, Withdrawing
-from .names import Digest, Number, Version, WorkerId
 from .receipts import are_equal
-from .references import Model
-
-if TYPE_CHECKING:
-    from .server import Server
-
+from .state import State
 
 NO_LAYOUT = Digest("")
 
@@ -31,16 +28,14 @@ class Given(NamedTuple):
     conflict: Digest
 
 
-def given(server: "Server", model: Model, member: Member) -> Given:
+def given(state: State, model: Model, member: Member) -> Given:
     """What this worker is to carry from now on."""
-    if model.newest is not None and model.newest_receipt[0] != model.newest:
-        model.newest_receipt = (model.newest, server.notary.newest(model.name, model.newest))
-    receipt = model.newest_receipt[1] if model.newest is not None else ""
-    numbers = server.numbers
-    return Given(model.newest, receipt, _owed(server, model, member), numbers.ceiling, numbers.receipt, member.conflict)
+    receipt = state.notary.newest(model.name, model.newest) if model.newest is not None else ""
+    numbers = state.numbers
+    return Given(model.newest, receipt, _owed(state, model, member), numbers.ceiling, numbers.receipt, member.conflict)
 
 
-def _owed(server: "Server", model: Model, member: Member) -> dict[int, str]:
+def _owed(state: State, model: Model, member: Member) -> dict[int, str]:
     """Receipts for what it holds and has none of yet."""
     found: dict[int, str] = {}
     if not model.roll.is_over:
@@ -49,7 +44,7 @@ def _owed(server: "Server", model: Model, member: Member) -> dict[int, str]:
         record = model.versions.get(version)
         is_so = record is not None and record.exists and record.roots.get(member.shard) == root
         if is_so and version not in member.report.receipts:
-            found[version] = server.notary.content(model.name, version, member.shard, root)
+            found[version] = state.notary.content(model.name, version, member.shard, root)
     return found
 
 
@@ -61,17 +56,17 @@ def _held(report: Report) -> list[tuple[Version, Digest]]:
     return found
 
 
-def believes_newest(server: "Server", model: Model, report: Report) -> bool:
+def believes_newest(state: State, model: Model, report: Report) -> bool:
     """The highest number that the worker has heard of was once taken, and it can show that."""
     if report.newest is None:
         return False
     if model.newest is not None and report.newest <= model.newest:
         return True
-    return are_equal(server.notary.newest(model.name, report.newest), report.newest_receipt)
+    return are_equal(state.notary.newest(model.name, report.newest), report.newest_receipt)
 
 
 def accepts(
-    server: "Server", model: Model, member: Member, version: Version, root: Digest, layout: Digest = NO_LAYOUT
+    state: State, model: Model, member: Member, version: Version, root: Digest, layout: Digest = NO_LAYOUT
 ) -> bool:
     """The content that the worker has as that version is what the version is, as far as is known.
 
@@ -80,7 +75,7 @@ def accepts(
     layout = layout or member.report.layout
     record, shard = model.record(version), member.shard
     receipt = member.report.receipts.get(version, "")
-    is_proved = bool(receipt) and are_equal(server.notary.content(model.name, version, shard, root), receipt)
+    is_proved = bool(receipt) and are_equal(state.notary.content(model.name, version, shard, root), receipt)
     known = record.roots.get(shard)
     if is_proved and known not in (None, root) and shard not in record.proved:
         record.roots[shard], record.layouts[shard] = root, layout
@@ -88,17 +83,17 @@ def accepts(
     if is_proved and record.roots.get(shard, root) == root:
         record.proved[shard] = None
         model.note_exists(version)
-    return model.pin(member.worker, version, root, layout)
+    return model.bind_content(member.worker, version, root, layout)
 
 
-def holders_in_dispute(server: "Server", model: Model, version: Version) -> list[tuple[Replica, Member]]:
+def holders_in_dispute(state: State, model: Model, version: Version) -> list[tuple[Replica, Member]]:
     """Those that count as holders of other content than the version turned out to be."""
     record = model.versions.get(version)
     if record is None or not record.disputed:
         return []
     shards, record.disputed = list(record.disputed), {}
     workers: list[WorkerId] = [worker for shard in shards for worker in record.whole.get(shard, {})]
-    members = [server.known(worker) for worker in workers]
+    members = [state.known(worker) for worker in workers]
     return [(model.replicas[m.hello.replica], m) for m in members if _differs(m, version, record.roots[m.shard])]
 
 

@@ -11,7 +11,7 @@ many reads leave the site already, so that sites form a chain too, and about one
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .names import WorkerId
+from ...names import WorkerId
 
 
 @dataclass(frozen=True, slots=True)

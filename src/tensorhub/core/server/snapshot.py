@@ -1,27 +1,23 @@
 """The server's picture of itself as plain values, for people and dashboards."""
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
+from ..messages import PROTOCOL, Filling, HostCopy
+from ..names import Shard
+from ..snapshot import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
+from .catalog import Model, VersionRecord, version_in
 from .groups import Replica
 from .membership import Member
-from .messages import PROTOCOL, Filling, HostCopy
-from .names import Shard
 from .open_reads import OpenRead
-from .references import Model, VersionRecord, version_in
-from .view import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
-
-if TYPE_CHECKING:
-    from .server import Server
-
+from .state import State
 
 Steps = Generator[None, None, Status]
 STEP = 64  # transfers: about as much work as one replica of 8 shards
 
 
-def status_of(server: "Server") -> Status:
+def status_of(state: State) -> Status:
     """The whole picture, as of the last message or tick."""
-    steps = status_steps(server)
+    steps = status_steps(state)
     while True:
         try:
             next(steps)
@@ -30,30 +26,30 @@ def status_of(server: "Server") -> Status:
             return found
 
 
-def status_steps(server: "Server") -> Steps:
+def status_steps(state: State) -> Steps:
     """The same in small steps, between which the server may go on: each replica is shown as it was at its step."""
     models = []
-    for _, model in sorted(server.models.items()):
-        models.append((yield from _model(server, model)))
-    transfers = yield from _transfers(server)
-    is_called = not server.models or not all(model.roll.is_over for model in server.models.values())
-    recovering_s = max(0.0, server.recovered_at - server.now) if server.is_recovering and is_called else 0.0
+    for _, model in sorted(state.models.items()):
+        models.append((yield from _model(state, model)))
+    transfers = yield from _transfers(state)
+    is_called = not state.models or not all(model.roll.is_over for model in state.models.values())
+    recovering_s = max(0.0, state.recovered_at - state.now) if state.is_recovering and is_called else 0.0
     return Status(
         protocol=PROTOCOL,
-        uptime_s=server.now + server.paused_s - server.started,
+        uptime_s=state.now + state.clock.paused_s - state.clock.started,
         recovering_s=recovering_s,
         models=tuple(models),
         transfers=transfers,
-        counters=server.statistics(),
+        counters=statistics(state),
     )
 
 
-def _transfers(server: "Server") -> Generator[None, None, tuple[Transfer, ...]]:
+def _transfers(state: State) -> Generator[None, None, tuple[Transfer, ...]]:
     found = []
-    for count, read in enumerate(server.reads.all()):
+    for count, read in enumerate(state.reads.all()):
         if count % STEP == STEP - 1:
             yield
-        reader = server.members.get(read.reader)
+        reader = state.members.get(read.reader)
         place = _filled(reader, read)
         done, chunks = (place.done, place.chunks) if place is not None else (0, 0)
         reading = reader.report.reading if reader is not None else None
@@ -119,10 +115,10 @@ class _Holders:
             self.copies.setdefault(copied, []).append(replica.name)
 
 
-def _model(server: "Server", model: Model) -> Generator[None, None, ModelView]:
+def _model(state: State, model: Model) -> Generator[None, None, ModelView]:
     replicas, holders, sizes = [], _Holders(), dict[int, int]()
     for _, replica in sorted(model.replicas.items()):
-        view = _replica(server, replica)
+        view = _replica(state, replica)
         replicas.append(view)
         holders.note(view)
         for worker in view.workers:
@@ -158,22 +154,22 @@ def _version(model: Model, record: VersionRecord, found: _Holders, *, is_retaine
     )
 
 
-def _replica(server: "Server", replica: Replica) -> ReplicaView:
-    members = [server.members.get(replica.members[shard]) for shard in sorted(replica.members)]
+def _replica(state: State, replica: Replica) -> ReplicaView:
+    members = [state.members.get(replica.members[shard]) for shard in sorted(replica.members)]
     operation = replica.operation
     view = None
     if operation is not None:
-        state = "finished" if operation.is_finished else "failed" if operation.error is not None else "running"
+        stage = "finished" if operation.is_finished else "failed" if operation.error is not None else "running"
         waiting = operation.error or operation.waiting
-        if state == "running" and operation.waiting is not None:
-            state = "waiting"
+        if stage == "running" and operation.waiting is not None:
+            stage = "waiting"
         text = waiting.message if waiting is not None else ""
-        view = OperationView(operation.number, operation.verb, operation.spec, operation.version, state, text)
-    workers = tuple(_worker(server, member) for member in members if member is not None)
+        view = OperationView(operation.number, operation.verb, operation.spec, operation.version, stage, text)
+    workers = tuple(_worker(state, member) for member in members if member is not None)
     return ReplicaView(replica.name, replica.shards, workers, view)
 
 
-def _worker(server: "Server", member: Member) -> WorkerView:
+def _worker(state: State, member: Member) -> WorkerView:
     report = member.report
     done, chunks = (report.buffer.done, report.buffer.chunks) if isinstance(report.buffer, Filling) else (0, 0)
     return WorkerView(
@@ -184,9 +180,9 @@ def _worker(server: "Server", member: Member) -> WorkerView:
         chunks=chunks,
         size_bytes=report.size_bytes,
         session=member.session,
-        lease_left_s=max(0.0, member.lease_end - server.now),
+        lease_left_s=max(0.0, member.lease_end - state.now),
         connected=member.is_connected,
-        readers=server.reads.load(member.worker),
+        readers=state.reads.load(member.worker),
         endpoints=member.hello.endpoints,
         host=member.hello.host,
         site=member.hello.site,
@@ -197,3 +193,14 @@ def _worker(server: "Server", member: Member) -> WorkerView:
         copies_left=report.copies_left,
         pins=report.pins,
     )
+
+
+def statistics(state: State) -> dict[str, int]:
+    """Counters, and how much of everything there is."""
+    return {
+        "workers": len(state.members),
+        "models": len(state.models),
+        "connections": len(state.hellos),
+        "open_reads": len(state.reads.all()),
+        **state.counters,
+    }

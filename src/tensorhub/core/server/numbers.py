@@ -5,8 +5,8 @@ take everybody's along, numbers are given out in blocks, and only what lies belo
 believed.
 """
 
-from .messages import Report
-from .names import Number
+from ..messages import Report
+from ..names import Number
 from .receipts import Notary, are_equal
 
 BLOCK = 2**32  # one signature for as many; a life begins at the microseconds of the clock, and gives out far fewer

@@ -5,34 +5,24 @@ Its workers remember it and tell it in each report, so it outlives the server. I
 that ends well, whatever that is; when it is given back; and with the last session of its replica's workers.
 """
 
-from typing import TYPE_CHECKING
-
-from .groups import GroupOperation, Replica
-from .messages import Failure
-from .names import ReplicaName, Version
-from .references import Model
-
-if TYPE_CHECKING:
-    from .server import Server
+from ...messages import Failure
+from ...names import ReplicaName, Version
+from ..catalog import Model
+from ..groups import Replica
+from ..state import State
 
 HINT = "one replica publishes a number: see which other job uses this model name, or publish a higher number"
 
 
-def judge(server: "Server", model: Model, replica: Replica, operation: GroupOperation) -> None:
-    """Grant what an unpublish claims, or fail it. All of its shards have come, and the server knows who lives."""
-    version = operation.claim
-    assert version is not None
-    conflict = _why_not_claim(model, replica, version) or conflict_with(server, model, replica, version)
-    if conflict is not None:
-        operation.fail(conflict)
-    else:
-        operation.version = version
+def why_refuse(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
+    """Why the replica may not claim the number, or None. All its shards have come, and the server knows who lives."""
+    return _why_not_claim(model, replica, version) or conflict_with(state, model, replica, version)
 
 
-def conflict_with(server: "Server", model: Model, replica: Replica, version: Version) -> Failure | None:
+def conflict_with(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
     """Somebody else has claimed that number."""
     for name, other in model.replicas.items():
-        if name != replica.name and version in _claimed_by(server, other):
+        if name != replica.name and version in _claimed_by(state, other):
             text = f"version {version} of {model.name} is claimed by {name}, which is between its unpublish and publish"
             return Failure("version-conflict", text, HINT)
     return None
@@ -52,11 +42,11 @@ def _why_not_claim(model: Model, replica: Replica, version: Version) -> Failure 
     return None
 
 
-def _claimed_by(server: "Server", replica: Replica) -> dict[Version, None]:
+def _claimed_by(state: State, replica: Replica) -> dict[Version, None]:
     """What the replica has claimed: by a call that is under way or has just ended well, or as its workers remember."""
     found: dict[Version, None] = {}
     for worker in replica.members.values():
-        member = server.members.get(worker)
+        member = state.members.get(worker)
         if member is None:
             continue
         if member.report.claim is not None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
+from ..messages import Buffer, Failure, Filling, Holding, Report, Spec, Vacated, Withdrawing
+from ..names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
+from ..version_spec import parse_spec, steps_back
 from .groups import Replica
-from .messages import Buffer, Failure, Filling, Holding, Report, Spec, Vacated, Withdrawing
-from .names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from .roster import Roll
-from .specs import parse_spec, steps_back
 
 
 @dataclass
@@ -55,7 +55,6 @@ class Model:
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
-    newest_receipt: tuple[Version | None, str] = (None, "")  # for that number
     roll: Roll = field(default_factory=Roll)  # who lives
     is_listening: bool = False  # for a lease after a restart: nothing counts as lost
     keeps_established: bool = True
@@ -86,6 +85,10 @@ class Model:
                 self._ascending = sorted(self.versions)
         return found
 
+    def look_up(self, version: Version) -> VersionRecord:
+        """What is known of the version; where that is nothing, an empty record that nobody keeps."""
+        return self.versions.get(version) or VersionRecord(version)
+
     def note_exists(self, version: Version) -> bool:
         """The version has come into being, or was heard of. Returns whether that is news."""
         record = self.record(version)
@@ -96,7 +99,7 @@ class Model:
         self.newest = version if self.newest is None else max(self.newest, version)
         return is_news
 
-    def pin(self, worker: WorkerId, version: Version, root: Digest, layout: Digest) -> bool:
+    def bind_content(self, worker: WorkerId, version: Version, root: Digest, layout: Digest) -> bool:
         """The worker has the version with this content. False: the version's content is another one."""
         record = self.record(version)
         if record.roots.setdefault(worker.shard, root) != root:
@@ -132,9 +135,9 @@ class Model:
             return False
         return any(not record.whole.get(Shard(shard)) for shard in range(self.shards))
 
-    def news_of_losses(self) -> tuple[list[Failure], list[Version]]:
-        """(what is said of versions that are lost since it was asked last, versions that are back since)."""
-        lost: list[Failure] = []
+    def news_of_losses(self) -> tuple[list[Version], list[Version]]:
+        """(versions that are lost and were not said to be, versions that are back since)."""
+        lost: list[Version] = []
         back: list[Version] = []
         for version in self.changed:
             record = self.versions.get(version)
@@ -143,12 +146,16 @@ class Model:
             is_newer = self.latest is None or version > self.latest
             if self.is_lost(record):
                 if version not in self.lost and is_newer:  # what newer ones have replaced may go without a word
-                    self.lost[version] = None
-                    lost.append(self.loss(record))
+                    lost.append(version)
             elif version in self.lost:
-                del self.lost[version]
                 back.append(version)
         return lost, back
+
+    def note_said(self, lost: list[Version], back: list[Version]) -> None:
+        """That has been said."""
+        self.lost.update(dict.fromkeys(lost))
+        for version in back:
+            del self.lost[version]
 
     @property
     def latest(self) -> Version | None:

@@ -15,54 +15,56 @@ Rules:
 
 from collections.abc import Iterator
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from . import establishing, operations, rollcall, sites
-from .groups import Replica
-from .membership import Member
-from .messages import Failure, Filling, Holding, HostCopy, Withdrawing
-from .names import Shard, Version, WorkerId
-from .open_reads import OpenRead
-from .references import Model, VersionRecord
+from ...messages import Failure, Filling, Holding, HostCopy, Withdrawing
+from ...names import Shard, Version, WorkerId
+from .. import facts
+from ..catalog import Model, VersionRecord
+from ..groups import Replica
+from ..membership import Member
+from ..open_reads import OpenRead
+from ..state import State
+from . import election, established, witness
 
-if TYPE_CHECKING:
-    from .server import Server
 
-
-class Duties(NamedTuple):
+class HostCopyOrders(NamedTuple):
     """What a worker is to do with its host memory."""
 
     offload: Version | None = None
     fetch: Version | None = None
-    release: tuple[int, ...] = ()  # numbers of copies
+    let_go: tuple[int, ...] = ()  # numbers of copies that are not needed any more, and were not told so before
 
 
-def duties_of(server: "Server", model: Model, replica: Replica, member: Member) -> Duties:
-    """The present duties of one worker. What it is told to release never counts again."""
+def host_copy_orders(state: State, model: Model, replica: Replica, member: Member) -> HostCopyOrders:
+    """What the worker is to do now. What it was once told to let go never counts again."""
     if not model.roll.is_over:
-        return Duties()
-    offload = version_to_offload(server, model, member)
+        return HostCopyOrders()
+    offload = version_to_offload(state, model, member)
     if offload is None:
-        offload = _ahead(server, model, member)
-    fetch = version_to_fetch(server, model, replica, member)
-    if not server.is_recovering:  # for what is gone there is no way back
-        member.releasing.update(dict.fromkeys(_not_needed(server, model, replica, member)))
-    release = () if rollcall.is_strange(server, member) else tuple(_unread(server, member))
-    return Duties(offload, fetch, release)
+        offload = _ahead(state, model, member)
+    fetch = version_to_fetch(state, model, replica, member)
+    if state.is_recovering:  # for what is gone there is no way back
+        return HostCopyOrders(offload, fetch)
+    return HostCopyOrders(offload, fetch, tuple(_not_needed(state, model, replica, member)))
 
 
-def _unread(server: "Server", member: Member) -> Iterator[int]:
+def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
     """Of the host copies that are to go those, by number, that nobody can be reading any more."""
-    for copy in member.report.copies:
-        if copy.number in member.releasing and not _is_read(server, member, copy):
-            yield copy.number
+    if not model.roll.is_over or witness.is_strange(state, member):
+        return ()
+    return tuple(
+        copy.number
+        for copy in member.report.copies
+        if copy.number in member.releasing and not _is_read(state, member, copy)
+    )
 
 
-def _is_read(server: "Server", member: Member, copy: HostCopy) -> bool:
-    return must_wait(server, member, server.reads.from_copy(member.worker, copy.version))
+def _is_read(state: State, member: Member, copy: HostCopy) -> bool:
+    return must_wait(state, member, state.reads.from_copy(member.worker, copy.version))
 
 
-def must_wait(server: "Server", source: Member, reads: list[OpenRead]) -> bool:
+def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
     """The source has to keep what these read.
 
     One that can cut its readers off itself waits neither for those whose read was taken back (they have another source,
@@ -70,22 +72,22 @@ def must_wait(server: "Server", source: Member, reads: list[OpenRead]) -> bool:
     """
     if not source.hello.revocable:
         return bool(reads)
-    readers = [server.members.get(read.reader) for read in reads if not read.is_void]
-    return any(reader is not None and server.is_here(reader) for reader in readers)
+    readers = [state.members.get(read.reader) for read in reads if not read.is_void]
+    return any(reader is not None and facts.is_here(state, reader) for reader in readers)
 
 
-def _ahead(server: "Server", model: Model, member: Member) -> Version | None:
+def _ahead(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy although it does not want to leave it: nobody may have the time to when all leave it."""
-    return model.newest_established if establishing.is_keeper(server, model, member) else None
+    return model.newest_established if established.is_keeper(state, model, member) else None
 
 
-def _not_needed(server: "Server", model: Model, replica: Replica, member: Member) -> list[int]:
+def _not_needed(state: State, model: Model, replica: Replica, member: Member) -> list[int]:
     """Its host copies, by number, that may go, or have to: one made ahead gives way to one that must be kept."""
     copies = [copy for copy in member.report.copies if not copy.leaving]
     if not copies:
         return []
-    is_squeezed = _is_squeezed(version_to_offload(server, model, member), member)
-    return [copy.number for copy in copies if not _is_needed(server, model, replica, member, copy, is_squeezed)]
+    is_squeezed = _is_squeezed(version_to_offload(state, model, member), member)
+    return [copy.number for copy in copies if not _is_needed(state, model, replica, member, copy, is_squeezed)]
 
 
 def _is_squeezed(offload: Version | None, member: Member) -> bool:
@@ -93,54 +95,54 @@ def _is_squeezed(offload: Version | None, member: Member) -> bool:
     return offload is not None and not member.report.copies_left and member.copy(offload) is None
 
 
-def _makes_room(server: "Server", member: Member) -> bool:
+def _makes_room(state: State, member: Member) -> bool:
     """A host copy is on its way out, or may be when a server that has restarted releases copies again."""
-    if server.is_recovering and member.report.copies:
+    if state.is_recovering and member.report.copies:
         return True
     return any(copy.leaving or copy.number in member.releasing for copy in member.report.copies)
 
 
-def must_stay(server: "Server", model: Model, member: Member) -> bool:
+def must_stay(state: State, model: Model, member: Member) -> bool:
     """The worker's buffer is the last reference of a retained version, which can still be saved."""
     buffer = member.report.buffer
     if not isinstance(buffer, Withdrawing) or not _counts(model, member, buffer.version):
         return False
-    record, error = model.record(buffer.version), member.report.copy_error
+    record, error = model.look_up(buffer.version), member.report.copy_error
     is_squeezed = _is_squeezed(record.version, member)
     if error is not None and error.code == "corrupt-transfer":
         return False  # its tensors were changed while they were published: there is nothing left to keep
-    if _is_kept_elsewhere(server, model, record, member, is_copy=False):
+    if _is_kept_elsewhere(state, model, record, member, is_copy=False):
         return False
-    if is_squeezed and not member.report.closing and _makes_room(server, member):
+    if is_squeezed and not member.report.closing and _makes_room(state, member):
         return True
-    if is_squeezed and not is_whole(server, model, record):
+    if is_squeezed and not is_whole(state, model, record):
         return False
     if member.report.closing:
-        return not buffer.impatient and _is_saved(server, model, record, member)
+        return not buffer.impatient and _is_saved(state, model, record, member)
     if is_squeezed and not (member.hello.reliable and model.is_wished(record.version)):
-        return establishing.is_another_on_its_way(server, model, record, member)
+        return established.is_another_on_its_way(state, model, record, member)
     return True
 
 
-def leaves_last(server: "Server", member: Member) -> bool:
+def leaves_last(state: State, member: Member) -> bool:
     """It begins to fill its buffer only when others have the newer version: nobody may wait for it behind its back."""
     buffer = member.report.buffer
     if not isinstance(buffer, Withdrawing) or member.report.closing or not _is_squeezed(buffer.version, member):
         return False
-    return must_stay(server, server.models[member.hello.model], member)
+    return must_stay(state, state.models[member.hello.model], member)
 
 
-def version_to_offload(server: "Server", model: Model, member: Member) -> Version | None:
+def version_to_offload(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy to its own host memory before its buffer may change."""
     buffer = member.report.buffer
     if not isinstance(buffer, Withdrawing) or member.report.closing or member.is_let_go:
         return None
-    return buffer.version if must_stay(server, model, member) else None
+    return buffer.version if must_stay(state, model, member) else None
 
 
-def why_stuck(server: "Server", model: Model, replica: Replica, member: Member) -> Failure | None:
+def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> Failure | None:
     """Why the version that it wants to leave, and may not, cannot be offloaded; None where it can or need not."""
-    version = version_to_offload(server, model, member)
+    version = version_to_offload(state, model, member)
     if version is None or member.has_whole_copy(version) or not (member.hello.reliable and model.is_wished(version)):
         return None
     report = member.report
@@ -148,7 +150,7 @@ def why_stuck(server: "Server", model: Model, replica: Replica, member: Member) 
         return report.copy_error
     if not _is_squeezed(version, member) or any(copy.leaving for copy in report.copies):
         return None
-    if member.releasing or _not_needed(server, model, replica, member):
+    if member.releasing or _not_needed(state, model, replica, member):
         return None  # room will be made
     kept = ", ".join(str(copy.version) for copy in report.copies) or "none"
     text = (
@@ -158,15 +160,15 @@ def why_stuck(server: "Server", model: Model, replica: Replica, member: Member) 
     return Failure("host-memory-full", text, "raise host_bytes, unpin a version, or add reliable replicas")
 
 
-def version_to_fetch(server: "Server", model: Model, replica: Replica, member: Member) -> Version | None:
+def version_to_fetch(state: State, model: Model, replica: Replica, member: Member) -> Version | None:
     """What it is to fill a host copy with, as far as there is room."""
     report = member.report
     if not model.roll.is_over or report.closing:
         return None
-    if _is_squeezed(version_to_offload(server, model, member), member):
+    if _is_squeezed(version_to_offload(state, model, member), member):
         return None
-    filled = operations.wanted_version(replica, member)
-    for version in _wanted_copies(server, model, replica, member):
+    filled = facts.wanted_version(replica, member)
+    for version in _wanted_copies(state, model, replica, member):
         record = model.versions.get(version)
         if record is None or not record.exists or member.holds(version):
             continue
@@ -179,11 +181,11 @@ def version_to_fetch(server: "Server", model: Model, replica: Replica, member: M
     return None
 
 
-def _wanted_copies(server: "Server", model: Model, replica: Replica, member: Member) -> Iterator[Version]:
+def _wanted_copies(state: State, model: Model, replica: Replica, member: Member) -> Iterator[Version]:
     """What it should have a host copy of, the most important first."""
     if model.closing:
         for version in model.retained():
-            if heir_of(server, model, model.record(version), member.shard) == member.worker:
+            if heir_of(state, model, model.look_up(version), member.shard) == member.worker:
                 yield version
     if member.report.prefetch is not None:
         version_wished, _ = model.resolve(member.report.prefetch)
@@ -192,17 +194,17 @@ def _wanted_copies(server: "Server", model: Model, replica: Replica, member: Mem
     latest = model.latest
     if latest is None or replica.publishes:
         return
-    if member.hello.prefetch == "always" or sites.is_elected(server, model, model.record(latest), member):
+    if member.hello.prefetch == "always" or election.is_elected(state, model, model.look_up(latest), member):
         yield latest
 
 
-def heir_of(server: "Server", model: Model, record: VersionRecord, shard: Shard) -> WorkerId | None:
+def heir_of(state: State, model: Model, record: VersionRecord, shard: Shard) -> WorkerId | None:
     """The worker that has to fetch a version of which only such as want to leave are reliable references."""
     if not model.closing:
         return None
     is_left, since = False, inf
     for worker in record.whole.get(shard, {}):
-        member = server.members.get(worker)
+        member = state.members.get(worker)
         if member is None or not member.hello.reliable:
             continue
         if not member.report.closing:
@@ -210,8 +212,8 @@ def heir_of(server: "Server", model: Model, record: VersionRecord, shard: Shard)
         is_left, since = True, min(since, member.closing_since)
     if not is_left:
         return None
-    able = [member for member in server.members_of(model, shard) if _can_inherit(member, record)]
-    is_enough = _is_kept_by_spot(server, record, shard) or server.now >= since + server.settings.spot_heir_s
+    able = [member for member in facts.members_of(state, model, shard) if _can_inherit(member, record)]
+    is_enough = _is_kept_by_spot(state, record, shard) or state.now >= since + state.settings.spot_heir_s
     if is_enough and not any(member.hello.reliable for member in able):
         return None
     return min(able, key=lambda m: _rank_of_heir(m, record)).worker if able else None
@@ -229,10 +231,10 @@ def _can_inherit(member: Member, record: VersionRecord) -> bool:
     return is_staying and has_room and member.fits(record.layouts.get(member.shard))
 
 
-def _is_kept_by_spot(server: "Server", record: VersionRecord, shard: Shard) -> bool:
+def _is_kept_by_spot(state: State, record: VersionRecord, shard: Shard) -> bool:
     """A worker that nobody relies on has the version whole and does not leave it: better than nobody."""
     for worker in record.whole.get(shard, {}):
-        member = server.members.get(worker)
+        member = state.members.get(worker)
         if member is None or not member.is_connected or member.report.closing or member.hello.reliable:
             continue
         if member.stays(record.version) or member.has_whole_copy(record.version):
@@ -244,36 +246,36 @@ def _counts(model: Model, member: Member, version: Version) -> bool:
     """Its reference keeps the version: it is reliable, or nobody reliable has it who could keep it instead."""
     if version not in model.retained():
         return False
-    return member.hello.reliable or not establishing.has_reliable_holder(model, model.record(version), member)
+    return member.hello.reliable or not established.has_reliable_holder(model, model.look_up(version), member)
 
 
-def is_whole(server: "Server", model: Model, record: VersionRecord) -> bool:
+def is_whole(state: State, model: Model, record: VersionRecord) -> bool:
     """Somebody is known to have each of its shards. Otherwise it seems lost, though who has it may only be cut off."""
     for shard in range(model.shards):
-        holders = (server.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
+        holders = (state.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
         if not any(m is not None and (m.holds(record.version) or m.has_whole_copy(record.version)) for m in holders):
             return False
     return True
 
 
-def _is_saved(server: "Server", model: Model, record: VersionRecord, leaver: Member) -> bool:
+def _is_saved(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
     """Somebody that stays is about to have the version. For one that nobody relies on the leaver waits a while only."""
-    heir = heir_of(server, model, record, leaver.shard)
+    heir = heir_of(state, model, record, leaver.shard)
     heirs = [heir] if heir is not None else list(record.holders.get(leaver.shard, {}))
     for worker in heirs:
-        member = server.members.get(worker)
+        member = state.members.get(worker)
         if member is None or not member.is_connected or member.report.closing:
             continue
         buffer = member.report.buffer
         is_filling = isinstance(buffer, Filling) and buffer.version == record.version
-        is_worth_it = member.hello.reliable or server.now < leaver.closing_since + server.settings.spot_heir_s
+        is_worth_it = member.hello.reliable or state.now < leaver.closing_since + state.settings.spot_heir_s
         if is_worth_it and (worker == heir or is_filling):
             return True
     return False
 
 
 def _is_kept_elsewhere(
-    server: "Server",
+    state: State,
     model: Model,
     record: VersionRecord,
     leaver: Member,
@@ -286,7 +288,7 @@ def _is_kept_elsewhere(
     is_outside = leaver.worker.replica not in record.publishers
     is_kept_outside = version == model.newest_established and is_outside and not is_publisher_enough
     for worker in record.holders.get(leaver.shard, {}):
-        member = server.members.get(worker)
+        member = state.members.get(worker)
         if member is None or member.report.closing or not (member.hello.reliable or not leaver.hello.reliable):
             continue
         if is_kept_outside and worker.replica in record.publishers:
@@ -303,18 +305,18 @@ def _is_kept_elsewhere(
     return False
 
 
-def _is_the_copy(server: "Server", model: Model, replica: Replica, record: VersionRecord, member: Member) -> bool:
+def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRecord, member: Member) -> bool:
     """It is the one copy of the newest established version, made ahead; what is fetched ahead comes before it."""
     if member.report.closing or member.worker.replica in record.publishers:
         return False
     if not _counts(model, member, record.version):
         return False
     if member.stays(record.version) and not member.report.copies_left:
-        wished = _wanted_copies(server, model, replica, member)
+        wished = _wanted_copies(state, model, replica, member)
         if any(version != record.version and member.copy(version) is None for version in wished):
             return False
     for worker in record.whole.get(member.shard, {}):
-        other = server.members.get(worker)
+        other = state.members.get(worker)
         if other is None or worker.replica in record.publishers or other.report.closing:
             continue
         rank = (not other.hello.reliable, worker)
@@ -324,34 +326,34 @@ def _is_the_copy(server: "Server", model: Model, replica: Replica, record: Versi
 
 
 def _is_needed(
-    server: "Server",
+    state: State,
     model: Model,
     replica: Replica,
     member: Member,
     copy: HostCopy,
     is_squeezed: bool,
 ) -> bool:
-    version, reading = copy.version, server.reads.current(member.worker)
+    version, reading = copy.version, state.reads.current(member.worker)
     if copy.number in member.releasing:
         return False
-    if version == version_to_offload(server, model, member) or _is_read(server, member, copy):
+    if version == version_to_offload(state, model, member) or _is_read(state, member, copy):
         return True
     is_read = reading is not None and reading.grant.to_host and reading.version == version
-    is_wanted = operations.wanted_version(replica, member) == version and not member.holds(version)
+    is_wanted = facts.wanted_version(replica, member) == version and not member.holds(version)
     is_used = is_wanted and not copy.unfit
-    if not is_squeezed and (is_read or is_used or version == version_to_fetch(server, model, replica, member)):
+    if not is_squeezed and (is_read or is_used or version == version_to_fetch(state, model, replica, member)):
         return True
-    record = model.record(version)
-    if version == model.newest_established and not is_squeezed and _is_the_copy(server, model, replica, record, member):
+    record = model.look_up(version)
+    if version == model.newest_established and not is_squeezed and _is_the_copy(state, model, replica, record, member):
         return True
     if not copy.whole:
         return False
-    is_kept = _is_kept_elsewhere(server, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
+    is_kept = _is_kept_elsewhere(state, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
     is_last = _counts(model, member, version) and not is_kept
-    if is_last and (not is_squeezed or is_whole(server, model, record)):
-        return not member.report.closing or _is_saved(server, model, record, member)
+    if is_last and (not is_squeezed or is_whole(state, model, record)):
+        return not member.report.closing or _is_saved(state, model, record, member)
     return bool(record.promised) and not any(
         other.holds(version) and isinstance(other.report.buffer, Holding)
-        for other in (server.members.get(worker) for worker in record.holders.get(member.shard, {}))
+        for other in (state.members.get(worker) for worker in record.holders.get(member.shard, {}))
         if other is not None
     )

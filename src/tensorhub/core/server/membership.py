@@ -8,10 +8,9 @@ import heapq
 from dataclasses import dataclass, field
 from math import inf
 
-from .messages import Filling, Hello, Holding, HostCopy, Orders, Report, Vacated, Withdrawing
-from .names import Digest, Number, Shard, Ticket, Version, WorkerId
+from ..messages import Filling, Hello, Holding, HostCopy, Orders, Report, Vacated, Withdrawing
+from ..names import Digest, Number, Shard, Ticket, Version, WorkerId
 from .pace import Capacity
-from .settings import Settings
 
 
 @dataclass
@@ -66,11 +65,6 @@ class Member:
     def __post_init__(self) -> None:
         self.worker: WorkerId = self.hello.worker
         self.shard: Shard = self.hello.shard
-
-    def is_silent(self, now: float, settings: Settings) -> bool:
-        """Nothing has come from it for more than two reports."""
-        heard_at = self.lease_end - settings.lease_s
-        return now - heard_at > 2 * max(settings.report_s, self.report_s)
 
     @property
     def is_full(self) -> bool:

@@ -7,9 +7,9 @@ spec means; the others get the stored answer. It succeeds on all shards, or fail
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .messages import Answer, Failure, Operation, Spec
-from .names import Digest, ReplicaName, Shard, Version, WorkerId
-from .specs import call_text
+from ..messages import Answer, Failure, Operation, Spec
+from ..names import Digest, ReplicaName, Shard, Version, WorkerId
+from ..version_spec import call_text
 
 
 def some_shards(shards: Sequence[int]) -> str:

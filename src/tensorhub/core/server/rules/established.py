@@ -9,41 +9,19 @@ and its caller computes, it copies it to host memory. Where there was no time, i
 Where there is no room, it leaves the version after the others.
 """
 
-from typing import TYPE_CHECKING
-
-from . import operations
-from .membership import Member
-from .messages import Holding, Withdrawing
-from .names import Shard
-from .references import Model, VersionRecord
-
-if TYPE_CHECKING:
-    from .server import Server
+from ...messages import Holding, Withdrawing
+from ...names import Shard
+from .. import facts
+from ..catalog import Model, VersionRecord
+from ..membership import Member
+from ..state import State
 
 
-def note_changes(server: "Server") -> None:
-    """Somebody has all of a version who had not, or has it no more: what follows for everybody."""
-    for model in server.models.values():
-        if not model.changed:
-            continue
-        if model.roll.is_over:
-            lost, back = model.news_of_losses()
-            server.said += [f"{failure.message}; {failure.hint}" for failure in lost]
-            server.said += [f"version {version} of {model.name} is back" for version in back]
-            server.counters["lost_versions"] += len(lost)
-            if note_established(model) or lost or back:
-                server.touch_all(model)
-        model.changed = {}
-
-
-def note_established(model: Model) -> bool:
-    """Whether any version of those that have changed is established since."""
-    is_news = False
-    for version in model.changed:
-        record = model.versions.get(version)
-        if record is not None and record.exists and not record.is_established and _is_whole_outside(model, record):
-            record.is_established = is_news = True
-    return is_news
+def newly_established(model: Model) -> list[VersionRecord]:
+    """Those versions of which somebody has got or lost all that are established now, and were not before."""
+    changed = (model.versions.get(version) for version in model.changed)
+    found = [record for record in changed if record is not None and record.exists and not record.is_established]
+    return [record for record in found if _is_whole_outside(model, record)]
 
 
 def _is_whole_outside(model: Model, record: VersionRecord) -> bool:
@@ -72,15 +50,15 @@ def has_reliable_holder(model: Model, record: VersionRecord, leaver: Member) -> 
     )
 
 
-def is_keeper(server: "Server", model: Model, member: Member) -> bool:
+def is_keeper(state: State, model: Model, member: Member) -> bool:
     """It holds the newest established version, and of those that do it is the one to make a copy ahead of need."""
     version, buffer = model.newest_established, member.report.buffer
     if not isinstance(buffer, Holding) or buffer.version != version:
         return False
-    record = model.record(version)
+    record = model.look_up(version)
     if not _may_keep(model, record, member):
         return False
-    holders = (server.members.get(worker) for worker in record.whole.get(member.shard, {}))
+    holders = (state.members.get(worker) for worker in record.whole.get(member.shard, {}))
     able = [other for other in holders if other is not None and _may_keep(model, record, other)]
     return min(able, key=lambda other: _rank(other, record)) is member
 
@@ -102,12 +80,12 @@ def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
     return not member.hello.reliable, member.copy(record.version) is None, member.worker
 
 
-def is_another_on_its_way(server: "Server", model: Model, record: VersionRecord, member: Member) -> bool:
+def is_another_on_its_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """Another replica is leaving, or has left, this version for a newer one: it will have that before this one must."""
-    for other in server.members_of(model, member.shard):
+    for other in facts.members_of(state, model, member.shard):
         if other.worker == member.worker or not other.is_connected or other.report.closing:
             continue
-        wanted = operations.wanted_version(model.replicas[other.hello.replica], other)
+        wanted = facts.wanted_version(model.replicas[other.hello.replica], other)
         if wanted is None or wanted <= record.version:
             continue
         buffer = other.report.buffer

@@ -7,8 +7,8 @@ are numbered as they begin, so the witnessed ones are those up to a watermark. T
 
 from dataclasses import dataclass, field
 
-from .messages import Roster
-from .names import Number, WorkerId
+from ..messages import Roster
+from ..names import Number, WorkerId
 
 MODULUS = 2**96  # as long as a receipt
 

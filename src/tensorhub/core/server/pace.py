@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
+Tier = tuple[bool, bool]  # how far a read comes: (from another site, from another host)
+
 PARTS = 16  # of a chunk; fewer of them in the time for which a source may stand still are as good as nothing
 LEAST_PART_BYTES = 1 << 12  # of what has no chunks yet: a handshake, a manifest
 

@@ -1,0 +1,234 @@
+"""Carries decisions out: the one place where what the rules decide changes the state."""
+
+from collections.abc import Iterable
+from math import inf
+from typing import assert_never
+
+from ..messages import Grant
+from ..names import Ticket, Version
+from .catalog import Model
+from .decisions import (
+    AcceptPublish,
+    AskToWitness,
+    AwaitWord,
+    CallSlow,
+    CallStuck,
+    Decision,
+    Fail,
+    Finish,
+    ForgetCapacity,
+    Give,
+    GiveWay,
+    Leave,
+    LookAgain,
+    LookedForBetter,
+    NoteUsualRates,
+    Promise,
+    Resolve,
+    SettlePlaces,
+    StayFor,
+    TakeBack,
+    Wait,
+    Witness,
+)
+from .groups import GroupOperation, Replica
+from .membership import Member
+from .open_reads import OpenRead
+from .rules import established
+from .rules.draining import Drained
+from .state import State
+
+
+def carry_out(state: State, decisions: Iterable[Decision]) -> None:
+    """Carry out one decision after another. The rule that yields them sees each one done before it goes on."""
+    for decision in decisions:
+        match decision:
+            case LookAgain(member, at):
+                state.members.wake(member, at)
+            case Wait() | Fail() | Resolve() | AcceptPublish() | Promise() | Finish():
+                _advance(state, decision)
+            case TakeBack(read):
+                _take_back(state, read)
+            case Give():
+                _give(state, decision)
+            case Witness(model, upto):
+                for worker in model.roll.witness(upto):
+                    state.mark_dirty(worker)
+            case AskToWitness(member, session):
+                member.asked = session
+                state.mark_dirty(member.worker)
+            case AwaitWord(member, reader):
+                member.awaited_by[reader] = None
+            case _:
+                _move(state, decision)
+
+
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+
+def _take_back(state: State, read: OpenRead) -> None:
+    read.is_void = True
+    state.mark_dirty(read.reader)
+    for behind in state.reads.from_source(read.reader):
+        state.mark_dirty(behind.reader)
+
+
+def _give(state: State, give: Give) -> None:
+    reader, record, now = give.reader, give.record, state.now
+    source = state.known(give.source)
+    grant = Grant(
+        ticket=Ticket(state.next_number()),
+        version=record.version,
+        root=record.roots[reader.shard],
+        source=give.source,
+        endpoints=source.hello.endpoints,
+        reason=give.reason,
+        from_host=give.from_host,
+        to_host=give.to_host,
+        is_far=source.hello.site != reader.hello.site,
+    )
+    done, chunks, _ = reader.filled(record.version, to_host=give.to_host)
+    read = OpenRead(grant, reader.worker, looked_at=now, began_at=now, had=done / max(chunks, done, 1))
+    read.instead_of, read.must_beat, read.pace.is_stuck = give.instead_of, give.must_beat, give.is_stuck
+    state.reads.add(read)
+    record.holders.setdefault(reader.shard, {})[reader.worker] = None  # others may read behind it from now on
+    state.counters["grants"] += 1
+    if give.counted_as:
+        state.counters[give.counted_as] += 1
+    state.mark_dirty(reader.worker)
+    state.mark_busy_dirty(state.models[reader.hello.model])
+
+
+def _move(
+    state: State,
+    decision: LookedForBetter
+    | Leave
+    | StayFor
+    | CallStuck
+    | CallSlow
+    | ForgetCapacity
+    | SettlePlaces
+    | GiveWay
+    | NoteUsualRates,
+) -> None:
+    """What belongs to readers that leave slow sources."""
+    match decision:
+        case LookedForBetter(read):
+            read.looked_at = state.now
+        case Leave(reader, read, may_move_at):
+            _leave(state, reader, read, may_move_at)
+        case StayFor(reader, until):
+            reader.may_move_at = until
+        case CallStuck(read, is_stuck):
+            if is_stuck and not read.pace.is_stuck:
+                for behind in state.reads.from_source(read.reader):
+                    state.mark_dirty(behind.reader)  # who need not wait for it any more
+            read.pace.is_stuck = is_stuck
+        case CallSlow(source, until):
+            source.slow_until = until
+        case ForgetCapacity(source):
+            source.capacity.forget(state.now)
+        case SettlePlaces(read):
+            read.instead_of = None
+        case GiveWay(member, to):
+            member.gives_way_to = to
+            if to is not None:
+                state.mark_dirty(member.worker)
+        case NoteUsualRates(record, rates, until):
+            record.usual, record.usual_until = rates, until
+        case _:
+            assert_never(decision)
+
+
+def _leave(state: State, reader: Member, read: OpenRead, may_move_at: float) -> None:
+    until = state.now + state.settings.leave_s
+    reader.may_move_at = may_move_at
+    reader.moves += 1
+    reader.left = {worker: spared for worker, spared in reader.left.items() if spared > state.now}
+    reader.left[read.source] = until
+    source = state.members.get(read.source)
+    if source is not None:
+        source.slow_until = until
+
+
+# --- group operations -------------------------------------------------------------------------------------------------
+
+
+def _advance(state: State, decision: Wait | Fail | Resolve | AcceptPublish | Promise | Finish) -> None:
+    match decision:
+        case Wait(operation, waiting):
+            operation.waiting = waiting
+        case Fail(operation, failure):
+            operation.fail(failure)
+        case Resolve(operation, version):
+            operation.version = version
+        case AcceptPublish(model, replica, operation, version):
+            _accept_publish(state, model, replica, operation, version)
+        case Promise(model, replica, version):
+            model.record(version).promised[replica.name] = None
+        case Finish(model, replica, operation):
+            operation.is_finished = True
+            replica.finished = max(replica.finished, operation.number)
+            if operation.verb == "publish" and operation.version is not None:
+                model.note_exists(operation.version)
+                model.record(operation.version).proved = dict.fromkeys(operation.arrived)
+        case _:
+            assert_never(decision)
+
+
+def _accept_publish(state: State, model: Model, replica: Replica, operation: GroupOperation, version: Version) -> None:
+    record = model.record(version)
+    record.roots = dict(operation.arrived)
+    for shard, worker in replica.members.items():
+        member = state.members.get(worker)
+        if member is not None:
+            record.layouts[shard] = member.report.layout
+    record.claims[replica.name] = None
+    operation.version = version
+
+
+def release(model: Model, operation: GroupOperation | None, replica: Replica) -> None:
+    """The operation is over: what it claimed or was promised is free."""
+    record = model.versions.get(operation.version) if operation is not None and operation.version is not None else None
+    if record is not None:
+        record.claims.pop(replica.name, None)
+        record.promised.pop(replica.name, None)
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def note_drained(state: State, member: Member, drained: Drained) -> None:
+    """The member is about to be told whether anybody still reads from its buffer."""
+    member.is_drained = drained.version is not None
+    if drained.look_again_at < inf:
+        state.members.wake(member, drained.look_again_at)
+
+
+def let_go(member: Member, numbers: tuple[int, ...]) -> None:
+    """These host copies of the member are to go, and never count again."""
+    member.releasing.update(dict.fromkeys(numbers))
+
+
+def note_changed_versions(state: State) -> None:
+    """Somebody has all of a version who had not, or has it no more: what follows for everybody."""
+    for model in state.models.values():
+        if not model.changed:
+            continue
+        if model.roll.is_over:
+            lost, back = model.news_of_losses()
+            safe = established.newly_established(model)
+            _say_losses(state, model, lost, back)
+            for record in safe:
+                record.is_established = True
+            if lost or back or safe:
+                state.mark_everyone_dirty(model)
+        model.changed = {}
+
+
+def _say_losses(state: State, model: Model, lost: list[Version], back: list[Version]) -> None:
+    model.note_said(lost, back)
+    failures = [model.loss(model.look_up(version)) for version in lost]
+    state.said += [f"{failure.message}; {failure.hint}" for failure in failures]
+    state.said += [f"version {version} of {model.name} is back" for version in back]
+    state.counters["lost_versions"] += len(lost)

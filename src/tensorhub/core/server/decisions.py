@@ -1,0 +1,223 @@
+"""What the rules decide: each a value that `apply` carries out, before the rule that decided it goes on."""
+
+from dataclasses import dataclass
+
+from ..messages import Failure
+from ..names import Number, Version, WorkerId
+from .catalog import Model, VersionRecord
+from .groups import GroupOperation, Replica
+from .membership import Member
+from .open_reads import OpenRead
+from .pace import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class LookAgain:
+    """Decide for this member again at that time, although nothing may have been heard."""
+
+    member: Member
+    at: float
+
+
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """The read is void: its reader gets another source, or none."""
+
+    read: OpenRead
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Let the reader read the version from that source, for that reason."""
+
+    reader: Member
+    record: VersionRecord
+    source: WorkerId
+    reason: str
+    from_host: bool
+    to_host: bool
+    instead_of: WorkerId | None = None  # a slow source that is left for its own source
+    must_beat: float = 0.0  # at this rate it was that one's fault
+    is_stuck: bool = False  # as the read was in whose place this one comes
+    counted_as: str = ""  # among the counters, beside "grants"
+
+
+@dataclass(frozen=True, slots=True)
+class LookedForBetter:
+    """A better source for this read was looked for."""
+
+    read: OpenRead
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The reader leaves the source of this read, which is too slow."""
+
+    reader: Member
+    read: OpenRead
+    may_move_at: float  # again
+
+
+@dataclass(frozen=True, slots=True)
+class StayFor:
+    """There is nowhere to go: the reader does not look again before that time."""
+
+    reader: Member
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallStuck:
+    """The read is slow, and nothing would help: who reads behind it need not wait for it. Or that is over."""
+
+    read: OpenRead
+    is_stuck: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallSlow:
+    """That source is chosen after others until then."""
+
+    source: Member
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCapacity:
+    """The source was thought to have more to give, and was tried in vain."""
+
+    source: Member
+
+
+@dataclass(frozen=True, slots=True)
+class SettlePlaces:
+    """It is known now who of the two that read from one source gets more from it."""
+
+    read: OpenRead
+
+
+@dataclass(frozen=True, slots=True)
+class GiveWay:
+    """This member is to read behind that one, which has left it for its own source. None: no more."""
+
+    member: Member
+    to: WorkerId | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoteUsualRates:
+    """What reads of the version get now, by distance."""
+
+    record: VersionRecord
+    rates: dict[Tier, float | None]
+    until: float  # then it is found anew
+
+
+# --- witnesses --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """Sessions up to that one are known to others."""
+
+    model: Model
+    upto: Number
+
+
+@dataclass(frozen=True, slots=True)
+class AskToWitness:
+    """Have the member say that it has heard of that session."""
+
+    member: Member
+    session: Number
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitWord:
+    """Decide for the reader again when this member has heard of its session."""
+
+    member: Member
+    reader: WorkerId
+
+
+# --- group operations -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The operation waits for this. None: for nothing more."""
+
+    operation: GroupOperation
+    waiting: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The operation ends like that on all shards."""
+
+    operation: GroupOperation
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """The operation is about that version."""
+
+    operation: GroupOperation
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptPublish:
+    """The replica's content is to become that version."""
+
+    model: Model
+    replica: Replica
+    operation: GroupOperation
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The replica is to get the version."""
+
+    model: Model
+    replica: Replica
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The operation has ended well on all shards."""
+
+    model: Model
+    replica: Replica
+    operation: GroupOperation
+
+
+Decision = (
+    LookAgain
+    | TakeBack
+    | Give
+    | LookedForBetter
+    | Leave
+    | StayFor
+    | CallStuck
+    | CallSlow
+    | ForgetCapacity
+    | SettlePlaces
+    | GiveWay
+    | NoteUsualRates
+    | Witness
+    | AskToWitness
+    | AwaitWord
+    | Wait
+    | Fail
+    | Resolve
+    | AcceptPublish
+    | Promise
+    | Finish
+)

@@ -1,0 +1,93 @@
+"""What can be read from the state: questions that several rules ask. None of them changes anything."""
+
+from collections.abc import Iterator
+
+from ..messages import Filling, Holding, Withdrawing
+from ..names import Shard, Version, WorkerId
+from .catalog import Model, VersionRecord
+from .groups import Replica
+from .membership import Member
+from .state import State
+
+FILLS = ("replicate", "update")
+
+
+def is_silent(state: State, member: Member) -> bool:
+    """Nothing has come from it for more than two reports."""
+    heard_at = member.lease_end - state.settings.lease_s
+    return state.now - heard_at > 2 * max(state.settings.report_s, member.report_s)
+
+
+def is_here(state: State, member: Member) -> bool:
+    """It seems to live: it would hear what it is told, and was heard lately. A dead host leaves its lines open."""
+    return member.is_connected and not is_silent(state, member)
+
+
+def is_doubtful(state: State, source: Member) -> bool:
+    """There is reason to think that nobody can read from it. What one reader has learned of it helps the others."""
+    return source.is_doubted or not is_here(state, source)
+
+
+def members_of(state: State, model: Model, shard: Shard) -> Iterator[Member]:
+    """Those that live of one shard, by replica."""
+    for replica in model.replicas.values():
+        member = state.members.get(replica.members[shard]) if shard in replica.members else None
+        if member is not None:
+            yield member
+
+
+def is_full(member: Member, version: Version, from_host: bool) -> bool:
+    """It has all of the version, there."""
+    return member.has_whole_copy(version) if from_host else member.holds(version)
+
+
+def is_leaving(source: Member, version: Version, from_host: bool) -> bool:
+    """The source wants to leave what it has of the version there."""
+    buffer = source.report.buffer
+    if from_host:
+        return source.report.closing
+    return isinstance(buffer, Withdrawing) and buffer.version == version
+
+
+def serves(state: State, source: WorkerId, version: Version, from_host: bool) -> bool:
+    """As far as is known, the source still has the version. One whose lease has ended may well go on serving."""
+    member = state.members.get(source)
+    if member is None:
+        return True
+    current = state.reads.current(source)
+    is_about_to = current is not None and current.version == version and current.grant.to_host == from_host
+    if from_host:
+        return member.keeps_copy(version) or (is_about_to and not member.loses_copy(version))
+    match member.report.buffer:
+        case Holding(version=held) | Filling(version=held) if held == version:
+            return True
+        case Withdrawing(version=held, impatient=impatient) if held == version:
+            return not impatient and not member.is_let_go
+        case Filling():
+            return False
+        case _:
+            return is_about_to  # it was granted the version, and fills the buffer with it next
+
+
+def full_sources(state: State, record: VersionRecord, reader: Member) -> Iterator[Member]:
+    """Those others that have all of the version and may serve it."""
+    for worker in record.holders.get(reader.shard, {}):
+        member = state.members.get(worker)
+        if member is None or worker == reader.worker:
+            continue
+        if member.has_whole_copy(record.version) or (
+            member.holds(record.version) and serves(state, worker, record.version, from_host=False)
+        ):
+            yield member
+
+
+def wanted_version(replica: Replica, member: Member) -> Version | None:
+    """The version that this worker is to be filled with now."""
+    told = member.report.operation
+    operation = replica.find(told.number) if told is not None else None
+    if operation is None or operation.is_over or operation.verb not in FILLS:
+        return None
+    buffer = member.report.buffer
+    if isinstance(buffer, Filling) and buffer.version != operation.version:
+        return None
+    return operation.version

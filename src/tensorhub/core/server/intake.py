@@ -1,0 +1,259 @@
+"""What a report changes in the server's tables. Called by the server machine, whose tables these are."""
+
+from collections import deque
+from math import inf
+
+from msgspec.structs import replace
+
+from ..messages import (
+    MOST_COPIES,
+    MOST_FAR,
+    MOST_PINS,
+    Grant,
+    Holding,
+    HostCopy,
+    LayoutInfo,
+    Poisoned,
+    Report,
+    TicketFailure,
+    Vacated,
+    Withdrawing,
+)
+from ..names import Digest, Ticket, Version
+from ..sums import add_up
+from . import apply, evidence, rollcall
+from .catalog import Model, version_in, versions_in
+from .groups import Replica
+from .membership import Avoided, Member
+from .open_reads import OpenRead
+from .rules import progress
+from .state import State
+
+MOST_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
+MOST_SITES = 64  # of which it is told what came into them of one version
+WHOLE = Holding | Withdrawing | Vacated  # buffers that have all of a version
+
+
+def take_report(state: State, member: Member, report: Report, arrived: float) -> None:
+    """All that follows from a report at once. It came at `arrived`, awake."""
+    member.lease_end, member.is_doubted = max(state.now, arrived) + state.settings.lease_s, False
+    before, member.report = member.report, report
+    model, replica = state.place(member)
+    take_content(state, model, replica, member, before)
+    take_reads(state, member)
+    take_operation(state, replica, member)
+    rollcall.hear(state, model, member)
+    state.mark_dirty(member.worker, must_answer=True)
+
+
+def take_layout(state: State, layout: LayoutInfo) -> None:
+    """The tensors that some worker has registered, to name the one that differs."""
+    state.layouts[layout.digest()] = state.layouts.pop(layout.digest(), layout)  # newest last
+    if len(state.layouts) > state.settings.most_versions:
+        del state.layouts[next(iter(state.layouts))]
+
+
+def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
+    """What the worker has in its buffer and beside it."""
+    report, worker = member.report, member.worker
+    is_news = False
+    if report.newest is not None and evidence.believes_newest(state, model, report):
+        is_news = model.note_exists(report.newest)
+    buffer = report.buffer
+    if type(buffer) is not type(before.buffer) or version_in(buffer) != version_in(before.buffer):
+        member.is_drained = False
+    member.conflict = Digest("")
+    if isinstance(buffer, WHOLE) and not evidence.accepts(state, model, member, buffer.version, buffer.root):
+        state.counters["conflicting_holders"] += 1
+        member.conflict = buffer.root
+        buffer = Poisoned()  # not what that version is: nobody reads it here, and it is told so
+        report = member.report = replace(report, buffer=buffer)
+    report = member.report = replace(report, copies=_good_copies(state, model, member), pins=report.pins[:MOST_PINS])
+    model.move(worker, before, report)
+    if isinstance(buffer, WHOLE) and _exists_by(state, replica, buffer):
+        is_news |= model.note_exists(buffer.version)
+    if isinstance(buffer, WHOLE) and buffer.published:
+        replica.publishes = True
+        model.record(buffer.version).publishers[replica.name] = None
+    for copy in report.copies:
+        if copy.published:
+            model.record(copy.version).publishers[replica.name] = None
+    for version in versions_in(report):
+        for group, other in evidence.holders_in_dispute(state, model, version):
+            take_content(state, model, group, other, other.report)
+            state.mark_dirty(other.worker)
+    is_news |= _take_wishes(state, model, member, before)
+    _count_far(model, member, before)
+    if is_news or [c.whole for c in before.copies] != [c.whole for c in report.copies]:
+        state.mark_everyone_dirty(model)
+    elif type(before.buffer) is not type(buffer) or (before.buffer != buffer and member.is_full):
+        state.mark_busy_dirty(model)
+
+
+def _good_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:
+    """Its host copies, without those whose content is not that of their version. One that is whole makes it exist."""
+    found = []
+    for copy in member.report.copies[:MOST_COPIES]:
+        if copy.whole and not copy.leaving:
+            if not evidence.accepts(state, model, member, copy.version, copy.root, copy.layout):
+                state.counters["conflicting_holders"] += 1
+                member.releasing[copy.number] = None
+                copy = replace(copy, whole=False)
+            else:
+                model.note_exists(copy.version)
+        elif member.gives_up(copy) and copy.number not in member.releasing:
+            member.releasing[copy.number] = None
+            for read in state.reads.from_copy(member.worker, copy.version):
+                state.mark_dirty(read.reader)  # it is given another source
+        found.append(copy)
+    kept = dict.fromkeys(copy.number for copy in found)
+    member.releasing = {number: None for number in member.releasing if number in kept}
+    return tuple(found)
+
+
+def _count_far(model: Model, member: Member, before: Report) -> None:
+    """What it has received from other sites since its report before."""
+    for version, received in list(member.report.far_bytes.items())[:MOST_FAR]:
+        record = model.versions.get(Version(version))
+        news = received - before.far_bytes.get(version, 0)
+        if record is not None and news > 0:
+            add_up(record.far_bytes, member.hello.site, news, most=MOST_SITES)
+
+
+def _take_wishes(state: State, model: Model, member: Member, before: Report) -> bool:
+    """What it wants kept, and whether it wants to leave. Returns whether others may have to act on it."""
+    report = member.report
+    is_news = (report.pins, report.closing) != (before.pins, before.closing)
+    model.pins.pop(member.worker, None)
+    if report.pins:
+        model.pins[member.worker] = report.pins
+    if report.closing and not before.closing:
+        model.closing[member.worker] = None
+        member.closing_since = state.now
+    return is_news
+
+
+def _exists_by(state: State, replica: Replica, buffer: Holding | Withdrawing | Vacated) -> bool:
+    """This buffer shows that its version exists: it was replicated, or the whole replica has published it."""
+    if not buffer.published:
+        return True
+    group = [state.members.get(worker) for worker in replica.members.values()]
+    found = [m.report.buffer for m in group if m is not None and m.is_full]
+    whole = [held for held in found if version_in(held) == buffer.version]
+    return len(whole) == replica.shards
+
+
+def take_reads(state: State, member: Member) -> None:
+    """What the worker reads, what it does not read any more, and what has failed."""
+    report, worker = member.report, member.worker
+    close_reads(state, member, report.closed)
+    reading = report.reading
+    is_known = reading is None or any(read.ticket == reading.ticket for read in state.reads.of(worker))
+    if reading is not None and not is_known and state.is_recovering and _may_adopt(state, report):
+        text = "granted before a restart"
+        grant = Grant(
+            *(reading.ticket, reading.version, Digest(""), reading.source, (), text),
+            from_host=reading.from_host,
+            to_host=reading.to_host,
+        )
+        behind = state.reads.readers_behind(worker, reading.version)
+        is_void = reading.source in behind or state.reads.current(worker) is not None
+        state.reads.add(OpenRead(grant, worker, is_void))
+    _note_pace(state, member)
+    number = report.operation.number if report.operation is not None else 0
+    if number != member.operation_number:
+        member.operation_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
+    for failure in report.failures:
+        if failure.ticket > member.last_failed:
+            member.last_failed = failure.ticket
+            _count_failure(state, member, failure)
+
+
+def _count_failure(state: State, reader: Member, failure: TicketFailure) -> None:
+    """What follows from a failed read: for its reader, and for all who might choose that source too."""
+    if reader.chunks_in_place > reader.chunks:
+        reader.chunks, reader.failures = reader.chunks_in_place, 0
+    reader.failures += 1
+    avoided = reader.avoided.setdefault(failure.source, Avoided(0.0, 0))
+    avoided.times += 1
+    is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1
+    avoided.until = inf if is_hopeless else state.now + state.settings.avoid_s
+    source = state.members.get(failure.source)
+    if source is not None:
+        source.is_doubted = True
+    state.counters["failed_reads"] += 1
+
+
+def _may_adopt(state: State, report: Report) -> bool:
+    """A server before this one may have granted what the worker reads."""
+    reading = report.reading
+    return reading is not None and reading.ticket > report.closed and state.numbers.is_ours(reading.ticket)
+
+
+def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
+    """The member reads no ticket up to this one any more; it counts as a holder only by what it has."""
+    model = state.models[member.hello.model]
+    for read in state.reads.close(member.worker, upto):
+        state.mark_dirty(read.source)
+        record = model.versions.get(read.version)
+        _note_ended(state, model, member, read)
+        still = state.reads.current(member.worker)
+        is_read = still is not None and still.version == read.version
+        if record is not None and not is_read and read.version not in versions_in(member.report):
+            record.holders.get(member.shard, {}).pop(member.worker, None)
+
+
+def take_operation(state: State, replica: Replica, member: Member) -> None:
+    """What the worker's caller waits for."""
+    report = member.report
+    was_over = replica.operation is None or replica.operation.is_over
+    replica.note_ended(member.shard, report.ended, report.finished)
+    former = replica.operation
+    if report.operation is not None:
+        replica.arrive(member.shard, report.operation, now=state.now)
+    if former is not replica.operation:
+        apply.release(state.models[member.hello.model], former, replica)
+    if not was_over or report.operation is not None:
+        state.mark_replica_dirty(replica)
+
+
+# --- how a read goes --------------------------------------------------------------------------------------------------
+
+
+def _note_pace(state: State, reader: Member) -> None:
+    """What the reader's report says of its open read."""
+    told, now = reader.report.reading, state.now
+    read = state.reads.current(reader.worker)
+    if told is None or read is None or told.ticket != read.ticket:
+        return
+    done, chunks, is_filled = reader.filled(read.version, to_host=read.grant.to_host)
+    if told.is_opened and not is_filled:
+        read.pace.rest(now)  # it has the manifest, and waits for its buffer
+        read.began_at = now
+        return
+    chunk_bytes = reader.report.size_bytes // chunks if chunks > 0 else 0
+    arrived = max(0, told.arrived_bytes)
+    read.pace.note(now, arrived_bytes=arrived, done=done, chunk_bytes=chunk_bytes, over_s=progress.window_s(state))
+    if reader.paced != read.version:
+        reader.paced, reader.best, reader.moves, reader.may_move_at = read.version, {}, 0, -inf
+    tier = progress.tier(state, read)
+    reader.best[tier] = max(reader.best.get(tier, 0.0), read.pace.rate or 0.0)
+    source = state.members.get(read.source)
+    if source is not None:
+        its_own = progress.its_own(state, read)
+        is_hopeless = its_own is not None and its_own.pace.is_stuck and progress.is_held_up(state, its_own)
+        has_no_more = source.filled(read.version, to_host=read.grant.from_host)[0] <= done
+        if its_own is not None and has_no_more and not is_hopeless:
+            read.pace.wait(now)
+        rates = [one.pace.rate or 0.0 for one in state.reads.from_source(read.source) if not one.is_void]
+        source.capacity.note(now, sum(rates), 4 * progress.window_s(state))
+
+
+def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> None:
+    """A read is over. If it has brought all that was missing, those that come later are compared with it."""
+    is_whole = reader.has_whole_copy(read.version) if read.grant.to_host else reader.holds(read.version)
+    took_s = state.now - read.began_at
+    if read.is_void or not is_whole or took_s <= 0.0 or state.members.get(read.source) is None:
+        return
+    rates = model.lately.setdefault(progress.tier(state, read), deque(maxlen=MOST_LATELY))
+    rates.append(reader.report.size_bytes * (1.0 - read.had) / took_s)

@@ -1,0 +1,76 @@
+"""When a worker may change its buffer: nobody reads from it any more, and nobody was promised what only it has."""
+
+from math import inf
+from typing import NamedTuple
+
+from ...messages import Holding, Poisoned, Withdrawing
+from ...names import Version
+from ..catalog import Model, VersionRecord
+from ..membership import Member
+from ..state import State
+from . import retention, witness
+
+
+class Drained(NamedTuple):
+    """Which version nobody reads any more, if any, and when to ask again although nothing may have been heard."""
+
+    version: Version | None = None
+    look_again_at: float = inf
+
+
+def drained_version(state: State, model: Model, member: Member) -> Drained:
+    """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
+    buffer = member.report.buffer
+    if not isinstance(buffer, Withdrawing | Poisoned) or buffer.version is None:
+        return Drained()
+    if not model.roll.is_over or witness.is_strange(state, member):
+        return Drained()
+    if _has_readers(state, member, buffer.version):
+        return Drained()
+    if isinstance(buffer, Poisoned) or member.is_drained:
+        return Drained(buffer.version)
+    if retention.must_stay(state, model, member):
+        patience_until = member.closing_since + state.settings.spot_heir_s
+        is_patient = member.report.closing and patience_until > state.now
+        return Drained(look_again_at=patience_until if is_patient else inf)
+    if buffer.impatient:
+        return Drained(buffer.version)
+    record = model.versions.get(buffer.version)
+    if record is None or not record.promised:
+        return Drained(buffer.version)
+    is_last = is_last_holder(state, record, member)
+    is_needed = is_last and is_awaited(state, model, record, member)
+    return Drained(None if is_needed else buffer.version)
+
+
+def _has_readers(state: State, source: Member, version: Version) -> bool:
+    """Somebody must be waited for before the source may change its buffer.
+
+    Who has opened there what the buffer is to be filled with next reads nothing of what it has now.
+    """
+    return retention.must_wait(state, source, state.reads.from_buffer(source.worker, version))
+
+
+def is_last_holder(state: State, record: VersionRecord, leaver: Member) -> bool:
+    """Nobody else holds this shard of the version whole and stays."""
+    for worker in record.holders.get(leaver.shard, {}):
+        member = state.members.get(worker)
+        if member is None:
+            continue
+        is_held = isinstance(member.report.buffer, Holding) and member.holds(record.version)
+        if member.has_whole_copy(record.version) or (worker != leaver.worker and is_held):
+            return False
+    return True
+
+
+def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """A replica was promised the version, and its worker for this shard has not got it yet."""
+    for name in record.promised:
+        replica = model.replicas.get(name)
+        worker = replica.members.get(leaver.shard) if replica is not None else None
+        member = state.members.get(worker) if worker is not None else None
+        if member is None or not member.is_connected or member.worker == leaver.worker:
+            continue
+        if not member.holds(record.version):
+            return True
+    return False

@@ -1,0 +1,102 @@
+"""Who may read what now: gives a worker its read, takes it back, and looks for another source where its own leaves.
+
+`decide_read` yields one decision after another. Each is carried out before it goes on, so the next follows from it.
+"""
+
+from collections.abc import Iterator
+
+from ...messages import Withdrawing
+from ...names import Version
+from .. import facts
+from ..catalog import Model, VersionRecord
+from ..decisions import Decision, Give, LookAgain, TakeBack
+from ..groups import Replica
+from ..membership import Member
+from ..open_reads import OpenRead
+from ..state import State
+from . import moving, retention, sources, witness
+from .selection import choose_source
+from .wanted import wanted_read
+
+
+def decide_read(state: State, model: Model, replica: Replica, member: Member) -> Iterator[Decision]:
+    """Give this worker the read that it should have now, or none.
+
+    One that has gone keeps what it has until it is back or its lease ends: it would not hear of another, and a source
+    would wait in vain.
+    """
+    if not facts.is_here(state, member):
+        return
+    wanted = wanted_read(state, model, replica, member)
+    current = state.reads.current(member.worker)
+    record = model.versions.get(wanted.version) if wanted is not None else None
+    if wanted is None or record is None:
+        if current is not None:
+            yield TakeBack(current)
+        return
+    is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
+    if (
+        current is not None
+        and is_wanted
+        and facts.serves(state, current.source, current.version, current.grant.from_host)
+    ):
+        source = state.members.get(current.source)
+        if (yield from moving.leave_slow(state, model, record, member, current)) or source is None:
+            return
+        if (yield from moving.to_idle(state, model, record, member, current)):
+            return
+        if not (facts.is_leaving(source, current.version, current.grant.from_host) or _is_paused(state, current)):
+            return
+        waits_for_us = _waits_for_its_readers(state, current)
+        others = [c for c in sources.candidates(state, model, record, member) if waits_for_us or not c.is_withdrawing]
+        if facts.is_here(state, source):
+            others = [c for c in others if not c.is_doubtful]
+        is_cut = _is_impatient(source, current.version) and not current.grant.from_host
+        if choose_source(others, now=state.now) is None and not is_cut:
+            return
+    if current is not None:
+        yield TakeBack(current)
+    if wanted.to_host and any(read.is_void for read in state.reads.of(member.worker)):
+        return  # in its own time: were it stopped, each new version would leave one more source waiting for it
+    yield from _grant(state, model, record, member, to_host=wanted.to_host)
+
+
+def _is_paused(state: State, read: OpenRead) -> bool:
+    """Its source has only a part of the version, and nothing to read the rest from: it has something else to do."""
+    source, from_host = state.members.get(read.source), read.grant.from_host
+    if source is None or facts.is_full(source, read.version, from_host):
+        return False
+    current = state.reads.current(read.source)
+    if current is None or (current.version, current.grant.to_host) != (read.version, from_host):
+        return True
+    return _waits_for_its_readers(state, read)
+
+
+def _waits_for_its_readers(state: State, read: OpenRead) -> bool:
+    """Its source has a part of the version, and goes on only when others have it all: they must get it elsewhere."""
+    source = state.members.get(read.source)
+    if source is None or read.grant.from_host or facts.is_full(source, read.version, from_host=False):
+        return False
+    return retention.leaves_last(state, source)
+
+
+def _is_impatient(source: Member, version: Version) -> bool:
+    buffer = source.report.buffer
+    return isinstance(buffer, Withdrawing) and buffer.version == version and buffer.impatient
+
+
+def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> Iterator[Decision]:
+    if member.shard not in record.roots:
+        return  # only such as are filling have reported since the restart: nobody could say what is good
+    possible = sources.possible(state, model, record, member)
+    found = witness.allowed(state, model, member, possible)
+    choice = choose_source(found, now=state.now)
+    if choice is None:
+        best = choose_source(possible, now=state.now)
+        if found:
+            yield LookAgain(member, min(candidate.avoided_until for candidate in found))
+        elif best is not None:
+            yield from witness.wait_for(state, model, member, possible, best[0])
+        return
+    source, reason = choice
+    yield Give(member, record, source.worker, reason, source.from_host, to_host)

@@ -1,0 +1,293 @@
+"""When a reader leaves a source that still serves it: which stands still, is far too slow, or is busier than another.
+
+Rules:
+- A source from which nothing comes for two reports is left for any that would do better, the publisher too.
+- So is one from which far less comes than it receives itself, if it is filling; else than other readers of the version
+  get, or this reader got before, or reads of the model that have ended brought lately.
+- Who merely waits for what its source waits for stays: the one nearest to the root moves. If that one has moved and is
+  slow still, or has nowhere to go, it is slow itself, and those behind it look for themselves.
+- Who leaves a filling source for that one's own source, and gets more there, takes its place: the slow one gives way,
+  and reads behind the others. If it gets no more it goes back.
+- A source that was left is the reader's last choice for a while, and each move of a reader waits twice as long as the
+  one before. A source that serves others is taken only if it has brought more, of late, than it brings now.
+- One by which nothing came is remembered, though there was nobody to go to: the next version is read from another.
+
+It must never: move all readers of a source at once to another one that serves already.
+"""
+
+from collections.abc import Generator, Iterator
+from math import inf
+
+from ...names import WorkerId
+from .. import facts
+from ..catalog import Model, VersionRecord
+from ..decisions import (
+    CallSlow,
+    CallStuck,
+    Decision,
+    ForgetCapacity,
+    Give,
+    GiveWay,
+    Leave,
+    LookedForBetter,
+    NoteUsualRates,
+    SettlePlaces,
+    StayFor,
+    TakeBack,
+)
+from ..membership import Member
+from ..open_reads import OpenRead
+from ..pace import Tier, is_too_slow, usual
+from ..state import State
+from . import progress, sources
+from .selection import Candidate, choose_source
+
+BETTER = 1.25  # times what came from the slow one, though they share its source now: half is at least 1.5 times a third
+WORTH = 2.0  # times what comes now: less is not worth a chunk that has to come again
+MOST_HOPS = 64  # of a chain; who is further from the root is nobody's way out
+
+
+def leave_slow(
+    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
+) -> Generator[Decision, None, bool]:
+    """Move the reader if its source stands still or is far too slow, and another one would do better."""
+    if reader.shard not in record.roots:
+        return False
+    if (yield from _settle_places(state, model, record, reader, read)):
+        return True
+    found = yield from _why_leave(state, model, record, reader, read)
+    if found is None:
+        yield CallStuck(read, read.pace.is_stuck and read.pace.rate is None)
+        return False
+    why, needed = found
+    is_looked_for = state.now >= reader.may_move_at
+    choice = _way_out(state, model, record, reader, read, needed) if is_looked_for else None
+    if choice is None:
+        if is_looked_for:
+            yield StayFor(reader, state.now + progress.window_s(state))
+        yield from _note_stuck(state, reader, read)
+        return False
+    best, reason = choice
+    its_own = progress.its_own(state, read)
+    takes_its_place = its_own is not None and its_own.source == best.worker
+    yield Leave(reader, read, state.now + 2 * progress.window_s(state) * 2.0 ** min(reader.moves, 16))
+    yield TakeBack(read)
+    yield Give(
+        *(reader, record, best.worker, f"{reason}; {why}", best.from_host, read.grant.to_host),
+        instead_of=read.source if takes_its_place else None,
+        must_beat=BETTER * (read.pace.rate or 0.0) if takes_its_place else 0.0,
+        counted_as="left_slow",
+    )
+    return True
+
+
+def _note_stuck(state: State, reader: Member, read: OpenRead) -> Iterator[Decision]:
+    """It is slow, and nobody would do better, or it was tried in vain."""
+    if not read.pace.is_stuck:
+        yield CallStuck(read, True)
+    source = state.members.get(read.source)
+    if not reader.moves:
+        is_whole = source is not None and facts.is_full(source, read.version, read.grant.from_host)
+        if source is not None and is_whole and read.pace.is_still(state.now, progress.patience_s(state)):
+            yield CallSlow(source, state.now + state.settings.leave_s)  # there will be others to choose from again
+        return
+    for worker in reader.left:
+        left = state.members.get(worker)
+        if left is not None:
+            yield CallSlow(left, -inf)  # it was not that one who is slow
+    if source is not None:
+        yield ForgetCapacity(source)  # nor has this one more to give
+
+
+def _way_out(
+    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead, needed: float
+) -> tuple[Candidate, str] | None:
+    """A source that would do better: an idle one; or its own source's, if that one can give way; or any."""
+    better = [c for c in sources.candidates(state, model, record, reader) if _is_better(state, read, c, needed)]
+    if not progress.tier(state, read)[0] and not sources.may_cross(state, model, record, reader):
+        better = [candidate for candidate in better if candidate.is_same_site]
+    its_own = state.reads.current(read.source)
+    first = [candidate for candidate in better if not candidate.load and not candidate.is_slow]
+    if its_own is not None and its_own.version == read.version:
+        first = first or [candidate for candidate in better if candidate.worker == its_own.source]
+    return choose_source(first or better, now=state.now)
+
+
+def _why_leave(
+    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
+) -> Generator[Decision, None, tuple[str, float] | None]:
+    """(the reason in words, how much another source must bring), or None: it stays."""
+    pace, name = read.pace, read.source.replica
+    if pace.is_still(state.now, progress.patience_s(state)):
+        return f"left {name}: nothing came for {state.now - pace.moved_at:.1f} s", 0.0
+    its_own = progress.its_own(state, read)
+    is_hopeless = its_own is not None and its_own.pace.is_stuck
+    if state.now < pace.waited_at + progress.window_s(state) and not is_hopeless:
+        return None  # what came was what its source had
+    if its_own is None or is_hopeless:
+        best = reader.best.get(progress.tier(state, read), 0.0)
+        usual_rate = yield from _usual(state, record, read)
+        others, whose = max(best, usual_rate or 0.0), "others get, or it got before,"
+        lately = _lately(state, model, read)
+        if lately > others:
+            others, whose = lately, "reads brought lately"
+    else:
+        others, whose = its_own.pace.rate or 0.0, "it receives"
+    times, rate = state.settings.slow_times, pace.rate or 0.0
+    if not is_too_slow(pace, others, times):
+        return None
+    return f"left {name}: {rate:.3g} B/s, where {whose} {others:.3g}", max(WORTH * rate, others / times)
+
+
+def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float) -> bool:
+    """It would bring so much, as far as can be known."""
+    if candidate.worker == read.source or candidate.is_doubtful or candidate.is_withdrawing:
+        return False
+    is_still = read.pace.is_still(state.now, progress.patience_s(state))
+    if not candidate.is_same_site and not is_still and (candidate.leaving_site or not progress.tier(state, read)[0]):
+        return False
+    if not candidate.is_full:
+        its_own = state.reads.current(candidate.worker)
+        rate = its_own.pace.rate if its_own is not None else None
+        is_enough = is_still if rate is None else rate >= needed
+        return is_enough and _is_sound(state, candidate.worker, without=read.source)
+    if not candidate.load:
+        return True
+    source, its_own = state.known(candidate.worker), state.reads.current(read.source)
+    others = [one for one in state.reads.from_source(candidate.worker) if not one.is_void]
+    if is_still:
+        return not any(progress.is_held_up(state, one) for one in others)
+    if any(one.pace.rate is None for one in others):
+        return False  # it serves somebody of whom too little is known yet
+    spare = source.capacity.best - sum(one.pace.rate or 0.0 for one in others)
+    if its_own is not None and its_own.source == candidate.worker:
+        spare += its_own.pace.rate or 0.0  # which gives way
+    return max(spare, source.capacity.best / (candidate.load + 1)) >= needed
+
+
+def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
+    """It is filling, and so is whoever it waits for, up to somebody who has everything; none of them is that one."""
+    read = state.reads.current(worker)
+    for _ in range(MOST_HOPS):
+        if read is None or read.source == without or read.pace.is_stuck or progress.is_held_up(state, read):
+            return False
+        source = state.members.get(read.source)
+        if source is None or facts.is_doubtful(state, source):
+            return False
+        if facts.is_full(source, read.version, read.grant.from_host):
+            return True
+        read = state.reads.current(read.source)
+    return False
+
+
+def _settle_places(
+    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
+) -> Generator[Decision, None, bool]:
+    """Of a slow source and who has left it for its own source only one stays there: who gets more out of it."""
+    slow = state.members.get(read.instead_of) if read.instead_of is not None else None
+    if slow is not None and read.pace.rate is not None:
+        yield SettlePlaces(read)
+        its_own = state.reads.current(slow.worker)
+        if its_own is not None and (its_own.source, its_own.version) == (read.source, read.version):
+            if read.pace.rate < read.must_beat:
+                yield from _note_stuck(state, reader, read)
+                return (yield from _follow(state, model, record, reader, read, slow.worker, "no better than"))
+            yield GiveWay(slow, reader.worker)
+    other = reader.gives_way_to
+    theirs = state.reads.current(other) if other is not None else None
+    if other is None or theirs is None or (theirs.source, theirs.version) != (read.source, read.version):
+        yield GiveWay(reader, None)
+        return False
+    if other in state.reads.readers_behind(reader.worker, read.version):
+        return False  # until it has let go of it
+    yield GiveWay(reader, None)
+    return (yield from _follow(state, model, record, reader, read, other, "gives way to"))
+
+
+def _follow(
+    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead, other: WorkerId, why: str
+) -> Generator[Decision, None, bool]:
+    """Read behind that one, or behind the last of those who do."""
+    found = [
+        candidate
+        for candidate in sources.candidates(state, model, record, reader)
+        if not candidate.is_full and (candidate.worker == other or not (candidate.load or candidate.is_doubtful))
+        if candidate.worker == other or other in state.reads.chain(candidate.worker)
+    ]
+    best = min(found, key=lambda candidate: (candidate.load, candidate.worker), default=None)
+    if best is None:
+        return False
+    reason = f"relay, filling, {best.done} chunks in place; {why} {other.replica}"
+    yield TakeBack(read)
+    is_stuck = read.pace.is_stuck
+    yield Give(reader, record, best.worker, reason, best.from_host, read.grant.to_host, is_stuck=is_stuck)
+    return True
+
+
+def _usual(state: State, record: VersionRecord, read: OpenRead) -> Generator[Decision, None, float | None]:
+    """What others get that read the version over such a distance. Found anew once a report."""
+    tier = progress.tier(state, read)
+    if state.now >= record.usual_until:
+        found: dict[Tier, list[float]] = {}
+        for holders in record.holders.values():
+            for worker in holders:
+                one = state.reads.current(worker)
+                if one is not None and one.version == record.version and one.pace.rate is not None:
+                    found.setdefault(progress.tier(state, one), []).append(one.pace.rate)
+        rates = {each: usual(those) for each, those in found.items()}
+        yield NoteUsualRates(record, rates, state.now + state.report_s)
+    return record.usual.get(tier)
+
+
+def _lately(state: State, model: Model, read: OpenRead) -> float:
+    """What reads of the model that have ended brought over such a distance, 0.0 where that is not known.
+
+    Of a source that serves others too a read can get no more than its present share of that.
+    """
+    tier = progress.tier(state, read)
+    lately = usual(list(model.lately.get(tier, ())))
+    rates = [one.pace.rate for one in _beside(state, read) if progress.tier(state, one) == tier]
+    known = [rate for rate in rates if rate is not None]
+    if lately is None or len(known) < len(rates):
+        return 0.0
+    total = sum(known)
+    return lately * (read.pace.rate or 0.0) / total if total else lately
+
+
+def _beside(state: State, read: OpenRead) -> list[OpenRead]:
+    """Those that its source serves now, itself too."""
+    return [one for one in state.reads.from_source(read.source) if not one.is_void]
+
+
+def to_idle(
+    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
+) -> Generator[Decision, None, bool]:
+    """Move the reader if that is sure to help: to an idle source that has everything and is no further away.
+
+    It leaves one that is itself still filling, whose pace it follows, or one that serves others too. It never goes
+    back: who reads from a whole source alone stays there. Between sites the pace is the uplink's: it leaves only one
+    that it shares, for one that is idle.
+    """
+    if state.now < read.looked_at + state.settings.rebalance_s or reader.shard not in record.roots:
+        return False
+    yield LookedForBetter(read)
+    source = state.known(read.source)
+    if facts.is_full(source, read.version, read.grant.from_host) and state.reads.load(read.source) < 2:
+        return False
+    is_far = source.hello.site != reader.hello.site
+    is_shared = is_far and sources.reads_leaving(state, record, reader)[source.hello.site] > 0
+    better = [
+        candidate
+        for candidate in sources.candidates(state, model, record, reader)
+        if candidate.is_full and not candidate.load and not candidate.published
+        if not candidate.is_withdrawing and not candidate.is_doubtful and not candidate.is_slow
+        if candidate.is_same_site or (is_shared and not candidate.leaving_site)
+    ]
+    choice = choose_source(better, now=state.now)
+    if choice is None:
+        return False
+    best, reason = choice
+    yield TakeBack(read)
+    to_host = read.grant.to_host
+    yield Give(reader, record, best.worker, reason, best.from_host, to_host, counted_as="rebalanced")
+    return True

@@ -1,0 +1,308 @@
+"""How a group operation goes forward: what it resolves to, what it waits for, when it is over.
+
+`advance` yields one decision after another. Each is carried out before it goes on, so that the next follows from it.
+"""
+
+from collections.abc import Iterator
+from math import inf
+
+from ...errors import UsageError
+from ...manifest import layout_difference
+from ...messages import Empty, Failure, Holding, Poisoned, Spec, Vacated
+from ...names import Shard, Version
+from ...version_spec import PREFETCHED
+from .. import facts
+from ..catalog import Model, VersionRecord
+from ..decisions import AcceptPublish, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
+from ..groups import GroupOperation, Replica, some_shards
+from ..membership import Member
+from ..state import State
+from . import claims, retention, witness
+
+TRIES = 3  # so often a source that lives may fail a reader before it is no hope any more: a link reset, a restart
+HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
+
+
+def advance(state: State, model: Model, replica: Replica, operation: GroupOperation) -> Iterator[Decision]:
+    """Take the operation as far as the facts allow."""
+    if operation.is_over:
+        return
+    yield Wait(operation, _missing(replica))
+    incomplete, look_again_at = _why_incomplete(state, replica, operation)
+    if incomplete is not None:
+        yield Fail(operation, incomplete)
+        return
+    if look_again_at < inf:
+        for shard in operation.arrived:
+            waiting = state.members.get(replica.members[shard]) if shard in replica.members else None
+            if waiting is not None:
+                yield LookAgain(waiting, look_again_at)
+    if operation.verb in facts.FILLS:
+        yield from _advance_fill(state, model, replica, operation)
+    elif operation.claim is not None and operation.version is None and operation.waiting is None:
+        yield from _advance_claim(state, model, replica, operation, operation.claim)
+    elif operation.verb == "publish":
+        yield from _advance_publish(state, model, replica, operation)
+    stuck = _why_stuck(state, model, replica) if not operation.is_over and not state.is_recovering else None
+    if stuck is not None:
+        yield _give_up(replica, operation, stuck)
+    if not operation.is_over and _is_done(state, replica, operation):
+        yield Finish(model, replica, operation)
+
+
+def _missing(replica: Replica) -> Failure | None:
+    missing = replica.missing()
+    if not missing:
+        return None
+    text = f"{replica.name} waits for shard {some_shards(missing)} of {replica.shards} to call {replica.operation}"
+    return Failure("group-incomplete", text, "is every shard running, and making the same calls?")
+
+
+def _why_incomplete(state: State, replica: Replica, operation: GroupOperation) -> tuple[Failure | None, float]:
+    """A shard that has not come, and that nobody can expect any more; or when to ask again.
+
+    A shard that lives may take its time.
+    """
+    hint, absent = "see that every shard runs, then call again on all of them", []
+    for shard in replica.missing():
+        worker = replica.members.get(Shard(shard))
+        member = state.members.get(worker) if worker is not None else None
+        if member is None:
+            absent.append(shard)
+        elif member.report.closing:
+            text = f"shard {shard} of {replica.name} is being closed, and does not come to {operation}"
+            return Failure("group-incomplete", text, hint), inf
+    if not absent:
+        return None, inf
+    patience_s = state.settings.lease_s
+    until = max(operation.began, state.recovered_at) + patience_s
+    if state.now >= until:
+        text = f"shard {some_shards(absent)} of {replica.name} was not there within {patience_s:.3g} s of {operation}"
+        return Failure("group-incomplete", text, hint), inf
+    return None, until
+
+
+def _why_wait(state: State, model: Model, replica: Replica) -> Failure | None:
+    """Why the replica can be given no number of its own yet, or None."""
+    return witness.why_unwitnessed(model, replica) if model.roll.is_over else _recovering(state)
+
+
+def _recovering(state: State) -> Failure:
+    left_s = state.recovered_at - state.now
+    return Failure("unavailable", f"the reference server has restarted and listens for {left_s:.1f} s more", "retry")
+
+
+def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
+    """Why a shard may never leave the version that it holds, as this operation wants."""
+    for worker in replica.members.values():
+        member = state.members.get(worker)
+        failure = retention.why_stuck(state, model, replica, member) if member is not None else None
+        if failure is not None:
+            return failure
+    return None
+
+
+def _is_done(state: State, replica: Replica, operation: GroupOperation) -> bool:
+    if operation.claim is not None and operation.version is None:
+        return False
+    for shard in range(replica.shards):
+        worker = replica.members.get(Shard(shard))
+        member = state.members.get(worker) if worker is not None else None
+        told = member.report.operation if member is not None else None
+        if member is None or told is None or told.number != operation.number:
+            return False
+        buffer = member.report.buffer
+        if operation.verb == "unpublish":
+            if not isinstance(buffer, Empty | Vacated | Poisoned):
+                return False
+        elif not isinstance(buffer, Holding) or buffer.version != operation.version:
+            return False
+    return True
+
+
+# --- publish ----------------------------------------------------------------------------------------------------------
+
+
+def _advance_publish(state: State, model: Model, replica: Replica, operation: GroupOperation) -> Iterator[Decision]:
+    if operation.version is not None or operation.waiting is not None:
+        return
+    waiting = _why_wait(state, model, replica)
+    if waiting is not None:
+        yield Wait(operation, waiting)
+        return
+    version = Version(int(operation.spec))
+    conflict = model.conflict(replica, version, operation.arrived)
+    conflict = conflict or claims.conflict_with(state, model, replica, version)
+    if conflict is not None:
+        yield Fail(operation, conflict)
+    else:
+        yield AcceptPublish(model, replica, operation, version)
+
+
+def _advance_claim(
+    state: State, model: Model, replica: Replica, operation: GroupOperation, version: Version
+) -> Iterator[Decision]:
+    """All shards have come to an unpublish that claims a number."""
+    waiting = _why_wait(state, model, replica)
+    if waiting is not None:
+        yield Wait(operation, waiting)
+        return
+    conflict = claims.why_refuse(state, model, replica, version)
+    yield Resolve(operation, version) if conflict is None else Fail(operation, conflict)
+
+
+# --- replicate and update ---------------------------------------------------------------------------------------------
+
+
+def _advance_fill(state: State, model: Model, replica: Replica, operation: GroupOperation) -> Iterator[Decision]:
+    if operation.version is None:
+        yield _resolve(state, model, replica, operation)
+    version = operation.version
+    if version is None or operation.is_over:
+        return
+    record = model.look_up(version)
+    yield Promise(model, replica, version)
+    for shard in operation.arrived:
+        worker = replica.members.get(shard)
+        member = state.members.get(worker) if worker is not None else None
+        if member is not None and not operation.is_over:
+            failure = _why_hopeless(state, model, record, member)
+            if failure is not None:
+                yield _give_up(replica, operation, failure)
+
+
+def _give_up(replica: Replica, operation: GroupOperation, failure: Failure) -> Decision:
+    """It cannot succeed. All shards hear so together: one that came later would be counted as making the next call."""
+    return Wait(operation, failure) if replica.missing() else Fail(operation, failure)
+
+
+def _resolve(state: State, model: Model, replica: Replica, operation: GroupOperation) -> Decision:
+    if not witness.is_whole(state, model, replica):
+        return Wait(operation, _recovering(state))
+    held = _held_by_all(state, replica)
+    if operation.spec == PREFETCHED:
+        version, failure = _prefetched(state, model, replica, held)
+    else:
+        version, failure = model.resolve(operation.spec)
+    if operation.verb == "update" and held is not None and _is_enough(operation.spec, held, version):
+        version, failure = held, None
+    if version is None:
+        assert failure is not None
+        is_number = isinstance(operation.spec, int)
+        return _give_up(replica, operation, failure) if is_number else Wait(operation, failure)
+    record = model.look_up(version)
+    absent = _absent_shard(state, replica, record)
+    if absent is None:
+        return Resolve(operation, version)
+    return Wait(operation, _unavailable(state, model, record, absent))
+
+
+def _is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
+    """What is held needs no update: nothing newer was asked for, or there is nothing newer."""
+    if version is None and isinstance(spec, int):
+        return held >= spec  # a number that was never published is not to be had, whatever is held
+    return version is None or held >= version
+
+
+def _prefetched(
+    state: State, model: Model, replica: Replica, held: Version | None
+) -> tuple[Version | None, Failure | None]:
+    """The newest version of which each shard of the replica has a whole copy; or what they hold; or the latest."""
+    members = [state.known(worker) for worker in replica.members.values()]
+    if len(members) < replica.shards:
+        text = f"not all shards of {replica.name} are here: nobody knows what they have fetched ahead"
+        return None, _missing(replica) or Failure("group-incomplete", text, "is every shard running?")
+    for version in sorted(model.versions, reverse=True):  # what somebody has a whole copy of exists
+        if all(member.fills_itself(version) for member in members):
+            return version, None
+    return (held, None) if held is not None else model.resolve("latest")
+
+
+def _held_by_all(state: State, replica: Replica) -> Version | None:
+    """The version that each shard of the replica holds, if it is one."""
+    held = []
+    for worker in replica.members.values():
+        member = state.members.get(worker)
+        buffer = member.report.buffer if member is not None else None
+        held.append(buffer.version if isinstance(buffer, Holding) else None)
+    return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
+
+
+def _can_serve(member: Member, version: Version) -> bool:
+    """It has the whole version, and does not want to leave it."""
+    is_held = isinstance(member.report.buffer, Holding) and member.holds(version)
+    return is_held or member.has_whole_copy(version)
+
+
+def _absent_shard(state: State, replica: Replica, record: VersionRecord) -> int | None:
+    """A shard of the version that nobody, or only somebody about to leave, holds whole."""
+    for shard in range(replica.shards):
+        holders = (state.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
+        if not any(member is not None and _can_serve(member, record.version) for member in holders):
+            return shard
+    return None
+
+
+def _unavailable(state: State, model: Model, record: VersionRecord, shard: int) -> Failure:
+    holders = (state.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
+    leaving = [str(member.worker) for member in holders if member is not None and member.holds(record.version)]
+    last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""
+    text = f"nobody holds shard {shard} of version {record.version} of {model.name} now{last}"
+    older = [
+        v for v, r in sorted(model.versions.items(), reverse=True) if v != record.version and any(r.holders.values())
+    ]
+    hint = f"wait for a newer version, or replicate version {older[0]}" if older else "wait for a newer version"
+    return Failure("version-unavailable", text, hint)
+
+
+def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
+    """Why this shard can never get the version by this operation, or None."""
+    if isinstance(member.report.buffer, Holding) and member.report.buffer.version == record.version:
+        return None
+    theirs = record.layouts.get(member.shard)
+    if theirs is not None and theirs != member.report.layout:
+        return _layout_mismatch(state, model, record, member)
+    failures = member.report.failures
+    is_enough = member.failures > state.settings.most_failures and not _has_hope(state, record, member)
+    if failures and (is_enough or failures[-1].code in HOPELESS):
+        last = failures[-1]
+        text = f"{member.worker} failed {member.failures} reads of version {record.version}; last from {last.source}"
+        return Failure(last.code, f"{text}: {last.message}", "see `tensorhub status` for who holds it")
+    if state.is_recovering or state.reads.current(member.worker) is not None:
+        return None
+    if member.has_whole_copy(record.version):
+        return None
+    if model.is_lost(record):
+        return model.loss(record)
+    return _all_corrupt(state, record, member)
+
+
+def _has_hope(state: State, record: VersionRecord, member: Member) -> bool:
+    """Somebody has all of the version who has not failed this reader yet; or not often, and lives."""
+    for source in facts.full_sources(state, record, member):
+        avoided = member.avoided.get(source.worker)
+        if avoided is None or (avoided.times < TRIES and facts.is_here(state, source)):
+            return True
+    return False
+
+
+def _all_corrupt(state: State, record: VersionRecord, member: Member) -> Failure | None:
+    sources = [worker for worker in record.holders.get(member.shard, {}) if worker != member.worker]
+    avoided = [member.avoided[worker] for worker in sources if worker in member.avoided]
+    if not sources or len(avoided) < len(sources) or any(a.until < float("inf") for a in avoided):
+        return None
+    text = f"{member.worker} got bytes of version {record.version} that are not as published, from every holder"
+    return Failure("corrupt-transfer", text, "were the published tensors changed in place? weights.check() tells")
+
+
+def _layout_mismatch(state: State, model: Model, record: VersionRecord, member: Member) -> Failure:
+    mine, theirs = state.layouts.get(member.report.layout), state.layouts.get(record.layouts[member.shard])
+    difference = None
+    if mine is not None and theirs is not None:
+        here, there = f"in {member.worker}", f"in version {record.version}"
+        try:
+            difference = layout_difference(mine.decode(), theirs.decode(), here=here, there=there)
+        except UsageError:
+            difference = None  # what is no layout differs too, but no word of it is repeated
+    text = difference or f"the tensors of {member.worker} differ from those of version {record.version} of {model.name}"
+    return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")

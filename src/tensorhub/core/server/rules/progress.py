@@ -1,0 +1,43 @@
+"""How a read goes, beside the others: how far it comes, and whether anything comes."""
+
+from .. import facts
+from ..open_reads import OpenRead
+from ..pace import Tier
+from ..state import State
+
+REPORTS = 1.75  # without anything: two, less what the second may come early
+
+
+def patience_s(state: State) -> float:
+    """How long a read may stand still."""
+    return max(state.settings.stalled_s, REPORTS * state.settings.report_s_of(len(state.members)))
+
+
+def window_s(state: State) -> float:
+    """Over how long a rate is measured."""
+    return max(state.settings.slow_s, 2 * state.settings.report_s_of(len(state.members)))
+
+
+def its_own(state: State, read: OpenRead) -> OpenRead | None:
+    """The read by which a filling source that lives itself gets the version."""
+    source = state.members.get(read.source)
+    if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.grant.from_host):
+        return None
+    its_own = state.reads.current(read.source)
+    if its_own is None or (its_own.version, its_own.grant.to_host) != (read.version, read.grant.from_host):
+        return None
+    return its_own
+
+
+def is_held_up(state: State, read: OpenRead) -> bool:
+    """Nothing comes by it, as a reader says who is there to say so."""
+    reader = state.members.get(read.reader)
+    return reader is not None and facts.is_here(state, reader) and read.pace.is_still(state.now, patience_s(state))
+
+
+def tier(state: State, read: OpenRead) -> Tier:
+    """How far the read comes: (from another site, from another host)."""
+    reader, source = state.members.get(read.reader), state.members.get(read.source)
+    if reader is None or source is None:
+        return read.grant.is_far, True
+    return source.hello.site != reader.hello.site, source.hello.host != reader.hello.host

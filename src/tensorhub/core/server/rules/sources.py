@@ -1,0 +1,108 @@
+"""Whom a reader could read from, and what the choice between them depends on.
+
+Between datacenters each shard of a version travels once: one worker of a site, the *seed*, reads it from another site.
+Who is the seed follows from how things are: who already reads across; else, of those that want the version now and have
+no source, the one that has most of it, so that a seed that died is replaced where the least has to come again. The
+others of the site wait for it, or read behind it. Nobody waits for one who has gone, though its lease may still last.
+"""
+
+from collections import Counter
+from math import inf
+
+from ...messages import Holding, Withdrawing
+from .. import facts
+from ..catalog import Model, VersionRecord
+from ..membership import Member
+from ..state import State
+from . import retention, wanted, witness
+from .selection import Candidate
+
+
+def candidates(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
+    """Whom the reader may be given as its source."""
+    return witness.allowed(state, model, reader, possible(state, model, record, reader))
+
+
+def possible(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
+    """Whom the reader could read from; across sites only if it is the seed of its own."""
+    behind = state.reads.readers_behind(reader.worker, record.version)
+    leaving = reads_leaving(state, record, reader) if len(model.sites) > 1 else None
+    found = []
+    for worker in record.holders.get(reader.shard, {}):
+        member = state.members.get(worker)
+        if member is None or worker in behind:
+            continue
+        for from_host in (False, True):
+            candidate = _candidate(state, record, reader, member, from_host, leaving)
+            if candidate is not None:
+                found.append(candidate)
+    if all(candidate.is_same_site for candidate in found):
+        return found
+    near = [c for c in found if c.is_same_site and c.avoided_until <= state.now]
+    near = [c for c in near if not c.is_withdrawing and not c.is_doubtful]
+    return found if near or may_cross(state, model, record, reader) else []
+
+
+def reads_leaving(state: State, record: VersionRecord, reader: Member) -> Counter[str]:
+    """How many reads by others leave each site for another, of those from who has this shard of the version."""
+    found: Counter[str] = Counter()
+    for worker in record.holders.get(reader.shard, {}):
+        source = state.members.get(worker)
+        for read in state.reads.from_source(worker) if source is not None else ():
+            other = state.members.get(read.reader)
+            if source is None or other is None or other is reader or read.is_void or not other.is_connected:
+                continue
+            found[source.hello.site] += other.hello.site != source.hello.site
+    return found
+
+
+def may_cross(state: State, model: Model, record: VersionRecord, reader: Member) -> bool:
+    """The reader is the seed of its site for its shard: nobody else is to read that across."""
+    best: tuple[int, object] | None = None
+    for member in facts.members_of(state, model, reader.shard):
+        if member.hello.site != reader.hello.site or state.reads.current(member.worker) is not None:
+            continue
+        if not facts.is_here(state, member):
+            continue
+        replica = model.replicas[member.hello.replica]
+        its_read = wanted.wanted_read(state, model, replica, member)
+        if its_read is not None and its_read.version == record.version:
+            rank = (-member.done(from_host=its_read.to_host, version=record.version), member.worker)
+            best = rank if best is None or rank < best else best
+    return best is None or best[1] == reader.worker
+
+
+def _candidate(
+    state: State,
+    record: VersionRecord,
+    reader: Member,
+    member: Member,
+    from_host: bool,
+    leaving: Counter[str] | None,
+) -> Candidate | None:
+    """The member's buffer, or its host copy, as a source; None if it cannot be one."""
+    version, worker = record.version, member.worker
+    if not facts.serves(state, worker, version, from_host) or (from_host and member.loses_copy(version)):
+        return None
+    has_all = facts.is_full(member, version, from_host)
+    current = state.reads.current(worker)
+    is_filling = current is not None and current.version == version and current.grant.to_host == from_host
+    if not has_all and (not is_filling or (not from_host and retention.leaves_last(state, member))):
+        return None  # it waits for a source itself, or for those who would read behind it
+    buffer, here, there = member.report.buffer, reader.hello, member.hello
+    avoided = reader.avoided.get(worker)
+    return Candidate(
+        worker=worker,
+        load=state.reads.load(worker),
+        is_full=has_all,
+        done=member.done(from_host=from_host, version=version),
+        published=not from_host and has_all and isinstance(buffer, Holding | Withdrawing) and buffer.published,
+        is_withdrawing=facts.is_leaving(member, version, from_host),
+        is_doubtful=facts.is_doubtful(state, member) or reader.left.get(worker, -inf) > state.now,
+        is_slow=member.slow_until > state.now,
+        is_near=here.host == there.host,
+        is_same_site=here.site == there.site,
+        avoided_until=avoided.until if avoided is not None else -inf,
+        from_host=from_host,
+        leaving_site=leaving[there.site] if leaving is not None and here.site != there.site else 0,
+    )
