@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, Hello, Holding, Operation, Orders, Reading, Refusal, Report
+from tensorhub.core.messages import PROTOCOL, Hello, Holding, Operation, Orders, Poisoned, Reading, Refusal, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version
 from tensorhub.core.server import Server
 from tensorhub.core.server.numbers import BLOCK, Numbers
@@ -96,6 +96,8 @@ def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
             hear(found, name, **told, layout=Digest("l"))
         orders = hear(found, "left", number=2, buffer=wrong, layout=Digest("l"))
         assert orders.conflict == "wrong"
+        left = found.state.known(worker("left"))
+        assert (left.report.buffer, left.content.buffer) == (wrong, Poisoned()), "what it said stays as it came"
         assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
         record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
         assert [each.replica for each in record.holders[worker("real").shard]] == ["real"]

@@ -738,7 +738,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody waits for copies that the first lease keeps",
-        "    if state.is_recovering and member.report.copies:\n        return True\n",
+        "    if state.is_recovering and member.content.copies:\n        return True\n",
         "",
         "the established version is not given up for want of room that others are about to leave",
     ),

@@ -11,12 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
-from ..messages import Buffer, Failure, Filling, Holding, Report, Spec, Vacated, Withdrawing
+from ..messages import Buffer, Empty, Failure, Filling, Holding, HostCopy, Spec, Vacated, Withdrawing
 from ..names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from ..version_spec import parse_spec, steps_back
 from .groups import Replica
 from .roster import Roll
+
+
+class Content(NamedTuple):
+    """What a worker has, as far as the server believes it: what is not what its version is counts as poisoned."""
+
+    buffer: Buffer = Empty()
+    copies: tuple[HostCopy, ...] = ()
 
 
 @dataclass
@@ -107,7 +115,7 @@ class Model:
         record.layouts.setdefault(worker.shard, layout)
         return True
 
-    def move(self, worker: WorkerId, old: Report | None, new: Report | None) -> None:
+    def move(self, worker: WorkerId, old: Content | None, new: Content | None) -> None:
         """What the worker has changed: keep the index of holders."""
         before, after = versions_in(old), versions_in(new)
         for version in before:
@@ -270,12 +278,12 @@ def version_in(buffer: Buffer | None) -> Version | None:
     return buffer.version if isinstance(buffer, Filling | Holding | Withdrawing | Vacated) else None
 
 
-def versions_in(report: Report | None) -> dict[Version, bool]:
+def versions_in(content: Content | None) -> dict[Version, bool]:
     """The versions that a worker has, in its buffer or beside it, and whether it has all of it."""
-    if report is None:
+    if content is None:
         return {}
-    found = {copy.version: copy.whole for copy in report.copies}
-    held = version_in(report.buffer)
+    found = {copy.version: copy.whole for copy in content.copies}
+    held = version_in(content.buffer)
     if held is not None:
-        found[held] = found.get(held, False) or not isinstance(report.buffer, Filling)
+        found[held] = found.get(held, False) or not isinstance(content.buffer, Filling)
     return found

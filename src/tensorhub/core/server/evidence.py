@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..messages import Holding, Report, Vacated, Withdrawing
 from ..names import Digest, Number, Version, WorkerId
-from .catalog import Model
+from .catalog import Content, Model
 from .groups import Replica
 from .membership import Member
 from .receipts import are_equal
@@ -40,7 +40,7 @@ def _owed(state: State, model: Model, member: Member) -> dict[int, str]:
     found: dict[int, str] = {}
     if not model.roll.is_over:
         return found
-    for version, root in _held(member.report):
+    for version, root in _held(member.content):
         record = model.versions.get(version)
         is_so = record is not None and record.exists and record.roots.get(member.shard) == root
         if is_so and version not in member.report.receipts:
@@ -48,9 +48,9 @@ def _owed(state: State, model: Model, member: Member) -> dict[int, str]:
     return found
 
 
-def _held(report: Report) -> list[tuple[Version, Digest]]:
-    buffer = report.buffer
-    found = [(copy.version, copy.root) for copy in report.copies if copy.whole]
+def _held(content: Content) -> list[tuple[Version, Digest]]:
+    buffer = content.buffer
+    found = [(copy.version, copy.root) for copy in content.copies if copy.whole]
     if isinstance(buffer, Holding | Withdrawing | Vacated):
         found.append((buffer.version, buffer.root))
     return found
@@ -98,4 +98,4 @@ def holders_in_dispute(state: State, model: Model, version: Version) -> list[tup
 
 
 def _differs(member: Member, version: Version, root: Digest) -> bool:
-    return any(held == version and other != root for held, other in _held(member.report))
+    return any(held == version and other != root for held, other in _held(member.content))

@@ -43,7 +43,7 @@ def is_full(member: Member, version: Version, from_host: bool) -> bool:
 
 def is_leaving(source: Member, version: Version, from_host: bool) -> bool:
     """The source wants to leave what it has of the version there."""
-    buffer = source.report.buffer
+    buffer = source.content.buffer
     if from_host:
         return source.report.closing
     return isinstance(buffer, Withdrawing) and buffer.version == version
@@ -58,7 +58,7 @@ def serves(state: State, source: WorkerId, version: Version, from_host: bool) ->
     is_about_to = current is not None and current.version == version and current.grant.to_host == from_host
     if from_host:
         return member.keeps_copy(version) or (is_about_to and not member.loses_copy(version))
-    match member.report.buffer:
+    match member.content.buffer:
         case Holding(version=held) | Filling(version=held) if held == version:
             return True
         case Withdrawing(version=held, impatient=impatient) if held == version:
@@ -87,7 +87,7 @@ def wanted_version(replica: Replica, member: Member) -> Version | None:
     operation = replica.find(told.number) if told is not None else None
     if operation is None or operation.is_over or operation.verb not in FILLS:
         return None
-    buffer = member.report.buffer
+    buffer = member.content.buffer
     if isinstance(buffer, Filling) and buffer.version != operation.version:
         return None
     return operation.version

@@ -9,6 +9,7 @@ from ..messages import (
     MOST_COPIES,
     MOST_FAR,
     MOST_PINS,
+    Buffer,
     Grant,
     Holding,
     HostCopy,
@@ -22,7 +23,7 @@ from ..messages import (
 from ..names import Digest, Ticket, Version
 from ..sums import add_up
 from . import apply, evidence, rollcall
-from .catalog import Model, version_in, versions_in
+from .catalog import Content, Model, version_in, versions_in
 from .groups import Replica
 from .membership import Avoided, Member
 from .open_reads import OpenRead
@@ -54,44 +55,50 @@ def take_layout(state: State, layout: LayoutInfo) -> None:
 
 
 def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
-    """What the worker has in its buffer and beside it."""
-    report, worker = member.report, member.worker
+    """What the worker has in its buffer and beside it, as far as it is what its version is."""
+    report, former = member.report, member.content
     is_news = False
     if report.newest is not None and evidence.believes_newest(state, model, report):
         is_news = model.note_exists(report.newest)
-    buffer = report.buffer
-    if type(buffer) is not type(before.buffer) or version_in(buffer) != version_in(before.buffer):
+    buffer = _judged_buffer(state, model, member)
+    if type(buffer) is not type(former.buffer) or version_in(buffer) != version_in(former.buffer):
         member.is_drained = False
-    member.conflict = Digest("")
-    if isinstance(buffer, WHOLE) and not evidence.accepts(state, model, member, buffer.version, buffer.root):
-        state.counters["conflicting_holders"] += 1
-        member.conflict = buffer.root
-        buffer = Poisoned()  # not what that version is: nobody reads it here, and it is told so
-        report = member.report = replace(report, buffer=buffer)
-    report = member.report = replace(report, copies=_good_copies(state, model, member), pins=report.pins[:MOST_PINS])
-    model.move(worker, before, report)
+    copies = _judged_copies(state, model, member)
+    content = member.content = Content(buffer, copies)
+    model.move(member.worker, former, content)
     if isinstance(buffer, WHOLE) and _exists_by(state, replica, buffer):
         is_news |= model.note_exists(buffer.version)
     if isinstance(buffer, WHOLE) and buffer.published:
         replica.publishes = True
         model.record(buffer.version).publishers[replica.name] = None
-    for copy in report.copies:
+    for copy in copies:
         if copy.published:
             model.record(copy.version).publishers[replica.name] = None
-    for version in versions_in(report):
+    for version in versions_in(content):
         for group, other in evidence.holders_in_dispute(state, model, version):
             take_content(state, model, group, other, other.report)
             state.mark_dirty(other.worker)
     is_news |= _take_wishes(state, model, member, before)
     _count_far(model, member, before)
-    if is_news or [c.whole for c in before.copies] != [c.whole for c in report.copies]:
+    if is_news or [c.whole for c in former.copies] != [c.whole for c in copies]:
         state.mark_everyone_dirty(model)
-    elif type(before.buffer) is not type(buffer) or (before.buffer != buffer and member.is_full):
+    elif type(former.buffer) is not type(buffer) or (former.buffer != buffer and member.is_full):
         state.mark_busy_dirty(model)
 
 
-def _good_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:
-    """Its host copies, without those whose content is not that of their version. One that is whole makes it exist."""
+def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
+    """Its buffer; one whose content is not that of its version is no version at all, and its worker is told so."""
+    buffer = member.report.buffer
+    member.conflict = Digest("")
+    if not isinstance(buffer, WHOLE) or evidence.accepts(state, model, member, buffer.version, buffer.root):
+        return buffer
+    state.counters["conflicting_holders"] += 1
+    member.conflict = buffer.root
+    return Poisoned()
+
+
+def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:
+    """Its host copies; one whose content is not that of its version is not whole. One that is makes it exist."""
     found = []
     for copy in member.report.copies[:MOST_COPIES]:
         if copy.whole and not copy.leaving:
@@ -126,7 +133,7 @@ def _take_wishes(state: State, model: Model, member: Member, before: Report) -> 
     is_news = (report.pins, report.closing) != (before.pins, before.closing)
     model.pins.pop(member.worker, None)
     if report.pins:
-        model.pins[member.worker] = report.pins
+        model.pins[member.worker] = report.pins[:MOST_PINS]
     if report.closing and not before.closing:
         model.closing[member.worker] = None
         member.closing_since = state.now
@@ -138,7 +145,7 @@ def _exists_by(state: State, replica: Replica, buffer: Holding | Withdrawing | V
     if not buffer.published:
         return True
     group = [state.members.get(worker) for worker in replica.members.values()]
-    found = [m.report.buffer for m in group if m is not None and m.is_full]
+    found = [m.content.buffer for m in group if m is not None and m.is_full]
     whole = [held for held in found if version_in(held) == buffer.version]
     return len(whole) == replica.shards
 
@@ -199,7 +206,7 @@ def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
         _note_ended(state, model, member, read)
         still = state.reads.current(member.worker)
         is_read = still is not None and still.version == read.version
-        if record is not None and not is_read and read.version not in versions_in(member.report):
+        if record is not None and not is_read and read.version not in versions_in(member.content):
             record.holders.get(member.shard, {}).pop(member.worker, None)
 
 

@@ -24,7 +24,7 @@ def server_contradiction(state: State) -> str | None:
                     if member is None:
                         return f"{worker} counts as a holder of {record.version} and has no session"
                     is_reading = any(read.version == record.version for read in state.reads.of(worker))
-                    if not is_reading and record.version not in versions_in(member.report):
+                    if not is_reading and record.version not in versions_in(member.content):
                         return f"{worker} counts as a holder of {record.version} and says {member.report}"
         for replica in model.replicas.values():
             for shard, worker in replica.members.items():

@@ -10,6 +10,7 @@ from math import inf
 
 from ..messages import Filling, Hello, Holding, HostCopy, Orders, Report, Vacated, Withdrawing
 from ..names import Digest, Number, Shard, Ticket, Version, WorkerId
+from .catalog import Content
 from .pace import Capacity
 
 
@@ -29,7 +30,8 @@ class Member:
     sender: str
     session: Number
     lease_end: float
-    report: Report = field(default_factory=lambda: Report(number=0))
+    report: Report = field(default_factory=lambda: Report(number=0))  # as it came: nobody changes it
+    content: Content = Content()  # what it has of that, as far as the server believes it
     is_connected: bool = True
     has_lived_before: bool = False  # it had a session before this one: of a server before this one, perhaps
     is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
@@ -68,7 +70,7 @@ class Member:
 
     @property
     def is_full(self) -> bool:
-        return isinstance(self.report.buffer, Holding | Withdrawing | Vacated)
+        return isinstance(self.content.buffer, Holding | Withdrawing | Vacated)
 
     @property
     def is_let_go(self) -> bool:
@@ -81,28 +83,28 @@ class Member:
 
     def holds(self, version: Version) -> bool:
         """All of the version is in its buffer."""
-        buffer = self.report.buffer
+        buffer = self.content.buffer
         return isinstance(buffer, Holding | Withdrawing | Vacated) and buffer.version == version
 
     def stays(self, version: Version) -> bool:
         """Its buffer holds the version, and it does not want to leave it."""
-        buffer = self.report.buffer
+        buffer = self.content.buffer
         return isinstance(buffer, Holding) and buffer.version == version and not self.report.closing
 
     def copy(self, version: Version) -> HostCopy | None:
         """Its host copy of the version, whole or not, unless that is about to go."""
-        for copy in self.report.copies:
+        for copy in self.content.copies:
             if copy.version == version and not copy.leaving and copy.number not in self.releasing:
                 return copy
         return None
 
     def keeps_copy(self, version: Version) -> bool:
         """It has a host copy of the version that it was not told to drop, though it may be asking to."""
-        return any(copy.version == version and copy.number not in self.releasing for copy in self.report.copies)
+        return any(copy.version == version and copy.number not in self.releasing for copy in self.content.copies)
 
     def loses_copy(self, version: Version) -> bool:
         """It has a host copy of the version that is about to go."""
-        return self.copy(version) is None and any(copy.version == version for copy in self.report.copies)
+        return self.copy(version) is None and any(copy.version == version for copy in self.content.copies)
 
     def has_whole_copy(self, version: Version) -> bool:
         copy = self.copy(version)
@@ -119,7 +121,7 @@ class Member:
 
     def filled(self, version: Version, *, to_host: bool) -> tuple[int, int, bool]:
         """Of its buffer or host copy: (chunks in place, chunks in all, whether it is filled with that version)."""
-        place = self.copy(version) if to_host else self.report.buffer
+        place = self.copy(version) if to_host else self.content.buffer
         if isinstance(place, HostCopy | Filling) and place.version == version:
             return place.done, place.chunks, True
         return 0, 0, False
@@ -127,15 +129,15 @@ class Member:
     @property
     def chunks_in_place(self) -> int:
         """Of all that it is filling now."""
-        copies = sum(copy.done for copy in self.report.copies if not copy.leaving)
-        return copies + (self.report.buffer.done if isinstance(self.report.buffer, Filling) else 0)
+        copies = sum(copy.done for copy in self.content.copies if not copy.leaving)
+        return copies + (self.content.buffer.done if isinstance(self.content.buffer, Filling) else 0)
 
     def done(self, *, from_host: bool, version: Version) -> int:
         """Chunks in place of a version that its buffer or host copy is being filled with."""
         if from_host:
             copy = self.copy(version)
             return copy.done if copy is not None else 0
-        buffer = self.report.buffer
+        buffer = self.content.buffer
         return buffer.done if isinstance(buffer, Filling) and buffer.version == version else 0
 
 

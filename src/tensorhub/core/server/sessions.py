@@ -34,7 +34,7 @@ def end(state: State, member: Member, why: str) -> None:
     """It has left, or died, or gave way."""
     model, replica = state.place(member)
     intake.close_reads(state, member, None)
-    model.move(member.worker, member.report, None)
+    model.move(member.worker, member.content, None)
     replica.lose(member.shard, why)
     model.forget(member.worker, member.hello.site)
     state.members.remove(member.worker)

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 
-from ..messages import PROTOCOL, Filling, HostCopy
+from ..messages import MOST_PINS, PROTOCOL, Filling, HostCopy
 from ..names import Shard
 from ..snapshot import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
 from .catalog import Model, VersionRecord, version_in
@@ -85,7 +85,7 @@ def _filled(reader: Member | None, read: OpenRead) -> Filling | HostCopy | None:
         return None
     if read.grant.to_host:
         return reader.copy(read.version)
-    return reader.report.buffer if isinstance(reader.report.buffer, Filling) else None
+    return reader.content.buffer if isinstance(reader.content.buffer, Filling) else None
 
 
 class _Holders:
@@ -170,12 +170,12 @@ def _replica(state: State, replica: Replica) -> ReplicaView:
 
 
 def _worker(state: State, member: Member) -> WorkerView:
-    report = member.report
-    done, chunks = (report.buffer.done, report.buffer.chunks) if isinstance(report.buffer, Filling) else (0, 0)
+    report, content = member.report, member.content
+    done, chunks = (content.buffer.done, content.buffer.chunks) if isinstance(content.buffer, Filling) else (0, 0)
     return WorkerView(
         shard=Shard(member.shard),
-        state=type(report.buffer).__name__.lower(),
-        version=version_in(report.buffer),
+        state=type(content.buffer).__name__.lower(),
+        version=version_in(content.buffer),
         done=done,
         chunks=chunks,
         size_bytes=report.size_bytes,
@@ -188,10 +188,10 @@ def _worker(state: State, member: Member) -> WorkerView:
         site=member.hello.site,
         reliable=member.hello.reliable,
         received_bytes=report.received_bytes,
-        copies=tuple(copy.version for copy in report.copies if copy.whole and not copy.leaving),
-        copies_filling=tuple(copy.version for copy in report.copies if not copy.whole),
+        copies=tuple(copy.version for copy in content.copies if copy.whole and not copy.leaving),
+        copies_filling=tuple(copy.version for copy in content.copies if not copy.whole),
         copies_left=report.copies_left,
-        pins=report.pins,
+        pins=report.pins[:MOST_PINS],
     )
 
 

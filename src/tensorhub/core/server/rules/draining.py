@@ -20,7 +20,7 @@ class Drained(NamedTuple):
 
 def drained_version(state: State, model: Model, member: Member) -> Drained:
     """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
-    buffer = member.report.buffer
+    buffer = member.content.buffer
     if not isinstance(buffer, Withdrawing | Poisoned) or buffer.version is None:
         return Drained()
     if not model.roll.is_over or witness.is_strange(state, member):
@@ -57,7 +57,7 @@ def is_last_holder(state: State, record: VersionRecord, leaver: Member) -> bool:
         member = state.members.get(worker)
         if member is None:
             continue
-        is_held = isinstance(member.report.buffer, Holding) and member.holds(record.version)
+        is_held = isinstance(member.content.buffer, Holding) and member.holds(record.version)
         if member.has_whole_copy(record.version) or (worker != leaver.worker and is_held):
             return False
     return True

@@ -52,7 +52,7 @@ def has_reliable_holder(model: Model, record: VersionRecord, leaver: Member) -> 
 
 def is_keeper(state: State, model: Model, member: Member) -> bool:
     """It holds the newest established version, and of those that do it is the one to make a copy ahead of need."""
-    version, buffer = model.newest_established, member.report.buffer
+    version, buffer = model.newest_established, member.content.buffer
     if not isinstance(buffer, Holding) or buffer.version != version:
         return False
     record = model.look_up(version)
@@ -88,7 +88,7 @@ def is_another_on_its_way(state: State, model: Model, record: VersionRecord, mem
         wanted = facts.wanted_version(model.replicas[other.hello.replica], other)
         if wanted is None or wanted <= record.version:
             continue
-        buffer = other.report.buffer
+        buffer = other.content.buffer
         has_left = not isinstance(buffer, Holding | Withdrawing) or buffer.version != record.version
         if has_left or other.is_let_go:
             return True

@@ -81,7 +81,7 @@ def _waits_for_its_readers(state: State, read: OpenRead) -> bool:
 
 
 def _is_impatient(source: Member, version: Version) -> bool:
-    buffer = source.report.buffer
+    buffer = source.content.buffer
     return isinstance(buffer, Withdrawing) and buffer.version == version and buffer.impatient
 
 

@@ -111,7 +111,7 @@ def _is_done(state: State, replica: Replica, operation: GroupOperation) -> bool:
         told = member.report.operation if member is not None else None
         if member is None or told is None or told.number != operation.number:
             return False
-        buffer = member.report.buffer
+        buffer = member.content.buffer
         if operation.verb == "unpublish":
             if not isinstance(buffer, Empty | Vacated | Poisoned):
                 return False
@@ -223,14 +223,14 @@ def _held_by_all(state: State, replica: Replica) -> Version | None:
     held = []
     for worker in replica.members.values():
         member = state.members.get(worker)
-        buffer = member.report.buffer if member is not None else None
+        buffer = member.content.buffer if member is not None else None
         held.append(buffer.version if isinstance(buffer, Holding) else None)
     return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
 
 
 def _can_serve(member: Member, version: Version) -> bool:
     """It has the whole version, and does not want to leave it."""
-    is_held = isinstance(member.report.buffer, Holding) and member.holds(version)
+    is_held = isinstance(member.content.buffer, Holding) and member.holds(version)
     return is_held or member.has_whole_copy(version)
 
 
@@ -257,7 +257,7 @@ def _unavailable(state: State, model: Model, record: VersionRecord, shard: int) 
 
 def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
     """Why this shard can never get the version by this operation, or None."""
-    if isinstance(member.report.buffer, Holding) and member.report.buffer.version == record.version:
+    if isinstance(member.content.buffer, Holding) and member.content.buffer.version == record.version:
         return None
     theirs = record.layouts.get(member.shard)
     if theirs is not None and theirs != member.report.layout:

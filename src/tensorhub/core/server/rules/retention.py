@@ -55,7 +55,7 @@ def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, 
         return ()
     return tuple(
         copy.number
-        for copy in member.report.copies
+        for copy in member.content.copies
         if copy.number in member.releasing and not _is_read(state, member, copy)
     )
 
@@ -83,7 +83,7 @@ def _ahead(state: State, model: Model, member: Member) -> Version | None:
 
 def _not_needed(state: State, model: Model, replica: Replica, member: Member) -> list[int]:
     """Its host copies, by number, that may go, or have to: one made ahead gives way to one that must be kept."""
-    copies = [copy for copy in member.report.copies if not copy.leaving]
+    copies = [copy for copy in member.content.copies if not copy.leaving]
     if not copies:
         return []
     is_squeezed = _is_squeezed(version_to_offload(state, model, member), member)
@@ -97,14 +97,14 @@ def _is_squeezed(offload: Version | None, member: Member) -> bool:
 
 def _makes_room(state: State, member: Member) -> bool:
     """A host copy is on its way out, or may be when a server that has restarted releases copies again."""
-    if state.is_recovering and member.report.copies:
+    if state.is_recovering and member.content.copies:
         return True
-    return any(copy.leaving or copy.number in member.releasing for copy in member.report.copies)
+    return any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
 
 
 def must_stay(state: State, model: Model, member: Member) -> bool:
     """The worker's buffer is the last reference of a retained version, which can still be saved."""
-    buffer = member.report.buffer
+    buffer = member.content.buffer
     if not isinstance(buffer, Withdrawing) or not _counts(model, member, buffer.version):
         return False
     record, error = model.look_up(buffer.version), member.report.copy_error
@@ -126,7 +126,7 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
 
 def leaves_last(state: State, member: Member) -> bool:
     """It begins to fill its buffer only when others have the newer version: nobody may wait for it behind its back."""
-    buffer = member.report.buffer
+    buffer = member.content.buffer
     if not isinstance(buffer, Withdrawing) or member.report.closing or not _is_squeezed(buffer.version, member):
         return False
     return must_stay(state, state.models[member.hello.model], member)
@@ -134,7 +134,7 @@ def leaves_last(state: State, member: Member) -> bool:
 
 def version_to_offload(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy to its own host memory before its buffer may change."""
-    buffer = member.report.buffer
+    buffer = member.content.buffer
     if not isinstance(buffer, Withdrawing) or member.report.closing or member.is_let_go:
         return None
     return buffer.version if must_stay(state, model, member) else None
@@ -148,11 +148,11 @@ def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> F
     report = member.report
     if report.copy_error is not None:
         return report.copy_error
-    if not _is_squeezed(version, member) or any(copy.leaving for copy in report.copies):
+    if not _is_squeezed(version, member) or any(copy.leaving for copy in member.content.copies):
         return None
     if member.releasing or _not_needed(state, model, replica, member):
         return None  # room will be made
-    kept = ", ".join(str(copy.version) for copy in report.copies) or "none"
+    kept = ", ".join(str(copy.version) for copy in member.content.copies) or "none"
     text = (
         f"{member.worker} is the last reliable holder of version {version} of {model.name}, "
         f"and its limit on host memory allows no further copy of {report.size_bytes} B (it has: {kept})"
@@ -266,7 +266,7 @@ def _is_saved(state: State, model: Model, record: VersionRecord, leaver: Member)
         member = state.members.get(worker)
         if member is None or not member.is_connected or member.report.closing:
             continue
-        buffer = member.report.buffer
+        buffer = member.content.buffer
         is_filling = isinstance(buffer, Filling) and buffer.version == record.version
         is_worth_it = member.hello.reliable or state.now < leaver.closing_since + state.settings.spot_heir_s
         if is_worth_it and (worker == heir or is_filling):
@@ -298,7 +298,7 @@ def _is_kept_elsewhere(
             return True
         if member.has_whole_copy(version) and (not is_copy or (comes_first and not is_self)):
             return True
-        buffer = member.report.buffer
+        buffer = member.content.buffer
         is_keeper = isinstance(buffer, Withdrawing) and buffer.version == version and not member.is_let_go
         if not is_copy and not is_self and is_keeper and comes_first:
             return True
@@ -353,7 +353,7 @@ def _is_needed(
     if is_last and (not is_squeezed or is_whole(state, model, record)):
         return not member.report.closing or _is_saved(state, model, record, member)
     return bool(record.promised) and not any(
-        other.holds(version) and isinstance(other.report.buffer, Holding)
+        other.holds(version) and isinstance(other.content.buffer, Holding)
         for other in (state.members.get(worker) for worker in record.holders.get(member.shard, {}))
         if other is not None
     )

@@ -89,7 +89,7 @@ def _candidate(
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
     if not has_all and (not is_filling or (not from_host and retention.leaves_last(state, member))):
         return None  # it waits for a source itself, or for those who would read behind it
-    buffer, here, there = member.report.buffer, reader.hello, member.hello
+    buffer, here, there = member.content.buffer, reader.hello, member.hello
     avoided = reader.avoided.get(worker)
     return Candidate(
         worker=worker,

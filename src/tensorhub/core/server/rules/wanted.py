@@ -32,6 +32,6 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
     is_coming = current is not None and current.version == version and current.grant.to_host
     if is_coming and not member.loses_copy(version):
         return Wanted(version, True)  # which is about to begin
-    buffer = member.report.buffer
+    buffer = member.content.buffer
     is_read = isinstance(buffer, Poisoned) and buffer.version is not None
     return None if is_read else Wanted(version, False)

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.messages import Buffer, Empty, Filling, Holding, HostCopy, Poisoned, Report, Withdrawing
+from tensorhub.core.messages import Buffer, Empty, Filling, Holding, HostCopy, Poisoned, Withdrawing
 from tensorhub.core.names import Digest, ModelName, ReplicaName, Shard, Version
-from tensorhub.core.server.catalog import Model, version_in
+from tensorhub.core.server.catalog import Content, Model, version_in
 from tensorhub.core.server.groups import Replica
 
 from .kit import worker
@@ -24,7 +24,7 @@ def trainer() -> Replica:
 def hold(found: Model, version: int, name: str = "a") -> None:
     """Somebody has all of it, and nothing else."""
     found.note_exists(Version(version))
-    found.move(worker(name), report(Empty()), report(Holding(Version(version), ROOT)))
+    found.move(worker(name), content(Empty()), content(Holding(Version(version), ROOT)))
 
 
 def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
@@ -87,8 +87,8 @@ def test_what_nobody_has_is_lost_and_not_the_latest() -> None:
     hold(found, 3, "a")
     hold(found, 5, "b")
     assert found.latest == 5
-    held = report(Holding(Version(5), ROOT))
-    found.move(worker("b"), held, report(Empty()))
+    held = content(Holding(Version(5), ROOT))
+    found.move(worker("b"), held, content(Empty()))
     assert found.is_lost(found.record(Version(5)))
     assert (found.latest, found.newest) == (3, 5)
     assert found.resolve("latest") == (3, None)
@@ -97,7 +97,7 @@ def test_what_nobody_has_is_lost_and_not_the_latest() -> None:
     assert failure is not None
     assert "policy/b[0] held it last" in failure.message
     assert code_of(found, 4) == code_of(found, 5, OTHER) == "version-conflict", "its number stays taken"
-    found.move(worker("b"), report(Empty()), held)
+    found.move(worker("b"), content(Empty()), held)
     assert found.latest == 5
 
 
@@ -114,15 +114,15 @@ def test_a_loss_is_said_once_and_only_of_what_was_not_replaced() -> None:
     hold(found, 3, "a")
     hold(found, 5, "b")
     assert found.news_of_losses() == ([], [])
-    found.move(worker("a"), report(Holding(Version(3), ROOT)), report(Empty()))
+    found.move(worker("a"), content(Holding(Version(3), ROOT)), content(Empty()))
     assert found.news_of_losses() == ([], []), "5 has replaced it"
     found.changed = {}
-    found.move(worker("b"), report(Holding(Version(5), ROOT)), report(Empty()))
+    found.move(worker("b"), content(Holding(Version(5), ROOT)), content(Empty()))
     assert found.news_of_losses() == found.news_of_losses() == ([5], []), "to ask changes nothing"
     assert "version 5 of policy is lost" in found.loss(found.look_up(Version(5))).message
     found.note_said(*found.news_of_losses())
     assert found.news_of_losses() == ([], [])
-    found.move(worker("b"), report(Empty()), report(Holding(Version(5), ROOT)))
+    found.move(worker("b"), content(Empty()), content(Holding(Version(5), ROOT)))
     assert found.news_of_losses() == ([], [5])
     found.note_said(*found.news_of_losses())
     assert found.news_of_losses() == ([], [])
@@ -135,8 +135,8 @@ def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
     assert [found.awaited(spec) for spec in ("latest", 4, 5, 6, "latest-1")] == [5, 5, 5, None, None]
 
 
-def report(buffer: Buffer, *beside: HostCopy) -> Report:
-    return Report(number=1, buffer=buffer, copies=beside)
+def content(buffer: Buffer, *beside: HostCopy) -> Content:
+    return Content(buffer, beside)
 
 
 def test_news_is_told_once() -> None:
@@ -148,15 +148,15 @@ def test_news_is_told_once() -> None:
 def test_the_last_holder_is_remembered() -> None:
     found = model()
     held = Holding(Version(7), ROOT)
-    found.move(worker("a"), report(Empty()), report(held))
-    found.move(worker("a"), report(held), report(Empty()))
+    found.move(worker("a"), content(Empty()), content(held))
+    found.move(worker("a"), content(held), content(Empty()))
     assert found.versions[Version(7)].last_holder == "policy/a[0]"
 
 
 def test_a_failed_fill_does_not_make_a_last_holder() -> None:
     found = model()
-    found.move(worker("a"), report(Empty()), report(Filling(Version(7))))
-    found.move(worker("a"), report(Filling(Version(7))), report(Poisoned()))
+    found.move(worker("a"), content(Empty()), content(Filling(Version(7))))
+    found.move(worker("a"), content(Filling(Version(7))), content(Poisoned()))
     assert found.versions[Version(7)].last_holder == ""
 
 
@@ -164,7 +164,7 @@ def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
     found = model(most_versions=3)
     for version in range(1, 4):
         found.note_exists(Version(version))
-    found.move(worker("a"), report(Empty()), report(Holding(Version(1), ROOT)))
+    found.move(worker("a"), content(Empty()), content(Holding(Version(1), ROOT)))
     found.note_exists(Version(4))
     assert sorted(found.versions) == [1, 3, 4]
     assert found.newest == 4
@@ -178,7 +178,7 @@ def test_the_newest_is_known_however_many_come_and_go() -> None:
     assert found.resolve("latest") == (100, None)
 
 
-def has(said: Report, version: int) -> bool:
+def has(said: Content, version: int) -> bool:
     return version_in(said.buffer) == version or any(copy.version == version for copy in said.copies)
 
 
@@ -198,7 +198,7 @@ copies = st.lists(st.builds(HostCopy, st.just(1), st.integers(1, 3), st.just(ROO
 def test_the_index_of_holders_is_what_was_last_said(moves: list[tuple[str, Buffer, list[HostCopy]]]) -> None:
     found, now = model(), {}
     for name, buffer, beside in moves:
-        said = report(buffer, *beside)
+        said = content(buffer, *beside)
         found.move(worker(name), now.get(name), said)
         now[name] = said
     for version in (1, 2, 3):
