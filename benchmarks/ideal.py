@@ -13,7 +13,7 @@ import sys
 from aiohttp import WSMsgType, web
 
 from tensorhub.core.messages import (
-    MOST_LAYOUT_BYTES,
+    MAX_LAYOUT_BYTES,
     Answer,
     Empty,
     Grant,
@@ -96,7 +96,7 @@ class Ideal:
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         """One worker's line."""
-        socket = web.WebSocketResponse(max_msg_size=MOST_LAYOUT_BYTES, compress=False)
+        socket = web.WebSocketResponse(max_msg_size=MAX_LAYOUT_BYTES, compress=False)
         await socket.prepare(request)
         hello: Hello | None = None
         state: dict[str, Grant | Number] = {}

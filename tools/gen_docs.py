@@ -172,7 +172,7 @@ def limit_table() -> str:
     rows = []
     for node in module.constants:
         name = ast.unparse(node.targets[0])
-        if name.startswith(("MAX_", "MOST_")) or name == "PROTOCOL":
+        if name.startswith("MAX_") or name == "PROTOCOL":
             value = getattr(messages, name)
             shown = f"{value:,}" if isinstance(value, int) else repr(value)
             rows.append((code(name), code(shown), cell(module.comments.get(node.lineno, ""))))

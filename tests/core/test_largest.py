@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.core.messages import (
-    MOST_COPIES,
-    MOST_FAILURES,
-    MOST_FAR,
-    MOST_PINS,
-    MOST_REPORT_BYTES,
-    MOST_SOURCES,
+    MAX_COPIES,
+    MAX_CROSS_SITE_VERSIONS,
+    MAX_FAILURES,
+    MAX_PINS,
+    MAX_REPORT_BYTES,
+    MAX_SOURCES,
     OTHERS,
     Answer,
     Failure,
@@ -25,7 +25,7 @@ from tensorhub.core.messages import (
 )
 from tensorhub.core.names import Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
 from tensorhub.core.server.groups import GroupOperation, Replica
-from tensorhub.core.server.rules.admission import MOST_NAME, MOST_SHARDS
+from tensorhub.core.server.rules.admission import MAX_NAME, MAX_SHARDS
 from tensorhub.core.sums import add_up
 from tensorhub.core.version_spec import HIGHEST_VERSION
 from tensorhub.core.worker import events
@@ -38,8 +38,8 @@ HIGHEST = 2**62
 SOURCES, RECEIVED = 1_500, 2**50
 ROOT = Digest("f" * 64)
 ENDLESS = "\N{GRINNING FACE}" * 50_000
-NAME = "\N{GRINNING FACE}" * MOST_NAME
-LONGEST = worker_id(NAME, NAME, MOST_SHARDS - 1)
+NAME = "\N{GRINNING FACE}" * MAX_NAME
+LONGEST = worker_id(NAME, NAME, MAX_SHARDS - 1)
 FAILURE = Failure("corrupt-transfer", ENDLESS, ENDLESS)
 
 names = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=3)
@@ -79,16 +79,16 @@ class Busy:
     def __init__(self) -> None:
         received: dict[str, int] = {}
         for number in range(SOURCES):
-            name = f"{number}{NAME}"[:MOST_NAME]
-            add_up(received, name, RECEIVED, most=MOST_SOURCES)
-        far = {HIGHEST - number: HIGHEST for number in range(MOST_FAR)}
+            name = f"{number}{NAME}"[:MAX_NAME]
+            add_up(received, name, RECEIVED, most=MAX_SOURCES)
+        far = {HIGHEST - number: HIGHEST for number in range(MAX_CROSS_SITE_VERSIONS)}
         self.worker = Worker(LONGEST, received_bytes=received, cross_site_bytes=far)
         self.number = HIGHEST // 2
         self.reports: list[Report] = []
         self.grant: Grant | None = None
         self.tell(events.Connected())
         self.tell(events.Registered(LayoutInfo.of(LAYOUT), ROOT, HIGHEST, max_copies=100))
-        pins = tuple(Version(HIGHEST - number) for number in range(MOST_PINS))
+        pins = tuple(Version(HIGHEST - number) for number in range(MAX_PINS))
         self.tell(events.Wished("latest-999999999", pins))
 
     def tell(self, event: events.Event) -> None:
@@ -114,10 +114,10 @@ class Busy:
 
 def test_the_longest_report_fits() -> None:
     it = Busy()
-    for version in range(HIGHEST - MOST_COPIES, HIGHEST):
+    for version in range(HIGHEST - MAX_COPIES, HIGHEST):
         it.tell(events.ReadEnded(it.granted(version, to_host=True), complete=True))
     it.tell(events.Called("update", "latest-999999999", deadline=60.0))
-    for _ in range(2 * MOST_FAILURES):
+    for _ in range(2 * MAX_FAILURES):
         it.tell(events.ReadEnded(it.granted(HIGHEST_VERSION, to_host=False), failure=FAILURE))
     ticket = it.granted(HIGHEST_VERSION, to_host=False)
     it.tell(events.ReadAdvanced(ticket, HIGHEST - 1, HIGHEST))
@@ -127,21 +127,21 @@ def test_the_longest_report_fits() -> None:
     it.worker.state.claim = Version(HIGHEST_VERSION)
     it.tell(events.Tick())
     report = it.reports[-1]
-    assert len(report.copies) == MOST_COPIES
-    assert len(report.failures) == MOST_FAILURES
-    assert len(report.received_bytes) == MOST_SOURCES + 1
+    assert len(report.copies) == MAX_COPIES
+    assert len(report.failures) == MAX_FAILURES
+    assert len(report.received_bytes) == MAX_SOURCES + 1
     assert sum(report.received_bytes.values()) == SOURCES * RECEIVED
     assert report.reading is not None
     assert report.reading.path
     assert report.copy_error is not None
     assert report.operation is not None
     data = encode(report)
-    assert len(data) <= MOST_REPORT_BYTES
+    assert len(data) <= MAX_REPORT_BYTES
     assert decode_to_server(data) == report
 
 
 def test_the_longest_orders_fit() -> None:
-    group = Replica(ReplicaName(NAME), MOST_SHARDS)
+    group = Replica(ReplicaName(NAME), MAX_SHARDS)
     operation = group.operation = GroupOperation(HIGHEST, "update", "latest-999999999", 0.0)
     operation.error, operation.waiting = FAILURE, FAILURE
     told = Operation(HIGHEST, "update", "latest-999999999")
@@ -168,20 +168,20 @@ def test_the_longest_orders_fit() -> None:
         newest=Version(HIGHEST),
         offload=Version(HIGHEST),
         fetch=Version(HIGHEST),
-        release=tuple(range(HIGHEST, HIGHEST + MOST_COPIES)),
+        release=tuple(range(HIGHEST, HIGHEST + MAX_COPIES)),
     )
     data = encode(orders)
-    assert len(data) <= MOST_REPORT_BYTES
+    assert len(data) <= MAX_REPORT_BYTES
     assert decode_to_worker(data) == orders
 
 
 def test_a_mismatch_among_four_thousand_shards_fits() -> None:
-    group = Replica(ReplicaName(NAME), MOST_SHARDS)
-    for shard in range(MOST_SHARDS - 1):
+    group = Replica(ReplicaName(NAME), MAX_SHARDS)
+    for shard in range(MAX_SHARDS - 1):
         group.arrive(Shard(shard), Operation(1, "update", "latest"), now=0.0)
     odd = Operation(1, "replicate", "latest")
-    group.arrive(Shard(MOST_SHARDS - 1), odd, now=0.0)
+    group.arrive(Shard(MAX_SHARDS - 1), odd, now=0.0)
     for told in (odd, Operation(1, "update", "latest")):
         answer = group.answer(Shard(0), told)
         assert answer.error is not None
-        assert len(encode(Orders(Number(1), Number(1), 1, 1.0, 1.0, 1.0, answer=answer))) < MOST_REPORT_BYTES // 4
+        assert len(encode(Orders(Number(1), Number(1), 1, 1.0, 1.0, 1.0, answer=answer))) < MAX_REPORT_BYTES // 4

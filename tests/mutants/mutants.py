@@ -390,7 +390,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies are counted, not weighed",
-        "        return max(0, min(MOST_COPIES - len(self.by_version), room_bytes // self.size_bytes))\n",
+        "        return max(0, min(MAX_COPIES - len(self.by_version), room_bytes // self.size_bytes))\n",
         "        return max(0, self.max_copies - len(self.by_version))\n",
         "copies of larger tensors count as what they are",
     ),

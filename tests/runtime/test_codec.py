@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import (
-    MOST_REPORT_BYTES,
+    MAX_REPORT_BYTES,
     Filling,
     Holding,
     LayoutInfo,
@@ -83,7 +83,7 @@ def test_deep_nesting_is_malformed_and_does_not_exhaust_the_stack():
 def test_only_a_layout_may_be_long_and_only_of_somebody_known():
     many = tuple(TensorSpec(f"tensor.{i}", "float32", (1,), (1,), 4 * i, 4) for i in range(5_000))
     layout = encode(LayoutInfo.of(Layout(many, 20_000)))
-    assert len(layout) > MOST_REPORT_BYTES
+    assert len(layout) > MAX_REPORT_BYTES
     assert isinstance(decode_to_server(layout), LayoutInfo)
     with pytest.raises(Malformed, match="first message"):
         decode_to_server(layout, is_known=False)

@@ -7,7 +7,7 @@ import pytest
 
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import (
-    MOST_TEXT,
+    MAX_TEXT,
     PROTOCOL,
     Empty,
     Filling,
@@ -45,7 +45,7 @@ NONSENSE = {
     "a huge claim": Report(1, claim=2**63),
     "a negative position": Report(1, operation=Operation(-1, "update", "latest")),
     "a read of a negative shard": Report(1, reading=Reading(5, worker_id("m", "t", -1), 1)),
-    "a long story": Report(1, failures=(TicketFailure(1, worker_id("m", "t", 0), "x", "y" * (MOST_TEXT + 1)),)),
+    "a long story": Report(1, failures=(TicketFailure(1, worker_id("m", "t", 0), "x", "y" * (MAX_TEXT + 1)),)),
     "many failures": Report(1, failures=(TicketFailure(1, worker_id("m", "t", 0), "x", "y"),) * 5),
     "many endpoints": Hello(PROTOCOL, "m", "r", 0, 1, "life", endpoints=("tcp://x:1",) * 100),
     "a long life": Hello(PROTOCOL, "m", "r", 0, 1, "life" * 1000),

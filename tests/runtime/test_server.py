@@ -12,7 +12,7 @@ import pytest
 
 import tensorhub
 from tensorhub.core.errors import UsageError
-from tensorhub.core.messages import MOST_LAYOUT_BYTES, MOST_REPORT_BYTES, Orders, Refusal, Report
+from tensorhub.core.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, Orders, Refusal, Report
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread
@@ -78,7 +78,7 @@ BAD_CONVERSATIONS = {
     "text": ["hello?"],
     "report before hello": [encode(Report(1))],
     "two hellos": [encode(hello()), encode(hello())],
-    "a long first message": [b"\xc4" * (MOST_REPORT_BYTES + 1)],
+    "a long first message": [b"\xc4" * (MAX_REPORT_BYTES + 1)],
     "a long report": [encode(hello()), encode(Report(1, received_bytes={f"r{i}": i for i in range(9000)}))],
     "orders": [encode(Orders(1, 1, 1, 1.0, 1.0, 1.0))],
     "wrong protocol": [encode(hello()).replace(b"tensorhub/1", b"tensorhub/9")],
@@ -107,7 +107,7 @@ def test_an_odd_number_is_no_reason_to_give_up_for_good(server, witness):
 def test_a_frame_over_the_limit_ends_its_connection(server, witness):
     with within(8):
         try:
-            heard = conversation(server.address, bytes(MOST_LAYOUT_BYTES + 1))
+            heard = conversation(server.address, bytes(MAX_LAYOUT_BYTES + 1))
         except (ConnectionError, aiohttp.ClientError):  # cut before all of it was sent
             heard = [aiohttp.WSMsgType.CLOSED]
     assert heard[-1] in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)

@@ -16,7 +16,7 @@ from .errors import UsageError
 from .names import Digest
 
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
-MOST_SIZE = 2**62  # of anything in a layout: above every memory, and twice it still fits 64 bits
+MAX_SIZE = 2**62  # of anything in a layout: above every memory, and twice it still fits 64 bits
 Buffer = bytes | bytearray | memoryview | msgspec.Raw
 
 
@@ -64,7 +64,7 @@ def decode_layout(data: Buffer) -> Layout:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(f"malformed layout: {error}") from error
     sizes = [layout.size_bytes, *(n for t in layout.tensors for n in (t.offset_bytes, t.size_bytes, *t.shape))]
-    if not all(0 <= size <= MOST_SIZE for size in sizes):
+    if not all(0 <= size <= MAX_SIZE for size in sizes):
         raise UsageError("layout with a size out of range")
     return layout
 

@@ -14,18 +14,18 @@ from .manifest import Layout, decode_layout, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
 PROTOCOL = "tensorhub/1"
-MOST_REPORT_BYTES = 64 * 1024  # a report or orders: a few hundred bytes, and error texts of bounded length
-MOST_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
-MOST_TEXT = 2_000  # characters of an error's message on the wire
-MOST_HINT = 500  # and of its hint
-MOST_WORDS = 500  # characters of each text in a report: why a read failed, how one goes
+MAX_REPORT_BYTES = 64 * 1024  # a report or orders: a few hundred bytes, and error texts of bounded length
+MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
+MAX_TEXT = 2_000  # characters of an error's message on the wire
+MAX_HINT = 500  # and of its hint
+MAX_WORDS = 500  # characters of each text in a report: why a read failed, how one goes
 
-MOST_FAILURES = 4  # ticket failures told in one report
-MOST_SOURCES = 16  # replicas from which a worker tells what it received; what came from others is told as one sum
+MAX_FAILURES = 4  # ticket failures told in one report
+MAX_SOURCES = 16  # replicas from which a worker tells what it received; what came from others is told as one sum
 OTHERS = "(others)"  # the name of that sum
-MOST_COPIES = 16  # host copies of one worker
-MOST_FAR = 8  # versions of which a worker tells how much came from afar
-MOST_PINS = 64  # versions pinned by one worker
+MAX_COPIES = 16  # host copies of one worker
+MAX_CROSS_SITE_VERSIONS = 8  # versions of which a worker tells how much came from afar
+MAX_PINS = 64  # versions pinned by one worker
 
 Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
 VERBS = ("publish", "unpublish", "replicate", "update")
@@ -206,7 +206,7 @@ class Failure(_Message, frozen=True):
 
     def bounded(self) -> "Failure":
         """As it may travel: no text is longer than a message has room for."""
-        return Failure(self.code, shortened(self.message, MOST_TEXT), shortened(self.hint, MOST_HINT))
+        return Failure(self.code, shortened(self.message, MAX_TEXT), shortened(self.hint, MAX_HINT))
 
 
 class Roster(_Message, frozen=True):

@@ -24,7 +24,7 @@ from ..core.errors import (
     UsageError,
 )
 from ..core.manifest import Manifest
-from ..core.messages import MOST_LAYOUT_BYTES, MOST_PINS, Failure, Hello, Holding, LayoutInfo, Spec
+from ..core.messages import MAX_LAYOUT_BYTES, MAX_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.names import Digest, Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, ClaimDropped, Registered, Wished
@@ -77,10 +77,10 @@ class Client:
         self._warming = None
         layout = LayoutInfo.of(registration.layout)
         length = len(encode(layout))
-        if length > MOST_LAYOUT_BYTES:
+        if length > MAX_LAYOUT_BYTES:
             text = f"the names and shapes of {len(registration.layout.tensors)} tensors take {length} B"
             hint = "register fewer tensors, with shorter names, or larger ones"
-            raise UsageError(f"{text}; {MOST_LAYOUT_BYTES} B are the limit", hint=hint)
+            raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
         most_copies = self.driver.data.register(registration)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
@@ -139,7 +139,7 @@ class Client:
         pins = self.driver.worker.pins
         if version in pins:
             return
-        if len(pins) >= MOST_PINS:
+        if len(pins) >= MAX_PINS:
             raise UsageError(f"{self.me} has pinned {len(pins)} versions, which is the most", hint="unpin() some")
         await self._wish_heard((*pins, version), deadline)
         try:

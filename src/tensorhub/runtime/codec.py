@@ -10,10 +10,10 @@ import msgspec
 
 from ..core.errors import UsageError
 from ..core.messages import (
-    MOST_FAILURES,
-    MOST_LAYOUT_BYTES,
-    MOST_REPORT_BYTES,
-    MOST_TEXT,
+    MAX_FAILURES,
+    MAX_LAYOUT_BYTES,
+    MAX_REPORT_BYTES,
+    MAX_TEXT,
     VERBS,
     Empty,
     Filling,
@@ -53,13 +53,13 @@ def encode(message: ToServer | ToWorker) -> bytes:
 
 def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
     """A message from a worker. A stranger (`is_known` false) may not make the server look at a long one."""
-    if not is_known and len(data) > MOST_REPORT_BYTES:
-        raise Malformed(f"a first message of {len(data)} B, where at most {MOST_REPORT_BYTES} B are due")
+    if not is_known and len(data) > MAX_REPORT_BYTES:
+        raise Malformed(f"a first message of {len(data)} B, where at most {MAX_REPORT_BYTES} B are due")
     try:
         message = _to_server.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Malformed(str(error)) from error
-    limit = MOST_LAYOUT_BYTES if isinstance(message, LayoutInfo) else MOST_REPORT_BYTES
+    limit = MAX_LAYOUT_BYTES if isinstance(message, LayoutInfo) else MAX_REPORT_BYTES
     if len(data) > limit:
         raise Malformed(f"a {type(message).__name__} of {len(data)} B, where at most {limit} B are due")
     if isinstance(message, Report) and not all(0 <= number <= MOST_NUMBER for number in _numbers_of(message)):
@@ -86,10 +86,10 @@ def _nonsense_of(message: ToServer) -> str:
             if len(message.endpoints) > MOST_ENDPOINTS or any(len(word) > MOST_WORD for word in words):
                 return "too many or too long words about its worker"
         case Report():
-            if len(message.failures) > MOST_FAILURES or any(len(f.message) > MOST_TEXT for f in message.failures):
+            if len(message.failures) > MAX_FAILURES or any(len(f.message) > MAX_TEXT for f in message.failures):
                 return "too many or too long failures"
             reading = message.reading
-            if reading is not None and len(reading.transport + reading.path + reading.why) > MOST_TEXT:
+            if reading is not None and len(reading.transport + reading.path + reading.why) > MAX_TEXT:
                 return "too long words about its read"
             return _nonsense_of_operation(message.operation)
     return ""

@@ -15,7 +15,7 @@ from functools import partial
 
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
 from ..core.manifest import Manifest
-from ..core.messages import MOST_FAR, MOST_SOURCES, Failure, Grant
+from ..core.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, Failure, Grant
 from ..core.names import Digest, Ticket, Version, WorkerId
 from ..core.sums import add_up
 from ..core.worker.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
@@ -307,7 +307,7 @@ class DataPlane:
         if reading.read is not None:
             replica, received = reading.grant.source.replica, reading.read.received_bytes
             news, reading.counted_bytes = received - reading.counted_bytes, received
-            add_up(self.received_bytes, replica, news, most=MOST_SOURCES)
+            add_up(self.received_bytes, replica, news, most=MAX_SOURCES)
             if reading.grant.is_far:
                 self._count_cross_site(reading.grant.version, news)
             if reading.way is not None:
@@ -316,7 +316,7 @@ class DataPlane:
 
     def _count_cross_site(self, version: Version, size_bytes: int) -> None:
         self.cross_site_bytes[version] = self.cross_site_bytes.pop(version, 0) + size_bytes
-        while len(self.cross_site_bytes) > MOST_FAR:
+        while len(self.cross_site_bytes) > MAX_CROSS_SITE_VERSIONS:
             del self.cross_site_bytes[next(iter(self.cross_site_bytes))]
 
     def _ended(self, reading: OpenRead, error: TensorHubError | None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..core.errors import TensorHubError, TransportMissing
-from ..core.messages import MOST_TEXT, Grant
+from ..core.messages import MAX_TEXT, Grant
 from ..core.names import Version, WorkerId
 from ..transport.base import Read, Transport
 from ..transport.choose import Way, choose, scheme_of
@@ -56,7 +56,7 @@ class Routes:
             _log.info("%s: no %s from %s: %s%s", self._me, way.scheme, grant.source, error, hint)
             while len(self._failed) >= MOST_FAILED:
                 del self._failed[next(iter(self._failed))]
-            self._failed[way.endpoint] = (grant.version, f"{error}"[: MOST_TEXT // 4])
+            self._failed[way.endpoint] = (grant.version, f"{error}"[: MAX_TEXT // 4])
 
     def _choose(self, grant: Grant) -> tuple[tuple[Way, ...], tuple[str, ...]]:
         excluded = {endpoint: why for endpoint in grant.endpoints if (why := self._why_not(endpoint))}

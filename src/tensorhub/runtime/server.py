@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from ..core.errors import UsageError
-from ..core.messages import MOST_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal, Spec, ToServer, ToWorker
+from ..core.messages import MAX_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal, Spec, ToServer, ToWorker
 from ..core.names import ModelName, Version
 from ..core.server import Server
 from ..core.settings import Settings
@@ -146,7 +146,7 @@ class ServerShell:
     async def _session(self, request: web.Request) -> web.StreamResponse:
         if self._is_stopping or len(self._lines) >= self.settings.most_workers + SPARE_CONNECTIONS:
             return web.Response(status=503, text="no room for another connection\n")
-        socket = web.WebSocketResponse(max_msg_size=MOST_LAYOUT_BYTES, compress=False, timeout=1.0)
+        socket = web.WebSocketResponse(max_msg_size=MAX_LAYOUT_BYTES, compress=False, timeout=1.0)
         await socket.prepare(request)
         self._opened += 1
         line = Line(f"line-{self._opened}", socket, request)

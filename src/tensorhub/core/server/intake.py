@@ -6,9 +6,9 @@ from math import inf
 from msgspec.structs import replace
 
 from ..messages import (
-    MOST_COPIES,
-    MOST_FAR,
-    MOST_PINS,
+    MAX_COPIES,
+    MAX_CROSS_SITE_VERSIONS,
+    MAX_PINS,
     Buffer,
     Grant,
     Holding,
@@ -30,8 +30,8 @@ from .open_reads import OpenRead
 from .rules import progress
 from .state import State
 
-MOST_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
-MOST_SITES = 64  # of which it is told what came into them of one version
+MAX_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
+MAX_SITES = 64  # of which it is told what came into them of one version
 WHOLE = Holding | Withdrawing | Vacated  # buffers that have all of a version
 
 
@@ -100,7 +100,7 @@ def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
 def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:
     """Its host copies; one whose content is not that of its version is not whole. One that is makes it exist."""
     found = []
-    for copy in member.report.copies[:MOST_COPIES]:
+    for copy in member.report.copies[:MAX_COPIES]:
         if copy.whole and not copy.leaving:
             if not evidence.accepts(state, model, member, copy.version, copy.root, copy.layout):
                 state.counters["conflicting_holders"] += 1
@@ -120,11 +120,11 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
 
 def _count_far(model: Model, member: Member, before: Report) -> None:
     """What it has received from other sites since its report before."""
-    for version, received in list(member.report.far_bytes.items())[:MOST_FAR]:
+    for version, received in list(member.report.far_bytes.items())[:MAX_CROSS_SITE_VERSIONS]:
         record = model.versions.get(Version(version))
         news = received - before.far_bytes.get(version, 0)
         if record is not None and news > 0:
-            add_up(record.far_bytes, member.hello.site, news, most=MOST_SITES)
+            add_up(record.far_bytes, member.hello.site, news, most=MAX_SITES)
 
 
 def _take_wishes(state: State, model: Model, member: Member, before: Report) -> bool:
@@ -133,7 +133,7 @@ def _take_wishes(state: State, model: Model, member: Member, before: Report) -> 
     is_news = (report.pins, report.closing) != (before.pins, before.closing)
     model.pins.pop(member.worker, None)
     if report.pins:
-        model.pins[member.worker] = report.pins[:MOST_PINS]
+        model.pins[member.worker] = report.pins[:MAX_PINS]
     if report.closing and not before.closing:
         model.closing[member.worker] = None
         member.closing_since = state.now
@@ -262,5 +262,5 @@ def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> N
     took_s = state.now - read.began_at
     if read.is_void or not is_whole or took_s <= 0.0 or state.members.get(read.source) is None:
         return
-    rates = model.lately.setdefault(progress.tier(state, read), deque(maxlen=MOST_LATELY))
+    rates = model.lately.setdefault(progress.tier(state, read), deque(maxlen=MAX_LATELY))
     rates.append(reader.report.size_bytes * (1.0 - read.had) / took_s)

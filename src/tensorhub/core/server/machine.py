@@ -36,7 +36,7 @@ from .state import State
 
 Outbox = list[tuple[str, ToWorker]]
 
-MOST_ROUNDS = 100  # decisions for one worker in one event: a chain of sources that move takes a few
+MAX_ROUNDS = 100  # decisions for one worker in one event: a chain of sources that move takes a few
 
 
 class Server:
@@ -183,7 +183,7 @@ class Server:
             worker, must_answer = next(iter(state.dirty.items()))
             del state.dirty[worker]
             rounds[worker] += 1
-            if rounds[worker] > MOST_ROUNDS:
+            if rounds[worker] > MAX_ROUNDS:
                 unsettled[worker] = must_answer
                 continue
             member = state.members.get(worker)

@@ -47,7 +47,8 @@ class OpenReads:
 
     def __init__(self) -> None:
         self._of_reader: dict[WorkerId, dict[Ticket, OpenRead]] = {}
-        self._from_source: dict[WorkerId, dict[tuple[WorkerId, Ticket], OpenRead]] = {}  # who lies may repeat a ticket
+        # by reader and ticket: a worker that lies may repeat a ticket number
+        self._from_source: dict[WorkerId, dict[tuple[WorkerId, Ticket], OpenRead]] = {}
 
     def add(self, read: OpenRead) -> None:
         self._of_reader.setdefault(read.reader, {})[read.ticket] = read

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 
-from ..messages import MOST_PINS, PROTOCOL, Filling, HostCopy
+from ..messages import MAX_PINS, PROTOCOL, Filling, HostCopy
 from ..names import Shard
 from ..snapshot import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
 from .catalog import Model, VersionRecord, version_in
@@ -191,7 +191,7 @@ def _worker(state: State, member: Member) -> WorkerView:
         copies=tuple(copy.version for copy in content.copies if copy.whole and not copy.leaving),
         copies_filling=tuple(copy.version for copy in content.copies if not copy.whole),
         copies_left=report.copies_left,
-        pins=report.pins[:MOST_PINS],
+        pins=report.pins[:MAX_PINS],
     )
 
 

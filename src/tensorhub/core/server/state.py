@@ -18,7 +18,7 @@ from .numbers import Numbers
 from .open_reads import OpenReads
 from .receipts import Notary
 
-MOST_SAID = 100  # lines for the log that nobody has fetched
+MAX_SAID = 100  # lines for the log that nobody has fetched
 
 
 @dataclass
@@ -37,7 +37,7 @@ class State:
     hellos: dict[str, Hello] = field(default_factory=dict)  # by connection
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_SAID))  # for the log
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
     dirty: dict[WorkerId, bool] = field(default_factory=dict)  # whom to decide for again; True: answer it in any case
 
     @property

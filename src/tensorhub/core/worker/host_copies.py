@@ -19,7 +19,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ..errors import CorruptTransfer, InvariantViolation
-from ..messages import MOST_COPIES, Failure, Holding, HostCopy, Orders, Reading, Spec, Withdrawing
+from ..messages import MAX_COPIES, Failure, Holding, HostCopy, Orders, Reading, Spec, Withdrawing
 from ..names import Digest, Version
 from .events import CopyIn, CopyOut, DropCopy, Effect
 
@@ -67,7 +67,7 @@ class HostCopies:
         if not self.size_bytes:
             return max(0, self.max_copies - len(self.by_version))
         room_bytes = self.max_copies * self.size_bytes - sum(self.sizes.values())
-        return max(0, min(MOST_COPIES - len(self.by_version), room_bytes // self.size_bytes))
+        return max(0, min(MAX_COPIES - len(self.by_version), room_bytes // self.size_bytes))
 
     def whole(self, version: Version | None) -> HostCopy | None:
         """The copy of that version, if it is whole, stays, and can fill the buffer."""
@@ -86,7 +86,7 @@ class HostCopies:
     def register(self, layout: Digest, size_bytes: int, max_copies: int, *, next_report: int) -> None:
         """Other tensors. Whole copies stay, as others may need them; unfinished ones can no longer be finished."""
         self.layout, self.size_bytes, self.failed = layout, size_bytes, {}
-        self.max_copies = min(max_copies, MOST_COPIES)
+        self.max_copies = min(max_copies, MAX_COPIES)
         for copy in self.by_version.values():
             if copy.layout != layout and not copy.whole:
                 self.leave(copy.version, next_report=next_report)

@@ -10,7 +10,7 @@ from math import inf
 from msgspec.structs import replace
 
 from ..errors import InvariantViolation
-from ..messages import MOST_FAILURES, MOST_WORDS, Failure, Grant, Reading, TicketFailure, shortened
+from ..messages import MAX_FAILURES, MAX_WORDS, Failure, Grant, Reading, TicketFailure, shortened
 from ..names import Digest, Number, Ticket, WorkerId
 from .events import Effect, OpenRead, ReadMeasured, StartRead, StopRead, Trust
 
@@ -136,7 +136,7 @@ class ReadSlot:
     def measured(self, event: ReadMeasured) -> None:
         """How the open read goes: for people, and for the server, which leaves a source that is too slow."""
         if self.reading is not None and self.reading.ticket == event.ticket:
-            words = {name: shortened(getattr(event, name), MOST_WORDS) for name in ("transport", "path", "why")}
+            words = {name: shortened(getattr(event, name), MAX_WORDS) for name in ("transport", "path", "why")}
             rate, arrived = event.rate_bytes_per_s, event.arrived_bytes
             self.reading = replace(self.reading, rate_bytes_per_s=rate, arrived_bytes=arrived, **words)
 
@@ -159,11 +159,11 @@ class ReadSlot:
 
     def failed(self, reading: Reading, failure: Failure) -> None:
         """That read has failed by itself: the next reports say so."""
-        why = shortened(failure.message, MOST_WORDS)
+        why = shortened(failure.message, MAX_WORDS)
         way = f" by {reading.transport}" if reading.transport else ""
         self.last_failure = f"the last read, from {reading.source}{way}, had failed: {why}"
         self.failures = [*self.failures, TicketFailure(reading.ticket, reading.source, failure.code, why)]
-        self.failures = self.failures[-MOST_FAILURES:]
+        self.failures = self.failures[-MAX_FAILURES:]
 
     def raise_watermark(self, seen: Number) -> Ticket:
         """Close every ticket that is neither read nor waiting; orders up to `seen` have been taken in."""

@@ -10,8 +10,8 @@ from ..catalog import Model
 from ..membership import Member
 from ..state import State
 
-MOST_SHARDS = 4096
-MOST_NAME = 200  # characters of a model's or replica's name
+MAX_SHARDS = 4096
+MAX_NAME = 200  # characters of a model's or replica's name
 
 
 def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refusal | None:
@@ -20,11 +20,11 @@ def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refu
         text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
         return Refusal("refused", text, "install the same TensorHub on both sides")
     for what, name in (("model", hello.model), ("replica", hello.replica)):
-        if not name or len(name) > MOST_NAME or not name.isprintable() or "/" in name:
+        if not name or len(name) > MAX_NAME or not name.isprintable() or "/" in name:
             text = f"{what} name {name[:60]!r} is empty, too long, or has a slash or unprintable characters"
             return Refusal("usage", text)
-    if not 1 <= hello.shards <= MOST_SHARDS or not 0 <= hello.shard < hello.shards:
-        text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MOST_SHARDS} of them"
+    if not 1 <= hello.shards <= MAX_SHARDS or not 0 <= hello.shard < hello.shards:
+        text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MAX_SHARDS} of them"
         return Refusal("usage", text)
     model, member = state.models.get(hello.model), state.members.get(hello.worker)
     if model is None and len(state.models) >= state.settings.most_models:

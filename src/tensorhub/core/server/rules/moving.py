@@ -44,7 +44,7 @@ from .selection import Candidate, choose_source
 
 BETTER = 1.25  # times what came from the slow one, though they share its source now: half is at least 1.5 times a third
 WORTH = 2.0  # times what comes now: less is not worth a chunk that has to come again
-MOST_HOPS = 64  # of a chain; who is further from the root is nobody's way out
+MAX_HOPS = 64  # of a chain; who is further from the root is nobody's way out
 
 
 def leave_slow(
@@ -168,7 +168,7 @@ def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float
 def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
     """It is filling, and so is whoever it waits for, up to somebody who has everything; none of them is that one."""
     read = state.reads.current(worker)
-    for _ in range(MOST_HOPS):
+    for _ in range(MAX_HOPS):
         if read is None or read.source == without or read.pace.is_stuck or progress.is_held_up(state, read):
             return False
         source = state.members.get(read.source)

@@ -16,7 +16,7 @@ from ..membership import Member
 from ..state import State
 from .selection import Candidate
 
-MOST_ASKED = 16  # of whom one should be there; the others' usual reports will do too
+MAX_ASKED = 16  # of whom one should be there; the others' usual reports will do too
 
 
 def is_asked(model: Model, member: Member) -> bool:
@@ -49,7 +49,7 @@ def seek_witness(state: State, model: Model, member: Member) -> Iterator[Decisio
         return
     if not roll.witnessed:
         yield Witness(model, next(iter(roll.unwitnessed.values())))  # the oldest
-    for worker in islice(reversed(roll.witnessed), MOST_ASKED):
+    for worker in islice(reversed(roll.witnessed), MAX_ASKED):
         if (yield from _ask(state, member, state.known(worker))):
             return
 
