@@ -74,10 +74,10 @@ def reads_from(town: Town, site: str) -> Orders:
 
 
 def test_a_grant_says_whether_it_leads_to_another_site() -> None:
-    for site, is_far in (("a", False), ("b", True)):
+    for site, is_cross_site in (("a", False), ("b", True)):
         grant = reads_from(Town(), site).grant
         assert grant is not None
-        assert grant.is_far is is_far
+        assert grant.is_cross_site is is_cross_site
 
 
 def test_who_waits_long_for_a_reliable_heir_is_not_looked_at_over_and_over() -> None:

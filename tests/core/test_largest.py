@@ -154,7 +154,7 @@ def test_the_longest_orders_fit() -> None:
         NAME * 4,
         from_host=True,
         to_host=True,
-        is_far=True,
+        is_cross_site=True,
     )
     orders = Orders(
         Number(HIGHEST),

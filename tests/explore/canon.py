@@ -48,19 +48,8 @@ DEADLINES = (  # times that are compared with now only
 )
 SKIPPED = (
     *("_story", "effects", "counters", "message", "hint", "reason", "stop_reason", "why", "path", "transport", "story"),
-    *(
-        "received_bytes",
-        "far_bytes",
-        "cross_site_bytes",
-        "last_holder",
-        "started",
-        "settings",
-        "layouts",
-        "first_number",
-        "numbers",
-        "key",
-    ),
-    *("notary", "ceiling", "ceiling_receipt"),
+    *("received_bytes", "cross_site_bytes", "last_holder", "started", "settings", "layouts", "first_number", "numbers"),
+    *("key", "notary", "ceiling", "ceiling_receipt"),
     *("endpoints", "teller", "budget", "shape", "lives"),
     *("capacity", "looked_at"),  # for who is slow or rebalanced: nobody here
     "began",  # of an operation: how long it misses a shard, and there is one shard

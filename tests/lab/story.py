@@ -42,10 +42,16 @@ def updated(
     )
 
 
-def seen(time: float, far_bytes: dict[int, int]) -> Seen:
+def seen(time: float, cross_site_bytes: dict[int, int]) -> Seen:
     """By who watches."""
     return Seen(
-        time=time, process="watcher", latest=1, has_latest=["trainer"], copies={}, far_bytes=far_bytes, reads=[]
+        time=time,
+        process="watcher",
+        latest=1,
+        has_latest=["trainer"],
+        copies={},
+        cross_site_bytes=cross_site_bytes,
+        reads=[],
     )
 
 

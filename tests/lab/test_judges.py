@@ -54,7 +54,9 @@ def test_the_others_are_compared_with_the_version_before_the_link_became_slow(
         events.append(updated(100.0 + took_s, 2, process=name))
     read = SeenRead("rollout-1", "rollout-0", 2, 1, 4, False)
     for time, reads in ((103.0, [read]), (105.0, [])):
-        events.append(Seen(time=time, process="watcher", latest=2, has_latest=[], copies={}, far_bytes={}, reads=reads))
+        events.append(
+            Seen(time=time, process="watcher", latest=2, has_latest=[], copies={}, cross_site_bytes={}, reads=reads)
+        )
     events.append(Fault(time=102.0, process="rollout-0", what=SLOWED))
     run = over(SlowRelayRun, replace(SLOW_RELAY, rollouts=3), tmp_path, events)
     assert isinstance(run, SlowRelayRun)
@@ -76,7 +78,7 @@ def test_who_kept_a_copy_is_told_from_the_others(tmp_path: Path) -> None:
         latest=1,
         has_latest=[],
         copies={"rollout-1": [1], "trainer": [1]},
-        far_bytes={},
+        cross_site_bytes={},
         reads=[],
     )
     events: list[AnyEvent] = [

@@ -68,7 +68,7 @@ class Sink:
     """Judges every chunk by its digest, as the fill of a worker does."""
 
     chunk_bytes = CHUNK
-    is_far = False
+    is_cross_site = False
     is_checking = True
 
     def __init__(self, devices: Devices) -> None:

@@ -463,7 +463,7 @@ MUTANTS = (
     Mutant(
         "who reads from afar is moved to whoever is idle",
         "(is_shared and not candidate.leaving_site)",
-        "(is_far and not candidate.leaving_site)",
+        "(is_cross_site and not candidate.leaving_site)",
         "about one copy of a version leaves each site",
     ),
     Mutant(

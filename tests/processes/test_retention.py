@@ -199,6 +199,8 @@ def test_one_copy_crosses_into_a_site(start, figures):
     for replica in far:
         cluster.judge(replica, 1)
     across = sum(replica.received().get("trainer", 0) for replica in far) / cluster.size_bytes
-    eventually(lambda: versions(cluster)[1].far_bytes.get("b") == round(across * cluster.size_bytes), "it is counted")
+    eventually(
+        lambda: versions(cluster)[1].cross_site_bytes.get("b") == round(across * cluster.size_bytes), "it is counted"
+    )
     assert across == 1.0
     figures(f"into a site of four replicas: {across:.2f} copies came from the other site")

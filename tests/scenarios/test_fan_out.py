@@ -103,13 +103,13 @@ class Fleet:
                 rates[player.name] = min(self.receiving.get(player.me.replica, 1.0), spare / count)
                 spare, count = spare - rates[player.name], count - 1
         for player, source in reads:
-            is_far = source.hello.site != player.hello.site
-            rate = 1 / far[source.hello.site] / FAR if is_far else rates[player.name]
+            is_cross_site = source.hello.site != player.hello.site
+            rate = 1 / far[source.hello.site] / FAR if is_cross_site else rates[player.name]
             ticket = player.grant.ticket
             credit = self.credit.get(ticket, 0.0) + rate * self.step_s / self.chunk_s
             while credit > 1 - 1e-9 and player.grant is not None and len(source.source_of(player.grant)) > player.done:
                 credit -= 1.0
-                self.left[source.hello.site] += is_far
+                self.left[source.hello.site] += is_cross_site
                 self.arrived[ticket] += 1
                 player.read_chunk()
             self.credit[ticket] = min(max(credit, 0.0), 1.0)

@@ -248,7 +248,7 @@ class Gate:
 class Target:
     """A sink that knows the right content, checks every chunk against it, and can stop, refuse or fail."""
 
-    is_far = False
+    is_cross_site = False
     is_checking = True
 
     def __init__(

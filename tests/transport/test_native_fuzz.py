@@ -90,7 +90,7 @@ def mutated(frames: list[bytes], chance: random.Random) -> bytes:
 class Sink:
     """A sink with a margin around its memory."""
 
-    is_far = False
+    is_cross_site = False
     is_checking = True
     chunk_bytes = CHUNK
 

@@ -227,14 +227,14 @@ def test_further_streams_are_opened_where_the_first_is_not_enough(tcp: Tcp, rate
     assert source.statistics()["connections_accepted"] == connections
 
 
-@pytest.mark.parametrize(("is_far", "connections"), [(False, 1), (True, 3)])
-def test_a_long_path_gets_all_its_streams_at_once(tcp: Tcp, is_far: bool, connections: int) -> None:
+@pytest.mark.parametrize(("is_cross_site", "connections"), [(False, 1), (True, 3)])
+def test_a_long_path_gets_all_its_streams_at_once(tcp: Tcp, is_cross_site: bool, connections: int) -> None:
     right = content(32 * MIB)
     source, reader = tcp(), tcp(streams=2, far_streams=3, stream_rate_bytes_per_s=1e18)
     source.export(full("k", right, MIB))
     gate = Gate()
     target = Target(right, MIB, gates={1: gate})
-    target.is_far = is_far
+    target.is_cross_site = is_cross_site
     _, ended = start_read(reader, source.endpoint, "k", target)
     assert gate.reached.wait(DEADLINE_S)
     kit.until(lambda: source.statistics()["connections_accepted"] == connections, "the streams are there")

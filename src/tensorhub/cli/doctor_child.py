@@ -45,7 +45,7 @@ def memory(size_bytes: int) -> HostStream:
 class Measure:
     """A sink that checks every chunk, and nothing else."""
 
-    is_far = False
+    is_cross_site = False
     is_checking = True
 
     def __init__(self, stream: HostStream, chunk_bytes: int) -> None:

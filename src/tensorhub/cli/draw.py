@@ -101,7 +101,7 @@ def _versions(versions: tuple[VersionView, ...], latest: int | None) -> list[Ren
             text.append(f"; host copies: {some_text(version.host_copies, MOST_NAMES)}", style="not bold cyan")
         if version.filling:
             text.append(f"; filling {some_text(version.filling, MOST_NAMES)}", style="not bold cyan")
-        for site, size_bytes in sorted(version.far_bytes.items()):
+        for site, size_bytes in sorted(version.cross_site_bytes.items()):
             text.append(f"; {size_text(size_bytes)} came into {site or 'no site'} from other sites", style="not bold")
         if version.is_lost and (latest is None or version.version > latest):
             text.append("; lost", style="not bold red")

@@ -24,7 +24,7 @@ MAX_FAILURES = 4  # ticket failures told in one report
 MAX_SOURCES = 16  # replicas from which a worker tells what it received; what came from others is told as one sum
 OTHERS = "(others)"  # the name of that sum
 MAX_COPIES = 16  # host copies of one worker
-MAX_CROSS_SITE_VERSIONS = 8  # versions of which a worker tells how much came from afar
+MAX_CROSS_SITE_VERSIONS = 8  # versions of which a worker tells how much came from other sites
 MAX_PINS = 64  # versions pinned by one worker
 
 Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
@@ -245,7 +245,9 @@ class Report(_Message, frozen=True, tag="report"):
     newest: Version | None = None
     failures: tuple[TicketFailure, ...] = ()
     received_bytes: dict[str, int] = {}  # by source replica, over this life: the latest few, and OTHERS
-    far_bytes: dict[int, int] = {}  # by version: of those received, how many came from other sites; the latest few
+    cross_site_bytes: dict[
+        int, int
+    ] = {}  # by version: of those received, how many came from other sites; the latest few
     copies: tuple[HostCopy, ...] = ()
     copies_left: int = 0
     copy_error: Failure | None = None
@@ -277,7 +279,7 @@ class Grant(_Message, frozen=True):
     encoding: str = "full"
     from_host: bool = False
     to_host: bool = False
-    is_far: bool = False  # the source is in another site
+    is_cross_site: bool = False  # the source is in another site
 
 
 class Answer(_Message, frozen=True):

@@ -21,7 +21,7 @@ class Transfer(msgspec.Struct, frozen=True):
     reason: str
     from_host: bool = False  # out of the source's host memory rather than its tensors
     to_host: bool = False
-    is_far: bool = False  # from another site
+    is_cross_site: bool = False  # from another site
     is_void: bool = False  # taken back; the target has not yet confirmed that it stopped
     transport: str = ""  # as the target last said: which it uses, how, and why no better one
     path: str = ""
@@ -86,7 +86,9 @@ class VersionView(msgspec.Struct, frozen=True):
     is_lost: bool = False  # some shard of it is whole with nobody who could still come back
     is_established: bool = False  # each shard has been whole outside the replica that published it
     is_retained: bool = False  # among the newest to be kept, or pinned
-    far_bytes: dict[str, int] = {}  # by site: what came into it from other sites, as far as this server has heard
+    cross_site_bytes: dict[
+        str, int
+    ] = {}  # by site: what came into it from other sites, as far as this server has heard
 
 
 class ModelView(msgspec.Struct, frozen=True):

@@ -66,7 +66,7 @@ class SeenRead(msgspec.Struct, frozen=True):
     version: int
     done: int  # chunks
     chunks: int
-    is_far: bool
+    is_cross_site: bool
 
 
 class Seen(Event, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class Seen(Event, frozen=True, kw_only=True):
     latest: int  # -1: nothing yet
     has_latest: list[str]  # replicas that hold all of it, in their tensors or in host memory
     copies: dict[str, list[int]]  # host copies: versions by replica
-    far_bytes: dict[int, int]  # that crossed between sites, by version
+    cross_site_bytes: dict[int, int]  # that crossed between sites, by version
     reads: list[SeenRead]
 
 

@@ -101,7 +101,7 @@ class SeedKilledRun(Run):
     def _has_killed(self) -> bool:
         seen = [event for event in self.events if isinstance(event, Seen) and event.time > self.began_at]
         for read in seen[-1].reads if seen else []:
-            if read.is_far:
+            if read.is_cross_site:
                 carried = self._carried_bytes()
                 if self._crossing[0] != read.version:
                     self._crossing = (read.version, carried)

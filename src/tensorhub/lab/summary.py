@@ -137,6 +137,6 @@ def wan_copies(events: Iterable[AnyEvent], size_bytes: int) -> dict[int, float]:
     found: dict[int, int] = {}
     for event in events:
         if isinstance(event, Seen):
-            for version, count in event.far_bytes.items():
+            for version, count in event.cross_site_bytes.items():
                 found[version] = max(found.get(version, 0), count)
     return {version: count / size_bytes for version, count in sorted(found.items())}

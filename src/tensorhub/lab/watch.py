@@ -37,7 +37,7 @@ def seen_in(status: Status, process: str) -> Seen | None:
         return None
     model = status.models[0]
     reads = [
-        SeenRead(each.target, each.source, each.version, each.done, each.chunks, each.is_far)
+        SeenRead(each.target, each.source, each.version, each.done, each.chunks, each.is_cross_site)
         for each in status.transfers
         if not each.is_void
     ]
@@ -47,7 +47,7 @@ def seen_in(status: Status, process: str) -> Seen | None:
         latest=-1 if model.latest is None else model.latest,
         has_latest=[*_holders(model), *_keepers(model)],
         copies={r.name: list(w.copies) for r in model.replicas for w in r.workers if w.copies},
-        far_bytes={v.version: sum(v.far_bytes.values()) for v in model.versions if v.far_bytes},
+        cross_site_bytes={v.version: sum(v.cross_site_bytes.values()) for v in model.versions if v.cross_site_bytes},
         reads=reads,
     )
 

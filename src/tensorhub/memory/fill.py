@@ -77,7 +77,7 @@ class FillSink:
         return self._registration.stream
 
     @property
-    def is_far(self) -> bool:
+    def is_cross_site(self) -> bool:
         return False
 
     @property

@@ -151,7 +151,7 @@ class DataPlane:
         sink = TrustedSink(
             content.fill,
             self._lease,
-            is_far=grant.is_far,
+            is_cross_site=grant.is_cross_site,
             is_only_opened=is_only_opened,
             on_touch=lambda: self._wake(self._touched, grant, content),
         )
@@ -308,7 +308,7 @@ class DataPlane:
             replica, received = reading.grant.source.replica, reading.read.received_bytes
             news, reading.counted_bytes = received - reading.counted_bytes, received
             add_up(self.received_bytes, replica, news, most=MAX_SOURCES)
-            if reading.grant.is_far:
+            if reading.grant.is_cross_site:
                 self._count_cross_site(reading.grant.version, news)
             if reading.way is not None:
                 scheme = reading.way.scheme

@@ -44,14 +44,15 @@ class TrustedSink:
         fill: FillSink,
         lease: Lease,
         *,
-        is_far: bool = False,
+        is_cross_site: bool = False,
         is_only_opened: bool = False,
         on_touch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`is_far`: the source is in another site, which a transport may like to know. `is_only_opened`: the manifest
-        is wanted, and no chunk. `on_touch` is called once, in a transport's thread, before the first byte is written.
+        """`is_cross_site`: the source is in another site, which a transport may like to know. `is_only_opened`: the
+        manifest is wanted, and no chunk. `on_touch` is called once, in a transport's thread, before the first byte is
+        written.
         """
-        self.is_far = is_far
+        self.is_cross_site = is_cross_site
         self.is_only_opened = is_only_opened
         self.stop_gate = Gate()
         self.is_touched = False

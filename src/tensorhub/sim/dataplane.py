@@ -63,7 +63,7 @@ class SimRead:
         return self.target.done if self.target.version == self.grant.version else 0
 
     @property
-    def is_far(self) -> bool:
+    def is_cross_site(self) -> bool:
         """It comes from another site."""
         return self.source is not None and self.source.hello.site != self.reader.hello.site
 
@@ -241,8 +241,8 @@ class DataPlane:
         source, conditions = read.source, self.plan.conditions
         assert source is not None
         others = self._leaving.get(source.name, 0) if conditions.is_shared else 0
-        crossing = self._leaving.get(source.hello.site, 0) if read.is_far else 0
-        for key in (source.name, source.hello.site) if read.is_far else (source.name,):
+        crossing = self._leaving.get(source.hello.site, 0) if read.is_cross_site else 0
+        for key in (source.name, source.hello.site) if read.is_cross_site else (source.name,):
             self._leaving[key] = self._leaving.get(key, 0) + 1
         slowness = self.cluster.cuts.slowness(source)
         took_s = self.pace(read.reader) * slowness * (1 + others) * (1 + conditions.uplink * crossing)
@@ -251,5 +251,5 @@ class DataPlane:
     def arrived(self, read: SimRead) -> None:
         """The chunk is no longer on its way."""
         assert read.source is not None
-        for key in (read.source.name, read.source.hello.site) if read.is_far else (read.source.name,):
+        for key in (read.source.name, read.source.hello.site) if read.is_cross_site else (read.source.name,):
             self._leaving[key] -= 1

@@ -59,7 +59,7 @@ class Sink(Protocol):
     """Where a read puts its bytes, and who judges them. Called from the transport's threads, several at once."""
 
     @property
-    def is_far(self) -> bool:
+    def is_cross_site(self) -> bool:
         """The source is at the end of a long path."""
         ...
 

@@ -47,7 +47,7 @@ class TcpTransport(Transport):
         return TcpServer(self.settings)
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
-        settings = self.settings.across_sites() if sink.is_far else self.settings
+        settings = self.settings.across_sites() if sink.is_cross_site else self.settings
         return TcpRead(settings, endpoint, key, sink, ending)
 
     def why_not(self, endpoint: str) -> str | None:

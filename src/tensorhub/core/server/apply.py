@@ -85,7 +85,7 @@ def _give(state: State, give: Give) -> None:
         reason=give.reason,
         from_host=give.from_host,
         to_host=give.to_host,
-        is_far=source.hello.site != reader.hello.site,
+        is_cross_site=source.hello.site != reader.hello.site,
     )
     done, chunks, _ = reader.filled(record.version, to_host=give.to_host)
     read = OpenRead(grant, reader.worker, looked_at=now, began_at=now, had=done / max(chunks, done, 1))

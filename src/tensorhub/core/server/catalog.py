@@ -46,7 +46,7 @@ class VersionRecord:
     last_holder: str = ""
     usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
     usual_until: float = -inf  # and until when that is taken for true
-    far_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
+    cross_site_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
 
     @property
     def is_idle(self) -> bool:

@@ -79,7 +79,7 @@ def take_content(state: State, model: Model, replica: Replica, member: Member, b
             take_content(state, model, group, other, other.report)
             state.mark_dirty(other.worker)
     is_news |= _take_wishes(state, model, member, before)
-    _count_far(model, member, before)
+    _count_cross_site(model, member, before)
     if is_news or [c.whole for c in former.copies] != [c.whole for c in copies]:
         state.mark_everyone_dirty(model)
     elif type(former.buffer) is not type(buffer) or (former.buffer != buffer and member.is_full):
@@ -118,13 +118,13 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
     return tuple(found)
 
 
-def _count_far(model: Model, member: Member, before: Report) -> None:
+def _count_cross_site(model: Model, member: Member, before: Report) -> None:
     """What it has received from other sites since its report before."""
-    for version, received in list(member.report.far_bytes.items())[:MAX_CROSS_SITE_VERSIONS]:
+    for version, received in list(member.report.cross_site_bytes.items())[:MAX_CROSS_SITE_VERSIONS]:
         record = model.versions.get(Version(version))
-        news = received - before.far_bytes.get(version, 0)
+        news = received - before.cross_site_bytes.get(version, 0)
         if record is not None and news > 0:
-            add_up(record.far_bytes, member.hello.site, news, most=MAX_SITES)
+            add_up(record.cross_site_bytes, member.hello.site, news, most=MAX_SITES)
 
 
 def _take_wishes(state: State, model: Model, member: Member, before: Report) -> bool:

@@ -68,7 +68,7 @@ def _transfers(state: State) -> Generator[None, None, tuple[Transfer, ...]]:
                 reason=read.grant.reason,
                 from_host=read.grant.from_host,
                 to_host=read.grant.to_host,
-                is_far=read.grant.is_far,
+                is_cross_site=read.grant.is_cross_site,
                 is_void=read.is_void,
                 transport=told.transport if told is not None else "",
                 path=told.path if told is not None else "",
@@ -150,7 +150,7 @@ def _version(model: Model, record: VersionRecord, found: _Holders, *, is_retaine
         last_holder="" if holders else record.last_holder,
         host_copies=tuple(found.copies.get(record.version, ())),
         is_retained=is_retained,
-        far_bytes=dict(record.far_bytes),
+        cross_site_bytes=dict(record.cross_site_bytes),
     )
 
 

@@ -27,7 +27,7 @@ def report_of(worker: WorkerState) -> Report:
         ceiling_receipt=proofs.ceiling_receipt,
         failures=tuple(worker.slot.failures),
         received_bytes=dict(worker.received_bytes),
-        far_bytes=dict(worker.cross_site_bytes),
+        cross_site_bytes=dict(worker.cross_site_bytes),
         copies=worker.copies.for_report(),
         copies_left=worker.copies.room,
         copy_error=worker.copies.error,

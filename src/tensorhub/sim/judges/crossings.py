@@ -36,7 +36,7 @@ class CrossingJudge(Judge):
             theirs is not None
             and not theirs.is_stopped
             and theirs.grant.version == version
-            and theirs.is_far
+            and theirs.is_cross_site
             and theirs.began < settled
             and not (other.call is None and not theirs.grant.to_host)
         )

@@ -21,7 +21,7 @@ class Read(Protocol):
     is_ended: bool
 
     @property
-    def is_far(self) -> bool: ...
+    def is_cross_site(self) -> bool: ...
 
 
 @dataclass(eq=False)

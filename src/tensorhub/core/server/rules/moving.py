@@ -274,8 +274,8 @@ def to_idle(
     source = state.known(read.source)
     if facts.is_full(source, read.version, read.grant.from_host) and state.reads.load(read.source) < 2:
         return False
-    is_far = source.hello.site != reader.hello.site
-    is_shared = is_far and sources.reads_leaving(state, record, reader)[source.hello.site] > 0
+    is_cross_site = source.hello.site != reader.hello.site
+    is_shared = is_cross_site and sources.reads_leaving(state, record, reader)[source.hello.site] > 0
     better = [
         candidate
         for candidate in sources.candidates(state, model, record, reader)

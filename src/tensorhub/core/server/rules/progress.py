@@ -39,5 +39,5 @@ def tier(state: State, read: OpenRead) -> Tier:
     """How far the read comes: (from another site, from another host)."""
     reader, source = state.members.get(read.reader), state.members.get(read.source)
     if reader is None or source is None:
-        return read.grant.is_far, True
+        return read.grant.is_cross_site, True
     return source.hello.site != reader.hello.site, source.hello.host != reader.hello.host
