@@ -49,12 +49,12 @@ class Ideal:
     def answer(self, hello: Hello, report: Report, state: dict[str, Grant | Number]) -> Orders:
         """Orders for one report. `state` is its line's: the session, and the grant that was given last."""
         session = state.setdefault("session", self._next())
-        told, buffer, grant = report.operation, report.buffer, None
+        reported, buffer, grant = report.call, report.buffer, None
         answer, drained = None, None
-        if told is not None:
+        if reported is not None:
             answer = self._resolve(hello, report)
             version = answer.version
-            if version is not None and not answer.finished and told.verb == "update":
+            if version is not None and not answer.finished and reported.verb == "update":
                 grant = state.get("grant")
                 if not isinstance(grant, Grant) or grant.version != version:
                     grant = state["grant"] = self._grant(hello, version)
@@ -75,18 +75,18 @@ class Ideal:
         )
 
     def _resolve(self, hello: Hello, report: Report) -> Answer:
-        told, buffer = report.operation, report.buffer
-        assert told is not None
-        if told.verb == "unpublish":
-            return Answer(told.number, None, isinstance(buffer, Vacated | Empty))
-        version = told.resolved if told.resolved is not None else self.latest
-        if told.verb == "publish":
-            version = Version(int(told.spec))
+        reported, buffer = report.call, report.buffer
+        assert reported is not None
+        if reported.verb == "unpublish":
+            return Answer(reported.number, None, isinstance(buffer, Vacated | Empty))
+        version = reported.resolved if reported.resolved is not None else self.latest
+        if reported.verb == "publish":
+            version = Version(int(reported.spec))
         is_held = isinstance(buffer, Holding) and buffer.version == version
-        if is_held and told.verb == "publish":
+        if is_held and reported.verb == "publish":
             self.latest, self.publisher = max(self.latest, version), hello.worker
-            self.roots[(version, hello.shard)] = told.root
-        return Answer(told.number, version, is_held)
+            self.roots[(version, hello.shard)] = reported.root
+        return Answer(reported.number, version, is_held)
 
     def _grant(self, hello: Hello, version: Version) -> Grant:
         publisher = self.publisher or hello.worker

@@ -1,7 +1,7 @@
 """TensorHub for coroutines: the same names as in `tensorhub`, to be awaited in any event loop.
 
 The work happens in one thread of this process that all workers share; a coroutine here only waits for it, so a caller
-that is cancelled cancels its operation, and nothing here ever blocks the caller's loop. (`register` looks at each
+that is cancelled cancels its call, and nothing here ever blocks the caller's loop. (`register` looks at each
 tensor in the caller's thread: milliseconds for ten thousand.)
 """
 
@@ -305,5 +305,5 @@ def _number(version: int) -> Version:
 
 
 def _certain(version: int | None) -> int:
-    assert version is not None, "the operation ended well without a version"
+    assert version is not None, "the call ended well without a version"
     return version

@@ -1,7 +1,7 @@
 """What a user of TensorHub sees: `open` a worker's `Weights`, `serve` a reference server, `connect` to look at one.
 
 A thin, blocking wrapper over `tensorhub.aio`: the work happens in one thread of this process, and the caller's thread
-only waits for it, until its timeout at the latest. An interrupt (Ctrl-C) of the waiting thread cancels the operation.
+only waits for it, until its timeout at the latest. An interrupt (Ctrl-C) of the waiting thread cancels the call.
 """
 
 import time

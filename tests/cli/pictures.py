@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tensorhub.core.snapshot import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
+from tensorhub.core.snapshot import CallView, ModelView, ReplicaView, Status, Transfer, VersionView, WorkerView
 
 MIB = 1 << 20
 
@@ -50,14 +50,14 @@ def busy(done: int = 32) -> Status:
     """A trainer, a rollout that has the latest, one that is filling, one that is poisoned and lacks a shard."""
     latest = VersionView(7, True, True, ("rollout-1", "trainer"), ("rollout-2",))
     gone = VersionView(6, False, True, (), (), "policy/rollout-3[0]")
-    waiting = OperationView(5, "update", "latest", 7, "waiting", "shard 1 has not arrived")
-    failed = OperationView(5, "replicate", 7, 7, "failed", "shard 1 of rollout-3 died")
+    waiting = CallView(5, "update", "latest", 7, "waiting", "shard 1 has not arrived")
+    failed = CallView(5, "replicate", 7, 7, "failed", "shard 1 of rollout-3 died")
     replicas = (
         ReplicaView(
             "rollout-1",
             2,
             (worker(0, readers=1, received_bytes={"trainer": 256 * MIB}), worker(1, received_bytes={"trainer": MIB})),
-            OperationView(5, "update", "latest", 7, "finished"),
+            CallView(5, "update", "latest", 7, "finished"),
         ),
         ReplicaView(
             "rollout-2",

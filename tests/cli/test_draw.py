@@ -52,7 +52,7 @@ def test_it_says_who_reads_from_whom_and_why() -> None:
     assert "reads from rollout-1, 128.0 MiB of 256.0 MiB at 256.0 MiB/s: relay, full, idle, same host" in text
     assert "stops reading from trainer" in text
     assert "replicate(7), failed: shard 1 of rollout-3 died" in text
-    assert text.count("update(") == 1, "an operation that ended well is not news"
+    assert text.count("update(") == 1, "a call that ended well is not news"
 
 
 def test_wide_terminals_see_places_and_bytes_by_source() -> None:

@@ -1,7 +1,7 @@
 """Short ways to make the values that the rules of the core are about."""
 
 from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Answer, Grant, Hello, LayoutInfo, Operation, Orders, Report
+from tensorhub.core.messages import PROTOCOL, Answer, CallReport, Grant, Hello, LayoutInfo, Orders, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId, worker_id
 from tensorhub.core.server.rules.selection import Candidate
 from tensorhub.core.worker import events
@@ -52,8 +52,8 @@ def candidate(
     )
 
 
-def told(number: int, verb: str = "update", spec: int | str = "latest", **more: object) -> Operation:
-    return Operation(number, verb, spec, **more)  # type: ignore[arg-type]
+def called(number: int, verb: str = "update", spec: int | str = "latest", **more: object) -> CallReport:
+    return CallReport(number, verb, spec, **more)  # type: ignore[arg-type]
 
 
 def report(number: int, **more: object) -> Report:

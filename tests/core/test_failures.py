@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorhub.core.messages import Filling, Holding, Operation, Orders, Report, TicketFailure
+from tensorhub.core.messages import CallReport, Filling, Holding, Orders, Report, TicketFailure
 from tensorhub.core.names import Digest, Ticket, Version, WorkerId
 from tensorhub.core.server import Server, facts
 from tensorhub.core.settings import Settings
@@ -56,7 +56,7 @@ class Cluster:
         report = Report(
             self.numbers[READER],
             buffer=Filling(Version(1), self.done, 100),
-            operation=Operation(1, "replicate", 1, resolved=Version(1)),
+            call=CallReport(1, "replicate", 1, resolved=Version(1)),
             closed=self.failures[-1].ticket if self.failures else Ticket(0),
             failures=tuple(self.failures[-4:]),
             **self.known_to(READER),

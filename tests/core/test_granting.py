@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Filling, Holding, HostCopy, LayoutInfo, Operation, Orders, Reading, Withdrawing
+from tensorhub.core.messages import CallReport, Filling, Holding, HostCopy, LayoutInfo, Orders, Reading, Withdrawing
 from tensorhub.core.names import Digest, Number, Version, WorkerId
 from tensorhub.core.server import Server
 from tensorhub.core.server.decisions import Decision
@@ -69,7 +69,7 @@ class Town:
 def reads_from(town: Town, site: str) -> Orders:
     town.joins(TRAINER, site="a", buffer=Holding(ONE, ROOT, published=True))
     town.joins(READER, site=site)
-    town.says(READER, operation=Operation(1, "replicate", 1))
+    town.says(READER, call=CallReport(1, "replicate", 1))
     return town.orders[READER]
 
 
@@ -117,7 +117,7 @@ def test_a_read_from_a_host_copy_that_is_gone_is_taken_back() -> None:
     town, copy = Town(), HostCopy(1, ONE, ROOT, whole=True)
     town.joins(SPOT, reliable=False, copies=(copy,))
     town.joins(READER)
-    town.says(READER, operation=Operation(1, "replicate", 1))
+    town.says(READER, call=CallReport(1, "replicate", 1))
     grant = town.orders[READER].grant
     assert grant is not None
     assert (grant.source, grant.from_host) == (SPOT, True)

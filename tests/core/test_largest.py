@@ -16,15 +16,15 @@ from tensorhub.core.messages import (
     MAX_SOURCES,
     OTHERS,
     Answer,
+    CallReport,
     Failure,
     Grant,
     LayoutInfo,
-    Operation,
     Orders,
     Report,
 )
 from tensorhub.core.names import Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
-from tensorhub.core.server.groups import GroupOperation, Replica
+from tensorhub.core.server.groups import GroupCall, Replica
 from tensorhub.core.server.rules.admission import MAX_NAME, MAX_SHARDS
 from tensorhub.core.sums import add_up
 from tensorhub.core.version_spec import HIGHEST_VERSION
@@ -134,7 +134,7 @@ def test_the_longest_report_fits() -> None:
     assert report.reading is not None
     assert report.reading.path
     assert report.copy_error is not None
-    assert report.operation is not None
+    assert report.call is not None
     data = encode(report)
     assert len(data) <= MAX_REPORT_BYTES
     assert decode_to_server(data) == report
@@ -142,9 +142,9 @@ def test_the_longest_report_fits() -> None:
 
 def test_the_longest_orders_fit() -> None:
     group = Replica(ReplicaName(NAME), MAX_SHARDS)
-    operation = group.operation = GroupOperation(HIGHEST, "update", "latest-999999999", 0.0)
-    operation.error, operation.waiting = FAILURE, FAILURE
-    told = Operation(HIGHEST, "update", "latest-999999999")
+    call = group.call = GroupCall(HIGHEST, "update", "latest-999999999", 0.0)
+    call.error, call.waiting = FAILURE, FAILURE
+    reported = CallReport(HIGHEST, "update", "latest-999999999")
     grant = Grant(
         Ticket(HIGHEST),
         Version(HIGHEST_VERSION),
@@ -162,7 +162,7 @@ def test_the_longest_orders_fit() -> None:
         HIGHEST,
         *(1e300, 1e300, 1e300),
         position=HIGHEST,
-        answer=group.answer(Shard(0), told),
+        answer=group.answer(Shard(0), reported),
         grant=grant,
         drained=Version(HIGHEST),
         newest=Version(HIGHEST),
@@ -178,10 +178,10 @@ def test_the_longest_orders_fit() -> None:
 def test_a_mismatch_among_four_thousand_shards_fits() -> None:
     group = Replica(ReplicaName(NAME), MAX_SHARDS)
     for shard in range(MAX_SHARDS - 1):
-        group.arrive(Shard(shard), Operation(1, "update", "latest"), now=0.0)
-    odd = Operation(1, "replicate", "latest")
+        group.arrive(Shard(shard), CallReport(1, "update", "latest"), now=0.0)
+    odd = CallReport(1, "replicate", "latest")
     group.arrive(Shard(MAX_SHARDS - 1), odd, now=0.0)
-    for told in (odd, Operation(1, "update", "latest")):
-        answer = group.answer(Shard(0), told)
+    for reported in (odd, CallReport(1, "update", "latest")):
+        answer = group.answer(Shard(0), reported)
         assert answer.error is not None
         assert len(encode(Orders(Number(1), Number(1), 1, 1.0, 1.0, 1.0, answer=answer))) < MAX_REPORT_BYTES // 4

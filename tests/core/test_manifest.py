@@ -21,7 +21,7 @@ from tensorhub.core.names import Digest, Version
 from tensorhub.core.server import Server
 from tensorhub.core.settings import Settings
 
-from .kit import hello, report, told, worker
+from .kit import called, hello, report, worker
 
 W = TensorSpec("w", "float32", (2, 3), (3, 1), 0, 24)
 B = TensorSpec("b", "bfloat16", (4,), (1,), 24, 8)
@@ -155,14 +155,14 @@ def test_a_layout_that_is_none_is_a_mismatch_of_which_nothing_is_repeated() -> N
     server.handle(hello(publisher), sender="a", now=0.0)
     server.handle(LayoutInfo.of(layout(W, B)), sender="a", now=0.0)
     theirs = layout(W, B).digest()
-    publishing = told(1, "publish", 1, root=Digest("root"))
-    server.handle(report(1, layout=theirs, operation=publishing), sender="a", now=0.0)
+    publishing = called(1, "publish", 1, root=Digest("root"))
+    server.handle(report(1, layout=theirs, call=publishing), sender="a", now=0.0)
     held = Holding(Version(1), Digest("root"), True)
     server.handle(report(2, layout=theirs, buffer=held, finished=1, newest=Version(1)), sender="a", now=0.0)
     strange = LayoutInfo(msgspec.Raw(NO_LAYOUTS["a negative size"]))
     server.handle(hello(reader), sender="b", now=0.0)
     server.handle(strange, sender="b", now=0.0)
-    answers = server.handle(report(1, layout=strange.digest(), operation=told(1, "replicate")), sender="b", now=0.0)
+    answers = server.handle(report(1, layout=strange.digest(), call=called(1, "replicate")), sender="b", now=0.0)
     server.check_invariants()
     errors = [answer.answer.error for _, answer in answers if isinstance(answer, Orders) and answer.answer]
     assert [error.code for error in errors if error] == ["layout-mismatch"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, Hello, Holding, Operation, Orders, Poisoned, Reading, Refusal, Report
+from tensorhub.core.messages import PROTOCOL, CallReport, Hello, Holding, Orders, Poisoned, Reading, Refusal, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version
 from tensorhub.core.server import Server
 from tensorhub.core.server.numbers import BLOCK, Numbers
@@ -76,10 +76,10 @@ def test_the_newest_version_is_believed_with_a_receipt_only() -> None:
 
 def publish(found: Server, name: str, version: int, root: str) -> None:
     """One replica of one shard publishes, from its call to its end."""
-    call = Operation(1, "publish", version, Digest(root))
-    hear(found, name, number=2, layout=Digest("l"), operation=call)
+    call = CallReport(1, "publish", version, Digest(root))
+    hear(found, name, number=2, layout=Digest("l"), call=call)
     held = Holding(Version(version), Digest(root), published=True)
-    found.handle(Report(number=3, layout=Digest("l"), operation=call, buffer=held), sender=name, now=0.0)
+    found.handle(Report(number=3, layout=Digest("l"), call=call, buffer=held), sender=name, now=0.0)
     out = found.handle(Report(number=4, layout=Digest("l"), buffer=held, ended=1, finished=1), sender=name, now=0.0)
     assert not any(isinstance(message, Refusal) for _, message in out)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Empty, Holding, Operation, Orders, Report, Roster
+from tensorhub.core.messages import CallReport, Empty, Holding, Orders, Report, Roster
 from tensorhub.core.names import Digest, Number, Version, WorkerId
 from tensorhub.core.server import Server
 from tensorhub.core.server.receipts import Notary
@@ -199,7 +199,7 @@ def test_who_came_between_two_deaths_is_on_the_next_roll() -> None:
 def test_who_is_alone_needs_no_witness() -> None:
     fleet = Fleet()
     fleet.join(TRAINER)
-    fleet.report(TRAINER, operation=Operation(1, "publish", 1, Digest("r")))
+    fleet.report(TRAINER, call=CallReport(1, "publish", 1, Digest("r")))
     answer = fleet.heard[TRAINER].answer
     assert answer is not None
     assert answer.version == 1
@@ -224,8 +224,8 @@ def test_the_chosen_source_is_asked_when_a_grant_waits() -> None:
     outbox = fleet.server.handle(Report(1, buffer=Empty()), sender=str(who), now=0.0)
     assert [sender for sender, message in outbox if message.witness] == [str(ROLLOUTS[0])]  # which does not answer
     (mine,) = [message for sender, message in outbox if sender == str(who)]
-    wish = Operation(1, "replicate", 1, resolved=Version(1))
-    outbox = fleet.server.handle(Report(2, session=mine.session, operation=wish), sender=str(who), now=0.0)
+    wish = CallReport(1, "replicate", 1, resolved=Version(1))
+    outbox = fleet.server.handle(Report(2, session=mine.session, call=wish), sender=str(who), now=0.0)
     assert [sender for sender, message in outbox if message.witness] == [str(TRAINER)]
     assert all(message.grant is None for _, message in outbox)
     fleet._deliver(outbox)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorhub.core.messages import (
+    CallReport,
     Empty,
     Filling,
     Holding,
     LayoutInfo,
-    Operation,
     Orders,
     Poisoned,
     Reading,
@@ -48,10 +48,10 @@ buffers = st.one_of(
     st.builds(Poisoned, st.none() | versions),
 )
 specs = st.sampled_from(["latest", "latest-1", 1, 2, 3])
-operations = st.one_of(
-    st.builds(Operation, st.integers(0, 4), st.just("publish"), st.integers(1, 5), roots, st.none() | versions),
+calls = st.one_of(
+    st.builds(CallReport, st.integers(0, 4), st.just("publish"), st.integers(1, 5), roots, st.none() | versions),
     st.builds(
-        Operation,
+        CallReport,
         st.integers(0, 4),
         st.just("unpublish"),
         st.just(""),
@@ -60,7 +60,7 @@ operations = st.one_of(
         claim=st.none() | versions,
     ),
     st.builds(
-        Operation,
+        CallReport,
         st.integers(0, 4),
         st.sampled_from(["replicate", "update"]),
         specs,
@@ -83,7 +83,7 @@ reports = st.builds(
     buffer=buffers,
     layout=st.sampled_from([Digest(""), Digest("l"), LAYOUT.digest()]),
     size_bytes=st.integers(0, 100),
-    operation=st.none() | operations,
+    call=st.none() | calls,
     ended=st.integers(0, 4),
     finished=st.integers(0, 4),
     reading=st.none()
@@ -124,17 +124,17 @@ class Listener:
             self.orders = orders
             self.position = max(self.position, orders.position or 0)
 
-    def next_report(self, wish: Operation) -> Report:
+    def next_report(self, wish: CallReport) -> Report:
         """It fills with what is granted, holds it the next time, withdraws when it is to publish, and so on."""
         self.number += 1
-        orders, buffer, operation = self.orders, self.report.buffer, self.report.operation
+        orders, buffer, call = self.orders, self.report.buffer, self.report.call
         reading, closed = None, self.report.closed
         answer = orders.answer if orders is not None else None
         resolved = answer.version if answer is not None else None
-        if operation is not None and answer is not None and (answer.finished or answer.error is not None):
-            self.ended, operation = operation.number, None
-        elif operation is None:
-            operation = Operation(max(self.ended, self.position) + 1, wish.verb, wish.spec, wish.root)
+        if call is not None and answer is not None and (answer.finished or answer.error is not None):
+            self.ended, call = call.number, None
+        elif call is None:
+            call = CallReport(max(self.ended, self.position) + 1, wish.verb, wish.spec, wish.root)
         if orders is not None and orders.grant is not None:
             grant = orders.grant
             if self.report.reading is not None and self.report.reading.ticket == grant.ticket:
@@ -143,10 +143,10 @@ class Listener:
                 buffer, reading = Filling(grant.version, 1, 4), Reading(grant.ticket, grant.source, grant.version)
         elif orders is not None and orders.drained is not None and isinstance(buffer, Withdrawing | Poisoned):
             buffer = Empty()
-        elif operation is not None and operation.verb == "unpublish" and isinstance(buffer, Holding):
+        elif call is not None and call.verb == "unpublish" and isinstance(buffer, Holding):
             buffer = Withdrawing(buffer.version, buffer.root, buffer.published)
-        elif operation is not None and operation.verb == "publish" and resolved is not None:
-            buffer = Holding(resolved, operation.root, True)
+        elif call is not None and call.verb == "publish" and resolved is not None:
+            buffer = Holding(resolved, call.root, True)
         session = orders.session if orders is not None else Number(0)
         seen = orders.number if orders is not None else Number(0)
         self.report = Report(
@@ -154,7 +154,7 @@ class Listener:
             session=session,
             seen=seen,
             buffer=buffer,
-            operation=operation,
+            call=call,
             ended=self.ended,
             reading=reading,
             closed=closed,
@@ -227,8 +227,8 @@ nothing = st.none()
 steps = st.one_of(
     step("hello", nothing),
     step("lie", reports),
-    step("follow", operations),
-    step("follow", operations),
+    step("follow", calls),
+    step("follow", calls),
     step("layout", nothing),
     step("disconnect", nothing),
     step("time", st.sampled_from([0.1, 1.0, 2.5, 5.0])),
@@ -253,7 +253,7 @@ def test_it_never_raises_and_never_contradicts_itself(fresh: bool, history: list
 
 
 @settings(max_examples=50)
-@given(st.lists(step("follow", operations), min_size=10, max_size=60))
+@given(st.lists(step("follow", calls), min_size=10, max_size=60))
 def test_workers_that_do_as_they_are_told_get_somewhere(history: list) -> None:
     audience = Audience(fresh=True)
     for who in WORKERS:
@@ -269,7 +269,7 @@ def a_listener(audience: Audience, who: WorkerId) -> Listener:
 def test_the_followers_of_this_test_do_publish_and_replicate() -> None:
     """Without this, the properties above might hold because nothing ever happens."""
     audience = Audience(fresh=True)
-    publish, fill = Operation(0, "publish", 1, Digest("r")), Operation(0, "replicate", "latest")
+    publish, fill = CallReport(0, "publish", 1, Digest("r")), CallReport(0, "replicate", "latest")
     for who in WORKERS:
         audience.do(("hello", who, "1", None))
     for _ in range(8):

@@ -52,7 +52,7 @@ SKIPPED = (
     *("key", "notary", "ceiling", "ceiling_receipt"),
     *("endpoints", "teller", "budget", "shape", "lives"),
     *("capacity", "looked_at"),  # for who is slow or rebalanced: nobody here
-    "began",  # of an operation: how long it misses a shard, and there is one shard
+    "began",  # of a call: how long it misses a shard, and there is one shard
 )
 BY_CLASS = {
     (Orders, "number"): ORDER,

@@ -127,7 +127,7 @@ def test_a_source_that_waits_for_no_reader_is_found() -> None:
 
 
 def test_a_call_that_returns_too_early_is_found() -> None:
-    old = "not isinstance(buffer, Holding) or buffer.version != operation.version:"
+    old = "not isinstance(buffer, Holding) or buffer.version != call.version:"
     assert "Broken: G8 never run early" in found_in(old, "False:", "opening", 1)
 
 

@@ -8,7 +8,7 @@ from benchmarks.deep import deep_size
 from benchmarks.fleet import BUSY, GONE, HOP_S, IDLE, Fleet, TooDear
 from benchmarks.section import Options
 from benchmarks.thin import hello_of, root_of
-from tensorhub.core.messages import Grant, Holding, Operation, Report
+from tensorhub.core.messages import CallReport, Grant, Holding, Report
 from tensorhub.core.names import Ticket, Version, worker_id
 
 
@@ -96,10 +96,10 @@ def test_the_size_of_an_object_counts_each_thing_once():
 def test_the_stand_in_decides_by_the_report_alone():
     server, state = ideal.Ideal(), {}
     trainer, rollout = (hello_of(worker_id("m", name, 0), 1) for name in ("trainer", "rollout"))
-    asked = Operation(1, "publish", 7, root=root_of(7, 0))
-    orders = server.answer(trainer, Report(1, operation=asked, buffer=Holding(Version(7), root_of(7, 0))), {})
+    asked = CallReport(1, "publish", 7, root=root_of(7, 0))
+    orders = server.answer(trainer, Report(1, call=asked, buffer=Holding(Version(7), root_of(7, 0))), {})
     assert (orders.answer.version, orders.answer.finished) == (7, True)
-    wants = Report(5, operation=Operation(1, "update", "latest"), buffer=Holding(Version(6), root_of(6, 0)))
+    wants = Report(5, call=CallReport(1, "update", "latest"), buffer=Holding(Version(6), root_of(6, 0)))
     first, second = server.answer(rollout, wants, state), server.answer(rollout, wants, state)
     assert (first.acknowledged, first.answer.version, first.answer.finished) == (5, 7, False)
     assert (first.grant.source, first.grant.root) == (trainer.worker, root_of(7, 0))

@@ -80,8 +80,8 @@ MUTANTS = (
     ),
     Mutant(
         "only who had come is missed when it dies",
-        '        if self.operation is not None:\n            text = f"shard {shard} of {self.name} {why}',
-        "        if self.operation is not None and shard in self.operation.arrived:\n"
+        '        if self.call is not None:\n            text = f"shard {shard} of {self.name} {why}',
+        "        if self.call is not None and shard in self.call.arrived:\n"
         '            text = f"shard {shard} of {self.name} {why}',
         "a shard that dies before it comes to a call costs its siblings a lease, not their deadline",
     ),
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "a claim is judged while others may be unheard",
-        "    if waiting is not None:\n        yield Wait(operation, waiting)\n        return\n    conflict = claims",
+        "    if waiting is not None:\n        yield Wait(call, waiting)\n        return\n    conflict = claims",
         "    conflict = claims",
         "after a restart nothing is claimed before everybody has told what they have claimed",
     ),
@@ -200,23 +200,23 @@ MUTANTS = (
     ),
     Mutant(
         "each shard gets the latest of its own moment",
-        "        version = operation.version\n        return Answer",
-        "        version = operation.version\n"
-        '        operation.version = None if operation.verb == "update" else version\n'
+        "        version = call.version\n        return Answer",
+        "        version = call.version\n"
+        '        call.version = None if call.verb == "update" else version\n'
         "        return Answer",
         "the first shard to arrive fixes the version for all",
     ),
     Mutant(
         "finished before all shards are",
-        "        if member is None or told is None or told.number != operation.number:\n            return False\n",
-        "        if member is None or told is None or told.number != operation.number:\n            continue\n",
-        "an operation is finished when every shard of the replica is",
+        "        if member is None or reported is None or reported.number != call.number:\n            return False\n",
+        "        if member is None or reported is None or reported.number != call.number:\n            continue\n",
+        "a call is finished when every shard of the replica is",
     ),
     Mutant(
         "a member's death is not told",
-        '        if self.operation is not None:\n            text = f"shard {shard} of {self.name} {why}',
+        '        if self.call is not None:\n            text = f"shard {shard} of {self.name} {why}',
         '        if False:\n            text = f"shard {shard} of {self.name} {why}',
-        "an operation fails on all shards when one of them dies",
+        "a call fails on all shards when one of them dies",
     ),
     Mutant(
         "readers form rings",
@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "numbers may go back",
-        "    conflict = model.conflict(replica, version, operation.arrived)\n",
+        "    conflict = model.conflict(replica, version, call.arrived)\n",
         "    conflict = None\n",
         "a lower number, or the same with other content, is refused",
     ),

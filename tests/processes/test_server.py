@@ -37,7 +37,7 @@ def test_the_server_is_killed_in_mid_transfer_and_the_transfer_ends_without_it(s
     assert reader.call("update", spec="latest") == 2
     cluster.judge(reader, 2)
     figures(
-        f"server killed at {at:.0f} %: the transfer ended {ended_s:.1f} s later without it; the next operation waited "
+        f"server killed at {at:.0f} %: the transfer ended {ended_s:.1f} s later without it; the next call waited "
         f"and succeeded {took_s:.1f} s after the kill (lease {cluster.lease_s} s)",
         ended_s=ended_s,
         took_s=took_s,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import (
     MAX_REPORT_BYTES,
+    CallReport,
     Filling,
     Holding,
     LayoutInfo,
-    Operation,
     Orders,
     Poisoned,
     Refusal,
@@ -30,8 +30,8 @@ TO_SERVER = [
     hello(token="s3cret"),
     LAYOUT,
     Report(1),
-    Report(2, buffer=Filling(Version(3), 1, 4), operation=Operation(5, "update", "latest-2")),
-    Report(3, buffer=Holding(Version(3), Digest("ab"), True), operation=Operation(6, "publish", 7, Digest("cd"))),
+    Report(2, buffer=Filling(Version(3), 1, 4), call=CallReport(5, "update", "latest-2")),
+    Report(3, buffer=Holding(Version(3), Digest("ab"), True), call=CallReport(6, "publish", 7, Digest("cd"))),
     Report(4, buffer=Poisoned(), received_bytes={"trainer": 2**40}),
 ]
 TO_WORKER = [

@@ -9,12 +9,12 @@ from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import (
     MAX_TEXT,
     PROTOCOL,
+    CallReport,
     Empty,
     Filling,
     Hello,
     Holding,
     LayoutInfo,
-    Operation,
     Poisoned,
     Reading,
     Report,
@@ -35,15 +35,15 @@ NONSENSE = {
     "a huge version withdrawn": Report(1, buffer=Withdrawing(2**63, "ab")),
     "negative progress": Report(1, buffer=Filling(1, -1, 2)),
     "negative bytes": Report(1, received_bytes={"t": -1}),
-    "a verb of another world": Report(1, operation=Operation(1, "destroy", "latest")),
-    "a spec that names nothing": Report(1, operation=Operation(1, "update", "newest")),
-    "publish of no number": Report(1, operation=Operation(1, "publish", "latest")),
-    "publish of a negative number": Report(1, operation=Operation(1, "publish", -3)),
-    "unpublish of a version": Report(1, operation=Operation(1, "unpublish", "latest")),
-    "a claim that is no unpublish's": Report(1, operation=Operation(1, "update", "latest", claim=3)),
-    "a negative claim": Report(1, operation=Operation(1, "unpublish", "", claim=-3)),
+    "a verb of another world": Report(1, call=CallReport(1, "destroy", "latest")),
+    "a spec that names nothing": Report(1, call=CallReport(1, "update", "newest")),
+    "publish of no number": Report(1, call=CallReport(1, "publish", "latest")),
+    "publish of a negative number": Report(1, call=CallReport(1, "publish", -3)),
+    "unpublish of a version": Report(1, call=CallReport(1, "unpublish", "latest")),
+    "a claim that is no unpublish's": Report(1, call=CallReport(1, "update", "latest", claim=3)),
+    "a negative claim": Report(1, call=CallReport(1, "unpublish", "", claim=-3)),
     "a huge claim": Report(1, claim=2**63),
-    "a negative position": Report(1, operation=Operation(-1, "update", "latest")),
+    "a negative position": Report(1, call=CallReport(-1, "update", "latest")),
     "a read of a negative shard": Report(1, reading=Reading(5, worker_id("m", "t", -1), 1)),
     "a long story": Report(1, failures=(TicketFailure(1, worker_id("m", "t", 0), "x", "y" * (MAX_TEXT + 1)),)),
     "many failures": Report(1, failures=(TicketFailure(1, worker_id("m", "t", 0), "x", "y"),) * 5),
@@ -90,11 +90,11 @@ class Liar:
             ]
         )
 
-    def operation(self):
+    def call(self):
         verb = self.dice.choice(["publish", "unpublish", "replicate", "update"])
         spec = "" if verb == "unpublish" else self.dice.choice([self.number(), "latest", "latest-1"])
         resolved = self.dice.choice([None, self.number()])
-        return Operation(self.number(), verb, spec if verb != "publish" else self.number(), self.digest(), resolved)
+        return CallReport(self.number(), verb, spec if verb != "publish" else self.number(), self.digest(), resolved)
 
     def report(self, number: int) -> Report:
         maybe = self.dice.random
@@ -105,7 +105,7 @@ class Liar:
             buffer=self.buffer(),
             layout=self.digest(),
             size_bytes=self.number(),
-            operation=self.operation() if maybe() < 0.7 else None,
+            call=self.call() if maybe() < 0.7 else None,
             reading=Reading(self.number(), self.worker(), self.number()) if maybe() < 0.5 else None,
             closed=self.number(),
             newest=self.dice.choice([None, None, self.number()]),

@@ -92,11 +92,11 @@ class Words:
     def report(self, report: Report) -> str:
         """What is always shown of a report."""
         parts = [buffer_text(report.buffer)]
-        if report.operation is not None:
-            told = report.operation
-            claim = f" claims {told.claim}" if told.claim is not None else ""
-            resolved = f" = {told.resolved}" if told.resolved is not None and told.verb != "unpublish" else ""
-            parts.append(f"call {told.number}: {call_text(told.verb, told.spec)}{claim}{resolved}")
+        if report.call is not None:
+            call = report.call
+            claim = f" claims {call.claim}" if call.claim is not None else ""
+            resolved = f" = {call.resolved}" if call.resolved is not None and call.verb != "unpublish" else ""
+            parts.append(f"call {call.number}: {call_text(call.verb, call.spec)}{claim}{resolved}")
         if report.reading is not None:
             parts.append(f"reads {self.ticket(report.reading.ticket)} from {name_of(report.reading.source)}")
         parts += [f"{self.ticket(failure.ticket)} failed: {failure.code}" for failure in report.failures]

@@ -22,7 +22,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         # rules: facts in, decisions out
         *("rules", "rules.selection", "rules.admission", "rules.claims", "rules.witness", "rules.election"),
         *("rules.established", "rules.retention", "rules.draining", "rules.wanted", "rules.sources", "rules.progress"),
-        *("rules.moving", "rules.grants", "rules.operations"),
+        *("rules.moving", "rules.grants", "rules.calls"),
         # what changes the state, and the machine, which alone says when
         *("apply", "evidence", "rollcall", "intake", "sessions", "invariants", "snapshot", "machine"),
     ),

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..core.snapshot import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView
+from ..core.snapshot import CallView, ModelView, ReplicaView, Status, Transfer, VersionView
 from ..transport.choose import scheme_of
 from .rows import Row, bytes_done, rows_of, transfers_of
 from .words import count_text, shards_text, size_text, some_text, time_text
@@ -128,7 +128,7 @@ def _add_replica(
 ) -> None:
     for number, row in enumerate(rows_of(replica, transfers)):
         does: list[RenderableType] = []
-        if number == 0 and (doing := _operation(replica.operation)) is not None:
+        if number == 0 and (doing := _call(replica.call)) is not None:
             does.append(doing)
         does += [_reading(transfer, rates) for transfer in row.transfers]
         worker = row.worker
@@ -167,19 +167,19 @@ def _has(row: Row, bars: bool) -> RenderableType:
     return Group(text, ProgressBar(total=max(worker.chunks, 1), completed=worker.done, width=BAR_COLUMNS))
 
 
-def _operation(operation: OperationView | None) -> Text | None:
+def _call(call: CallView | None) -> Text | None:
     """What the replica does as a group; nothing where that has ended well."""
-    if operation is None or operation.state == "finished":
+    if call is None or call.state == "finished":
         return None
-    spec = "" if operation.spec == "" else json.dumps(operation.spec)
-    text = Text(f"{operation.verb}({spec})")
-    if operation.version is not None and str(operation.version) != spec:
-        text.append(f" is {operation.version}")
-    style = {"failed": "red", "waiting": "yellow"}.get(operation.state, "")
-    if operation.state != "running":
-        text.append(f", {operation.state}", style=style)
-    if operation.waiting_for:
-        text.append(f": {operation.waiting_for}", style=style)
+    spec = "" if call.spec == "" else json.dumps(call.spec)
+    text = Text(f"{call.verb}({spec})")
+    if call.version is not None and str(call.version) != spec:
+        text.append(f" is {call.version}")
+    style = {"failed": "red", "waiting": "yellow"}.get(call.state, "")
+    if call.state != "running":
+        text.append(f", {call.state}", style=style)
+    if call.waiting_for:
+        text.append(f": {call.waiting_for}", style=style)
     return text
 
 

@@ -64,7 +64,7 @@ class VersionConflict(UsageError):
 
 
 class GroupMismatch(UsageError):
-    """The shards of one replica called different operations at the same position of their sequence of calls."""
+    """The shards of one replica made different calls at the same position of their sequence."""
 
     code = "group-mismatch"
 
@@ -95,7 +95,7 @@ class VersionUnavailable(Unavailable):
 
 
 class GroupIncomplete(Unavailable):
-    """A member of the replica's group is missing, died or gave up, so the operation failed for all of its shards."""
+    """A member of the replica's group is missing, died or gave up, so the call failed for all of its shards."""
 
     code = "group-incomplete"
 

@@ -157,8 +157,8 @@ class LayoutInfo(_Message, frozen=True, tag="layout"):
         return decode_layout(self.layout)
 
 
-class Operation(_Message, frozen=True):
-    """The group operation that this worker's caller waits in; `resolved` is the version that the server answered."""
+class CallReport(_Message, frozen=True):
+    """The group call that this worker's caller waits in; `resolved` is the version that the server answered."""
 
     number: int
     verb: str  # one of VERBS
@@ -222,9 +222,9 @@ class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
     `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the highest
-    orders number ever seen. `ended` is the position of the last operation that ended here, `finished` that of the last
+    orders number ever seen. `ended` is the position of the last call that ended here, `finished` that of the last
     one that ended well. No ticket up to and including `closed` is being read any more. `newest` is the highest version
-    ever heard of: with it `latest` survives a restart of the server. `failures` are those of the current operation,
+    ever heard of: with it `latest` survives a restart of the server. `failures` are those of the current call,
     newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not be made left
     `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`: it wants to
     leave, nothing that it holds can be relied on. `stops`: it was told that nobody reads from its buffer any more, and
@@ -237,7 +237,7 @@ class Report(_Message, frozen=True, tag="report"):
     buffer: Buffer = Empty()
     layout: Digest = Digest("")
     size_bytes: int = 0
-    operation: Operation | None = None
+    call: CallReport | None = None
     ended: int = 0
     finished: int = 0
     reading: Reading | None = None
@@ -283,7 +283,7 @@ class Grant(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """What became of one operation: its version once resolved, then `finished` or `error`; else what it awaits."""
+    """What became of one call: its version once resolved, then `finished` or `error`; else what it awaits."""
 
     number: int
     version: Version | None = None
@@ -295,7 +295,7 @@ class Answer(_Message, frozen=True):
 class Orders(_Message, frozen=True, tag="orders"):
     """What the server wants of one worker, whole.
 
-    `acknowledged` is the number of the latest report taken in. `position` is the position of the last operation that
+    `acknowledged` is the number of the latest report taken in. `position` is the position of the last call that
     ended anywhere in the replica, None while the server cannot know it. `drained` names the version that nobody reads
     from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`:
     copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as

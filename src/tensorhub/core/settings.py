@@ -28,7 +28,7 @@ class Settings:
     )
     slow_times: float = 3.0  # a source is left at less than a third: to share its link with one more reader is a half
     leave_s: float = 30.0  # a source that was left is the reader's last choice: 10 times what it took to find out
-    most_failures: int = 8  # of one operation on one shard, before it is given up rather than tried again
+    most_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
     keep_established: bool = True  # what is whole outside its publisher is kept until a newer version is too
     spot_heir_s: float = 30.0  # who closes waits so long for a worker that nobody relies on: 50 GiB at 2 GB/s
     default_retain: int = 1  # newest versions of a model that no voluntary departure may lose; 0: none

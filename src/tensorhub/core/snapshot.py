@@ -53,7 +53,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     pins: tuple[int, ...] = ()
 
 
-class OperationView(msgspec.Struct, frozen=True):
+class CallView(msgspec.Struct, frozen=True):
     """What a replica is doing as a group."""
 
     number: int
@@ -70,7 +70,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
     name: str
     shards: int
     workers: tuple[WorkerView, ...]
-    operation: OperationView | None
+    call: CallView | None
 
 
 class VersionView(msgspec.Struct, frozen=True):

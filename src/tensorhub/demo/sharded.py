@@ -1,6 +1,6 @@
 """All shards of one replica of the policy, in one process.
 
-On GPUs each shard has a process of its own and calls `publish` or `update` there. A group operation returns when all
+On GPUs each shard has a process of its own and calls `publish` or `update` there. A group call returns when all
 shards of the replica have it, so whoever has several shards in one process calls it on all of them at the same time:
 here with a thread for each.
 """

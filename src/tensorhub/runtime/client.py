@@ -86,7 +86,7 @@ class Client:
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
 
     async def operate(self, verb: str, spec: Spec, deadline: float, *, claim: Version | None = None) -> Version | None:
-        """One group operation that is no publish. Returns the version then held. `claim` is of an unpublish."""
+        """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call(verb):
             if verb != "unpublish":
                 self._check_in_place()

@@ -15,11 +15,11 @@ from ..core.messages import (
     MAX_REPORT_BYTES,
     MAX_TEXT,
     VERBS,
+    CallReport,
     Empty,
     Filling,
     Hello,
     LayoutInfo,
-    Operation,
     Orders,
     Poisoned,
     Refusal,
@@ -91,24 +91,24 @@ def _nonsense_of(message: ToServer) -> str:
             reading = message.reading
             if reading is not None and len(reading.transport + reading.path + reading.why) > MAX_TEXT:
                 return "too long words about its read"
-            return _nonsense_of_operation(message.operation)
+            return _nonsense_of_call(message.call)
     return ""
 
 
-def _nonsense_of_operation(operation: Operation | None) -> str:
-    if operation is None:
+def _nonsense_of_call(call: CallReport | None) -> str:
+    if call is None:
         return ""
-    if operation.verb not in VERBS:
-        return "an operation that does not exist"
-    if operation.claim is not None and operation.verb != "unpublish":
+    if call.verb not in VERBS:
+        return "a call that does not exist"
+    if call.claim is not None and call.verb != "unpublish":
         return "a claim that no unpublish makes"
-    if operation.verb == "unpublish":
-        return "" if operation.spec == "" else "a version to unpublish"
+    if call.verb == "unpublish":
+        return "" if call.spec == "" else "a version to unpublish"
     try:
-        is_open = parse_spec(operation.spec, operation.verb) is None
+        is_open = parse_spec(call.spec, call.verb) is None
     except UsageError as error:
         return f"a bad version: {error}"
-    return "no version to publish" if operation.verb == "publish" and is_open else ""
+    return "no version to publish" if call.verb == "publish" and is_open else ""
 
 
 def _numbers_of(report: Report) -> Iterator[int]:
@@ -121,8 +121,8 @@ def _numbers_of(report: Report) -> Iterator[int]:
             yield from (version, done, chunks)
         case _:
             yield report.buffer.version
-    if report.operation is not None:
-        yield from (report.operation.number, report.operation.resolved or 0, report.operation.claim or 0)
+    if report.call is not None:
+        yield from (report.call.number, report.call.resolved or 0, report.call.claim or 0)
     if report.reading is not None:
         yield from (report.reading.ticket, report.reading.version, report.reading.source.shard)
         yield report.reading.rate_bytes_per_s

@@ -125,7 +125,7 @@ class Driver:
             raise ServerUnreachable(f"{text}: {self.line.why}", hint=hint) from error
 
     async def call(self, called: Called) -> Version | None:
-        """One operation, from here to its end. Cancelling it tells the machine so."""
+        """One call, from here to its end. Cancelling it tells the machine so."""
         self._finished = self._loop.create_future()
         try:
             self.feed(called)

@@ -230,8 +230,8 @@ class ControlPlane:
 
 
 def _short(report: Report) -> str:
-    operation = report.operation
-    call = f" op {operation.number} {operation.verb}({operation.spec})" if operation is not None else ""
+    reported = report.call
+    call = f" op {reported.number} {reported.verb}({reported.spec})" if reported is not None else ""
     version = getattr(report.buffer, "version", None)
     reading = f" reads {report.reading.ticket} from {report.reading.source}" if report.reading is not None else ""
     state = type(report.buffer).__name__.lower()

@@ -31,7 +31,7 @@ from .decisions import (
     Wait,
     Witness,
 )
-from .groups import GroupOperation, Replica
+from .groups import GroupCall, Replica
 from .membership import Member
 from .open_reads import OpenRead
 from .rules import established
@@ -151,45 +151,45 @@ def _leave(state: State, reader: Member, read: OpenRead, may_move_at: float) -> 
         source.slow_until = until
 
 
-# --- group operations -------------------------------------------------------------------------------------------------
+# --- group calls ------------------------------------------------------------------------------------------------------
 
 
 def _advance(state: State, decision: Wait | Fail | Resolve | AcceptPublish | Promise | Finish) -> None:
     match decision:
-        case Wait(operation, waiting):
-            operation.waiting = waiting
-        case Fail(operation, failure):
-            operation.fail(failure)
-        case Resolve(operation, version):
-            operation.version = version
-        case AcceptPublish(model, replica, operation, version):
-            _accept_publish(state, model, replica, operation, version)
+        case Wait(call, waiting):
+            call.waiting = waiting
+        case Fail(call, failure):
+            call.fail(failure)
+        case Resolve(call, version):
+            call.version = version
+        case AcceptPublish(model, replica, call, version):
+            _accept_publish(state, model, replica, call, version)
         case Promise(model, replica, version):
             model.record(version).promised[replica.name] = None
-        case Finish(model, replica, operation):
-            operation.is_finished = True
-            replica.finished = max(replica.finished, operation.number)
-            if operation.verb == "publish" and operation.version is not None:
-                model.note_exists(operation.version)
-                model.record(operation.version).proved = dict.fromkeys(operation.arrived)
+        case Finish(model, replica, call):
+            call.is_finished = True
+            replica.finished = max(replica.finished, call.number)
+            if call.verb == "publish" and call.version is not None:
+                model.note_exists(call.version)
+                model.record(call.version).proved = dict.fromkeys(call.arrived)
         case _:
             assert_never(decision)
 
 
-def _accept_publish(state: State, model: Model, replica: Replica, operation: GroupOperation, version: Version) -> None:
+def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
     record = model.record(version)
-    record.roots = dict(operation.arrived)
+    record.roots = dict(call.arrived)
     for shard, worker in replica.members.items():
         member = state.members.get(worker)
         if member is not None:
             record.layouts[shard] = member.report.layout
     record.claims[replica.name] = None
-    operation.version = version
+    call.version = version
 
 
-def release(model: Model, operation: GroupOperation | None, replica: Replica) -> None:
-    """The operation is over: what it claimed or was promised is free."""
-    record = model.versions.get(operation.version) if operation is not None and operation.version is not None else None
+def release(model: Model, call: GroupCall | None, replica: Replica) -> None:
+    """The call is over: what it claimed or was promised is free."""
+    record = model.versions.get(call.version) if call is not None and call.version is not None else None
     if record is not None:
         record.claims.pop(replica.name, None)
         record.promised.pop(replica.name, None)

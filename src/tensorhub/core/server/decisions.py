@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..messages import Failure
 from ..names import Number, Version, WorkerId
 from .catalog import Model, VersionRecord
-from .groups import GroupOperation, Replica
+from .groups import GroupCall, Replica
 from .membership import Member
 from .open_reads import OpenRead
 from .pace import Tier
@@ -143,30 +143,30 @@ class AwaitWord:
     reader: WorkerId
 
 
-# --- group operations -------------------------------------------------------------------------------------------------
+# --- group calls ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The operation waits for this. None: for nothing more."""
+    """The call waits for this. None: for nothing more."""
 
-    operation: GroupOperation
+    call: GroupCall
     waiting: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The operation ends like that on all shards."""
+    """The call ends like that on all shards."""
 
-    operation: GroupOperation
+    call: GroupCall
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """The operation is about that version."""
+    """The call is about that version."""
 
-    operation: GroupOperation
+    call: GroupCall
     version: Version
 
 
@@ -176,7 +176,7 @@ class AcceptPublish:
 
     model: Model
     replica: Replica
-    operation: GroupOperation
+    call: GroupCall
     version: Version
 
 
@@ -191,11 +191,11 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The operation has ended well on all shards."""
+    """The call has ended well on all shards."""
 
     model: Model
     replica: Replica
-    operation: GroupOperation
+    call: GroupCall
 
 
 Decision = (

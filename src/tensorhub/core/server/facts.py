@@ -83,11 +83,11 @@ def full_sources(state: State, record: VersionRecord, reader: Member) -> Iterato
 
 def wanted_version(replica: Replica, member: Member) -> Version | None:
     """The version that this worker is to be filled with now."""
-    told = member.report.operation
-    operation = replica.find(told.number) if told is not None else None
-    if operation is None or operation.is_over or operation.verb not in FILLS:
+    reported = member.report.call
+    call = replica.find(reported.number) if reported is not None else None
+    if call is None or call.is_over or call.verb not in FILLS:
         return None
     buffer = member.content.buffer
-    if isinstance(buffer, Filling) and buffer.version != operation.version:
+    if isinstance(buffer, Filling) and buffer.version != call.version:
         return None
-    return operation.version
+    return call.version

@@ -1,13 +1,13 @@
-"""Group operations: what the shards of one replica do together (promise G2).
+"""Group calls: what the shards of one replica do together (promise G2).
 
-The number of an operation is its position in the replica's sequence of calls. The first shard to arrive fixes what a
-spec means; the others get the stored answer. It succeeds on all shards, or fails on all of them.
+The number of a call is its position in the replica's sequence of calls. The first shard to arrive fixes what a spec
+means; the others get the stored answer. A call succeeds on all shards, or fails on all of them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..messages import Answer, Failure, Operation, Spec
+from ..messages import Answer, CallReport, Failure, Spec
 from ..names import Digest, ReplicaName, Shard, Version, WorkerId
 from ..version_spec import call_text
 
@@ -18,7 +18,7 @@ def some_shards(shards: Sequence[int]) -> str:
 
 
 @dataclass
-class GroupOperation:
+class GroupCall:
     """One position in a replica's sequence of calls."""
 
     number: int
@@ -46,13 +46,13 @@ class GroupOperation:
 
 @dataclass
 class Replica:
-    """A replica's members that live, its operation, and how far its sequence of calls has come."""
+    """A replica's members that live, its call, and how far its sequence of calls has come."""
 
     name: ReplicaName
     shards: int
     members: dict[Shard, WorkerId] = field(default_factory=dict)
-    operation: GroupOperation | None = None
-    former: GroupOperation | None = None  # a member may not have heard yet how it ended
+    call: GroupCall | None = None
+    former: GroupCall | None = None  # a member may not have heard yet how it ended
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
     publishes: bool = False  # it has published, or wanted to: a trainer, for whom nothing is fetched ahead
@@ -62,83 +62,83 @@ class Replica:
         return not self.members
 
     def missing(self) -> list[int]:
-        """The shards that have not arrived at the current operation."""
-        arrived = self.operation.arrived if self.operation is not None else {}
+        """The shards that have not arrived at the current call."""
+        arrived = self.call.arrived if self.call is not None else {}
         return [shard for shard in range(self.shards) if Shard(shard) not in arrived]
 
     def note_ended(self, shard: Shard, ended: int, finished: int) -> None:
-        """One shard's caller has got its answer for the operations up to `ended`."""
-        operation = self.operation
+        """One shard's caller has got its answer for the calls up to `ended`."""
+        call = self.call
         self.ended, self.finished = max(self.ended, ended), max(self.finished, finished)
-        if operation is None or operation.is_over or operation.number > ended:
+        if call is None or call.is_over or call.number > ended:
             return
-        if finished == operation.number:
-            operation.is_finished = True  # as a server before this one had said
+        if finished == call.number:
+            call.is_finished = True  # as a server before this one had said
             return
-        text = f"shard {shard} of {self.name} gave up {operation} before all shards were done"
-        operation.fail(Failure("group-incomplete", text, "retry on all shards"))
+        text = f"shard {shard} of {self.name} gave up {call} before all shards were done"
+        call.fail(Failure("group-incomplete", text, "retry on all shards"))
 
-    def arrive(self, shard: Shard, told: Operation, *, now: float) -> None:
-        """One shard's caller is in this operation."""
-        self.publishes |= told.verb == "publish" or told.claim is not None
-        current = self.operation
-        if current is None or told.number > current.number:
+    def arrive(self, shard: Shard, reported: CallReport, *, now: float) -> None:
+        """One shard's caller is in this call."""
+        self.publishes |= reported.verb == "publish" or reported.claim is not None
+        current = self.call
+        if current is None or reported.number > current.number:
             if current is not None:
                 text = f"shard {shard} of {self.name} went on before {current} had ended"
                 current.fail(Failure("group-incomplete", text, "retry on all shards"))
                 self.former = current
-            current = self.operation = self._begin(told, now)
-        operation = self.find(told.number)
-        if operation is None or operation.is_over:
+            current = self.call = self._begin(reported, now)
+        call = self.find(reported.number)
+        if call is None or call.is_over:
             return
-        mismatch = self._mismatch(shard, operation, told)
+        mismatch = self._mismatch(shard, call, reported)
         if mismatch is not None:
-            operation.fail(mismatch)
+            call.fail(mismatch)
             return
-        operation.arrived[shard] = told.root
-        if operation.version is None:
-            operation.version = told.resolved  # a server before this one had answered so
+        call.arrived[shard] = reported.root
+        if call.version is None:
+            call.version = reported.resolved  # a server before this one had answered so
 
-    def _begin(self, told: Operation, now: float) -> GroupOperation:
-        operation = GroupOperation(told.number, told.verb, told.spec, now, told.claim)
-        if told.number == self.finished:
-            operation.is_finished, operation.version = True, told.resolved
-        elif told.number <= self.ended:
-            text = f"{operation} is position {told.number} of {self.name}, whose other shards are past {self.ended}"
-            operation.fail(Failure("group-incomplete", text, "retry on all shards"))
-        return operation
+    def _begin(self, reported: CallReport, now: float) -> GroupCall:
+        call = GroupCall(reported.number, reported.verb, reported.spec, now, reported.claim)
+        if reported.number == self.finished:
+            call.is_finished, call.version = True, reported.resolved
+        elif reported.number <= self.ended:
+            text = f"{call} is position {reported.number} of {self.name}, whose other shards are past {self.ended}"
+            call.fail(Failure("group-incomplete", text, "retry on all shards"))
+        return call
 
-    def _mismatch(self, shard: Shard, operation: GroupOperation, told: Operation) -> Failure | None:
-        if (operation.verb, operation.spec, operation.claim) == (told.verb, told.spec, told.claim):
+    def _mismatch(self, shard: Shard, call: GroupCall, reported: CallReport) -> Failure | None:
+        if (call.verb, call.spec, call.claim) == (reported.verb, reported.spec, reported.claim):
             return None
-        others = some_shards(list(operation.arrived)) or "the others"
-        mine = call_text(told.verb, told.spec, told.claim)
-        text = f"shard {shard} of {self.name} called {mine} where shard {others} called {operation}"
+        others = some_shards(list(call.arrived)) or "the others"
+        mine = call_text(reported.verb, reported.spec, reported.claim)
+        text = f"shard {shard} of {self.name} called {mine} where shard {others} called {call}"
         return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
 
-    def find(self, number: int) -> GroupOperation | None:
-        for operation in (self.operation, self.former):
-            if operation is not None and operation.number == number:
-                return operation
+    def find(self, number: int) -> GroupCall | None:
+        for call in (self.call, self.former):
+            if call is not None and call.number == number:
+                return call
         return None
 
-    def answer(self, shard: Shard, told: Operation) -> Answer:
-        """What became of the operation that a shard's caller is in."""
-        operation = self.find(told.number)
-        if operation is None:
-            text = f"position {told.number} of {self.name} is over; its other shards are past {self.ended}"
-            return Answer(told.number, error=Failure("group-incomplete", text, "retry on all shards"))
-        mismatch = self._mismatch(shard, operation, told)
+    def answer(self, shard: Shard, reported: CallReport) -> Answer:
+        """What became of the call that a shard's caller is in."""
+        call = self.find(reported.number)
+        if call is None:
+            text = f"position {reported.number} of {self.name} is over; its other shards are past {self.ended}"
+            return Answer(reported.number, error=Failure("group-incomplete", text, "retry on all shards"))
+        mismatch = self._mismatch(shard, call, reported)
         if mismatch is not None:
-            return Answer(told.number, error=mismatch)
-        error = operation.error.bounded() if operation.error is not None else None
-        waiting = operation.waiting.bounded() if operation.waiting is not None else None
-        version = operation.version
-        return Answer(told.number, version, operation.is_finished, error, waiting)
+            return Answer(reported.number, error=mismatch)
+        error = call.error.bounded() if call.error is not None else None
+        waiting = call.waiting.bounded() if call.waiting is not None else None
+        version = call.version
+        return Answer(reported.number, version, call.is_finished, error, waiting)
 
     def lose(self, shard: Shard, why: str) -> None:
         """The shard's worker is gone: whatever is under way ends, whether it had come to it or would have."""
         self.members.pop(shard, None)
-        if self.operation is not None:
-            text = f"shard {shard} of {self.name} {why} during {self.operation}"
-            self.operation.fail(Failure("group-incomplete", text, "restart that shard, then retry on all shards"))
+        if self.call is not None:
+            text = f"shard {shard} of {self.name} {why} during {self.call}"
+            self.call.fail(Failure("group-incomplete", text, "restart that shard, then retry on all shards"))

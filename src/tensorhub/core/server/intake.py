@@ -42,7 +42,7 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     model, replica = state.place(member)
     take_content(state, model, replica, member, before)
     take_reads(state, member)
-    take_operation(state, replica, member)
+    take_call(state, replica, member)
     rollcall.hear(state, model, member)
     state.mark_dirty(member.worker, must_answer=True)
 
@@ -167,9 +167,9 @@ def take_reads(state: State, member: Member) -> None:
         is_void = reading.source in behind or state.reads.current(worker) is not None
         state.reads.add(OpenRead(grant, worker, is_void))
     _note_pace(state, member)
-    number = report.operation.number if report.operation is not None else 0
-    if number != member.operation_number:
-        member.operation_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
+    number = report.call.number if report.call is not None else 0
+    if number != member.call_number:
+        member.call_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
     for failure in report.failures:
         if failure.ticket > member.last_failed:
             member.last_failed = failure.ticket
@@ -210,17 +210,17 @@ def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
             record.holders.get(member.shard, {}).pop(member.worker, None)
 
 
-def take_operation(state: State, replica: Replica, member: Member) -> None:
+def take_call(state: State, replica: Replica, member: Member) -> None:
     """What the worker's caller waits for."""
     report = member.report
-    was_over = replica.operation is None or replica.operation.is_over
+    was_over = replica.call is None or replica.call.is_over
     replica.note_ended(member.shard, report.ended, report.finished)
-    former = replica.operation
-    if report.operation is not None:
-        replica.arrive(member.shard, report.operation, now=state.now)
-    if former is not replica.operation:
+    former = replica.call
+    if report.call is not None:
+        replica.arrive(member.shard, report.call, now=state.now)
+    if former is not replica.call:
         apply.release(state.models[member.hello.model], former, replica)
-    if not was_over or report.operation is not None:
+    if not was_over or report.call is not None:
         state.mark_replica_dirty(replica)
 
 

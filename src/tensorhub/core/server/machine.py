@@ -30,7 +30,7 @@ from .invariants import server_contradiction
 from .membership import Member
 from .numbers import Numbers
 from .receipts import Notary
-from .rules import admission, draining, grants, operations, retention, witness
+from .rules import admission, calls, draining, grants, retention, witness
 from .snapshot import statistics, status_of
 from .state import State
 
@@ -203,15 +203,15 @@ class Server:
         state = self.state
         model, replica = state.place(member)
         apply.carry_out(state, witness.seek_witness(state, model, member))
-        operation = replica.operation
-        if operation is not None:
-            was_over, version = operation.is_over, operation.version
-            apply.carry_out(state, operations.advance(state, model, replica, operation))
-            if operation.is_over:
-                replica.ended = max(replica.ended, operation.number)
-                apply.release(model, operation, replica)
-            if operation.is_over != was_over or operation.version != version:
-                state.mark_busy_dirty(model) if operation.is_over else state.mark_replica_dirty(replica)
+        call = replica.call
+        if call is not None:
+            was_over, version = call.is_over, call.version
+            apply.carry_out(state, calls.advance(state, model, replica, call))
+            if call.is_over:
+                replica.ended = max(replica.ended, call.number)
+                apply.release(model, call, replica)
+            if call.is_over != was_over or call.version != version:
+                state.mark_busy_dirty(model) if call.is_over else state.mark_replica_dirty(replica)
         apply.carry_out(state, grants.decide_read(state, model, replica, member))
 
     # --- what goes out ------------------------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ class Server:
     def _say(self, member: Member, must_answer: bool) -> Outbox:
         state = self.state
         model, replica = state.place(member)
-        told = member.report.operation
-        answer = replica.answer(member.shard, told) if told is not None else None
+        reported = member.report.call
+        answer = replica.answer(member.shard, reported) if reported is not None else None
         copies = retention.host_copy_orders(state, model, replica, member)
         apply.let_go(member, copies.let_go)  # that makes room, for which it may wait
         release = retention.copies_to_release(state, model, member)

@@ -40,9 +40,9 @@ class Member:
         default_factory=dict
     )  # who is decided for again when it has heard of its own
     avoided: dict[WorkerId, Avoided] = field(default_factory=dict)
-    failures: int = 0  # of reads, in the present operation, since one of them brought a chunk
+    failures: int = 0  # of reads, in the present call, since one of them brought a chunk
     chunks: int = 0  # that it had in place at the last of them
-    operation_number: int = 0  # the operation that `avoided`, `failures` and `chunks` are about
+    call_number: int = 0  # the call that `avoided`, `failures` and `chunks` are about
     left: dict[WorkerId, float] = field(
         default_factory=dict
     )  # sources that were too slow, and until when to spare them

@@ -41,7 +41,7 @@ def end(state: State, member: Member, why: str) -> None:
     rollcall.end(state, model, member)
     state.forget(member.worker)
     if replica.is_empty:
-        apply.release(model, replica.operation, replica)
+        apply.release(model, replica.call, replica)
         del model.replicas[replica.name]
     state.mark_everyone_dirty(model)
 

@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 from ..messages import MAX_PINS, PROTOCOL, Filling, HostCopy
 from ..names import Shard
-from ..snapshot import ModelView, OperationView, ReplicaView, Status, Transfer, VersionView, WorkerView
+from ..snapshot import CallView, ModelView, ReplicaView, Status, Transfer, VersionView, WorkerView
 from .catalog import Model, VersionRecord, version_in
 from .groups import Replica
 from .membership import Member
@@ -156,15 +156,15 @@ def _version(model: Model, record: VersionRecord, found: _Holders, *, is_retaine
 
 def _replica(state: State, replica: Replica) -> ReplicaView:
     members = [state.members.get(replica.members[shard]) for shard in sorted(replica.members)]
-    operation = replica.operation
+    call = replica.call
     view = None
-    if operation is not None:
-        stage = "finished" if operation.is_finished else "failed" if operation.error is not None else "running"
-        waiting = operation.error or operation.waiting
-        if stage == "running" and operation.waiting is not None:
+    if call is not None:
+        stage = "finished" if call.is_finished else "failed" if call.error is not None else "running"
+        waiting = call.error or call.waiting
+        if stage == "running" and call.waiting is not None:
             stage = "waiting"
         text = waiting.message if waiting is not None else ""
-        view = OperationView(operation.number, operation.verb, operation.spec, operation.version, stage, text)
+        view = CallView(call.number, call.verb, call.spec, call.version, stage, text)
     workers = tuple(_worker(state, member) for member in members if member is not None)
     return ReplicaView(replica.name, replica.shards, workers, view)
 

@@ -85,7 +85,7 @@ class State:
             for worker in replica.members.values():
                 member = self.known(worker)
                 reads = self.reads.load(worker) or self.reads.of(worker)
-                is_busy = member.report.operation is not None or reads or member.content.copies
+                is_busy = member.report.call is not None or reads or member.content.copies
                 if is_busy or isinstance(member.content.buffer, Withdrawing):
                     self.mark_dirty(worker)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..messages import Answer, Failure, Operation, Spec
+from ..messages import Answer, CallReport, Failure, Spec
 from ..names import Digest, Version
 from ..version_spec import call_text
 
@@ -72,8 +72,8 @@ class Call:
         """The same call as the replica's next one."""
         return Call(self.verb, self.spec, self.root, self.started, self.deadline)
 
-    def for_report(self) -> Operation | None:
+    def for_report(self) -> CallReport | None:
         """As a report says it."""
         if self.number is None:
             return None
-        return Operation(self.number, self.verb, self.spec, self.root, self.resolved, self.claim)
+        return CallReport(self.number, self.verb, self.spec, self.root, self.resolved, self.claim)

@@ -21,7 +21,7 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
     if worker.layout is None:
         return Failure("usage", f"{event.verb} on {worker.me} before register()", "register the tensors first")
     if event.verb not in VERBS:
-        return Failure("usage", f"there is no operation {event.verb!r}")
+        return Failure("usage", f"there is no call {event.verb!r}")
     if event.verb in FILLS:
         try:
             parse_spec(event.spec, event.verb)

@@ -15,7 +15,7 @@ def report_of(worker: WorkerState) -> Report:
         buffer=worker.buffer,
         layout=layout.digest if layout is not None else Digest(""),
         size_bytes=layout.size_bytes if layout is not None else 0,
-        operation=worker.call.for_report() if worker.call is not None else None,
+        call=worker.call.for_report() if worker.call is not None else None,
         ended=worker.ended,
         finished=worker.finished,
         reading=worker.reading,

@@ -41,10 +41,10 @@ class StallJudge(Judge):
             return None
         if life.has(call.resolved) or life.held is not None or life.closing < inf or life.copying is not None:
             return None
-        buffer, operation = report.buffer, report.operation
+        buffer, reported = report.buffer, report.call
         is_free = isinstance(buffer, Empty) or (isinstance(buffer, Poisoned) and buffer.version is None)
         is_ready = is_free or (isinstance(buffer, Filling) and buffer.version == call.resolved)
-        is_told = operation is not None and operation.number == call.number and report.reading is None
+        is_told = reported is not None and reported.number == call.number and report.reading is None
         has_part = any(copy.version == call.resolved for copy in report.copies)
         return call.resolved if is_ready and is_told and not has_part else None
 

@@ -276,9 +276,9 @@ class Truth:
     def said(self, life: Life, report: Report) -> None:
         """A report goes out, wherever it gets."""
         life.said = report
-        operation, call = report.operation, life.call
-        if operation is not None and call is not None and call.number == 0:
-            call.number = operation.number
+        reported, call = report.call, life.call
+        if reported is not None and call is not None and call.number == 0:
+            call.number = reported.number
 
     def heard(self, life: Life, report: Report) -> None:
         """A server takes in a report."""

@@ -51,9 +51,9 @@ def _claimed_by(state: State, replica: Replica) -> dict[Version, None]:
             continue
         if member.report.claim is not None:
             found[member.report.claim] = None
-        told = member.report.operation
-        operation = replica.find(told.number) if told is not None else None
-        is_granted = operation is not None and operation.error is None and operation.version is not None
-        if operation is not None and operation.claim is not None and is_granted:
-            found[operation.claim] = None
+        reported = member.report.call
+        call = replica.find(reported.number) if reported is not None else None
+        is_granted = call is not None and call.error is None and call.version is not None
+        if call is not None and call.claim is not None and is_granted:
+            found[call.claim] = None
     return found

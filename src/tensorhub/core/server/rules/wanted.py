@@ -1,4 +1,4 @@
-"""What a worker should be reading now: its caller's operation comes before what is fetched ahead."""
+"""What a worker should be reading now: its caller's call comes before what is fetched ahead."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Wanted(NamedTuple):
 
 
 def wanted_read(state: State, model: Model, replica: Replica, member: Member) -> Wanted | None:
-    """What this worker should be reading now, and can. Its caller's operation comes before what is fetched ahead."""
+    """What this worker should be reading now, and can. Its caller's call comes before what is fetched ahead."""
     version = facts.wanted_version(replica, member)
     if version is None or member.holds(version) or member.fills_itself(version):
         version = retention.version_to_fetch(state, model, replica, member)

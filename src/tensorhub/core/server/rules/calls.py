@@ -1,4 +1,4 @@
-"""How a group operation goes forward: what it resolves to, what it waits for, when it is over.
+"""How a group call goes forward: what it resolves to, what it waits for, when it is over.
 
 `advance` yields one decision after another. Each is carried out before it goes on, so that the next follows from it.
 """
@@ -14,7 +14,7 @@ from ...version_spec import PREFETCHED
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..decisions import AcceptPublish, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
-from ..groups import GroupOperation, Replica, some_shards
+from ..groups import GroupCall, Replica, some_shards
 from ..membership import Member
 from ..state import State
 from . import claims, retention, witness
@@ -23,42 +23,42 @@ TRIES = 3  # so often a source that lives may fail a reader before it is no hope
 HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
 
 
-def advance(state: State, model: Model, replica: Replica, operation: GroupOperation) -> Iterator[Decision]:
-    """Take the operation as far as the facts allow."""
-    if operation.is_over:
+def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+    """Take the call as far as the facts allow."""
+    if call.is_over:
         return
-    yield Wait(operation, _missing(replica))
-    incomplete, look_again_at = _why_incomplete(state, replica, operation)
+    yield Wait(call, _missing(replica))
+    incomplete, look_again_at = _why_incomplete(state, replica, call)
     if incomplete is not None:
-        yield Fail(operation, incomplete)
+        yield Fail(call, incomplete)
         return
     if look_again_at < inf:
-        for shard in operation.arrived:
+        for shard in call.arrived:
             waiting = state.members.get(replica.members[shard]) if shard in replica.members else None
             if waiting is not None:
                 yield LookAgain(waiting, look_again_at)
-    if operation.verb in facts.FILLS:
-        yield from _advance_fill(state, model, replica, operation)
-    elif operation.claim is not None and operation.version is None and operation.waiting is None:
-        yield from _advance_claim(state, model, replica, operation, operation.claim)
-    elif operation.verb == "publish":
-        yield from _advance_publish(state, model, replica, operation)
-    stuck = _why_stuck(state, model, replica) if not operation.is_over and not state.is_recovering else None
+    if call.verb in facts.FILLS:
+        yield from _advance_fill(state, model, replica, call)
+    elif call.claim is not None and call.version is None and call.waiting is None:
+        yield from _advance_claim(state, model, replica, call, call.claim)
+    elif call.verb == "publish":
+        yield from _advance_publish(state, model, replica, call)
+    stuck = _why_stuck(state, model, replica) if not call.is_over and not state.is_recovering else None
     if stuck is not None:
-        yield _give_up(replica, operation, stuck)
-    if not operation.is_over and _is_done(state, replica, operation):
-        yield Finish(model, replica, operation)
+        yield _give_up(replica, call, stuck)
+    if not call.is_over and _is_done(state, replica, call):
+        yield Finish(model, replica, call)
 
 
 def _missing(replica: Replica) -> Failure | None:
     missing = replica.missing()
     if not missing:
         return None
-    text = f"{replica.name} waits for shard {some_shards(missing)} of {replica.shards} to call {replica.operation}"
+    text = f"{replica.name} waits for shard {some_shards(missing)} of {replica.shards} to call {replica.call}"
     return Failure("group-incomplete", text, "is every shard running, and making the same calls?")
 
 
-def _why_incomplete(state: State, replica: Replica, operation: GroupOperation) -> tuple[Failure | None, float]:
+def _why_incomplete(state: State, replica: Replica, call: GroupCall) -> tuple[Failure | None, float]:
     """A shard that has not come, and that nobody can expect any more; or when to ask again.
 
     A shard that lives may take its time.
@@ -70,14 +70,14 @@ def _why_incomplete(state: State, replica: Replica, operation: GroupOperation) -
         if member is None:
             absent.append(shard)
         elif member.report.closing:
-            text = f"shard {shard} of {replica.name} is being closed, and does not come to {operation}"
+            text = f"shard {shard} of {replica.name} is being closed, and does not come to {call}"
             return Failure("group-incomplete", text, hint), inf
     if not absent:
         return None, inf
     patience_s = state.settings.lease_s
-    until = max(operation.began, state.recovered_at) + patience_s
+    until = max(call.began, state.recovered_at) + patience_s
     if state.now >= until:
-        text = f"shard {some_shards(absent)} of {replica.name} was not there within {patience_s:.3g} s of {operation}"
+        text = f"shard {some_shards(absent)} of {replica.name} was not there within {patience_s:.3g} s of {call}"
         return Failure("group-incomplete", text, hint), inf
     return None, until
 
@@ -93,7 +93,7 @@ def _recovering(state: State) -> Failure:
 
 
 def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
-    """Why a shard may never leave the version that it holds, as this operation wants."""
+    """Why a shard may never leave the version that it holds, as this call wants."""
     for worker in replica.members.values():
         member = state.members.get(worker)
         failure = retention.why_stuck(state, model, replica, member) if member is not None else None
@@ -102,20 +102,20 @@ def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
     return None
 
 
-def _is_done(state: State, replica: Replica, operation: GroupOperation) -> bool:
-    if operation.claim is not None and operation.version is None:
+def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
+    if call.claim is not None and call.version is None:
         return False
     for shard in range(replica.shards):
         worker = replica.members.get(Shard(shard))
         member = state.members.get(worker) if worker is not None else None
-        told = member.report.operation if member is not None else None
-        if member is None or told is None or told.number != operation.number:
+        reported = member.report.call if member is not None else None
+        if member is None or reported is None or reported.number != call.number:
             return False
         buffer = member.content.buffer
-        if operation.verb == "unpublish":
+        if call.verb == "unpublish":
             if not isinstance(buffer, Empty | Vacated | Poisoned):
                 return False
-        elif not isinstance(buffer, Holding) or buffer.version != operation.version:
+        elif not isinstance(buffer, Holding) or buffer.version != call.version:
             return False
     return True
 
@@ -123,78 +123,78 @@ def _is_done(state: State, replica: Replica, operation: GroupOperation) -> bool:
 # --- publish ----------------------------------------------------------------------------------------------------------
 
 
-def _advance_publish(state: State, model: Model, replica: Replica, operation: GroupOperation) -> Iterator[Decision]:
-    if operation.version is not None or operation.waiting is not None:
+def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+    if call.version is not None or call.waiting is not None:
         return
     waiting = _why_wait(state, model, replica)
     if waiting is not None:
-        yield Wait(operation, waiting)
+        yield Wait(call, waiting)
         return
-    version = Version(int(operation.spec))
-    conflict = model.conflict(replica, version, operation.arrived)
+    version = Version(int(call.spec))
+    conflict = model.conflict(replica, version, call.arrived)
     conflict = conflict or claims.conflict_with(state, model, replica, version)
     if conflict is not None:
-        yield Fail(operation, conflict)
+        yield Fail(call, conflict)
     else:
-        yield AcceptPublish(model, replica, operation, version)
+        yield AcceptPublish(model, replica, call, version)
 
 
 def _advance_claim(
-    state: State, model: Model, replica: Replica, operation: GroupOperation, version: Version
+    state: State, model: Model, replica: Replica, call: GroupCall, version: Version
 ) -> Iterator[Decision]:
     """All shards have come to an unpublish that claims a number."""
     waiting = _why_wait(state, model, replica)
     if waiting is not None:
-        yield Wait(operation, waiting)
+        yield Wait(call, waiting)
         return
     conflict = claims.why_refuse(state, model, replica, version)
-    yield Resolve(operation, version) if conflict is None else Fail(operation, conflict)
+    yield Resolve(call, version) if conflict is None else Fail(call, conflict)
 
 
 # --- replicate and update ---------------------------------------------------------------------------------------------
 
 
-def _advance_fill(state: State, model: Model, replica: Replica, operation: GroupOperation) -> Iterator[Decision]:
-    if operation.version is None:
-        yield _resolve(state, model, replica, operation)
-    version = operation.version
-    if version is None or operation.is_over:
+def _advance_fill(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+    if call.version is None:
+        yield _resolve(state, model, replica, call)
+    version = call.version
+    if version is None or call.is_over:
         return
     record = model.look_up(version)
     yield Promise(model, replica, version)
-    for shard in operation.arrived:
+    for shard in call.arrived:
         worker = replica.members.get(shard)
         member = state.members.get(worker) if worker is not None else None
-        if member is not None and not operation.is_over:
+        if member is not None and not call.is_over:
             failure = _why_hopeless(state, model, record, member)
             if failure is not None:
-                yield _give_up(replica, operation, failure)
+                yield _give_up(replica, call, failure)
 
 
-def _give_up(replica: Replica, operation: GroupOperation, failure: Failure) -> Decision:
+def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> Decision:
     """It cannot succeed. All shards hear so together: one that came later would be counted as making the next call."""
-    return Wait(operation, failure) if replica.missing() else Fail(operation, failure)
+    return Wait(call, failure) if replica.missing() else Fail(call, failure)
 
 
-def _resolve(state: State, model: Model, replica: Replica, operation: GroupOperation) -> Decision:
+def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> Decision:
     if not witness.is_whole(state, model, replica):
-        return Wait(operation, _recovering(state))
+        return Wait(call, _recovering(state))
     held = _held_by_all(state, replica)
-    if operation.spec == PREFETCHED:
+    if call.spec == PREFETCHED:
         version, failure = _prefetched(state, model, replica, held)
     else:
-        version, failure = model.resolve(operation.spec)
-    if operation.verb == "update" and held is not None and _is_enough(operation.spec, held, version):
+        version, failure = model.resolve(call.spec)
+    if call.verb == "update" and held is not None and _is_enough(call.spec, held, version):
         version, failure = held, None
     if version is None:
         assert failure is not None
-        is_number = isinstance(operation.spec, int)
-        return _give_up(replica, operation, failure) if is_number else Wait(operation, failure)
+        is_number = isinstance(call.spec, int)
+        return _give_up(replica, call, failure) if is_number else Wait(call, failure)
     record = model.look_up(version)
     absent = _absent_shard(state, replica, record)
     if absent is None:
-        return Resolve(operation, version)
-    return Wait(operation, _unavailable(state, model, record, absent))
+        return Resolve(call, version)
+    return Wait(call, _unavailable(state, model, record, absent))
 
 
 def _is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
@@ -256,7 +256,7 @@ def _unavailable(state: State, model: Model, record: VersionRecord, shard: int) 
 
 
 def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
-    """Why this shard can never get the version by this operation, or None."""
+    """Why this shard can never get the version by this call, or None."""
     if isinstance(member.content.buffer, Holding) and member.content.buffer.version == record.version:
         return None
     theirs = record.layouts.get(member.shard)
