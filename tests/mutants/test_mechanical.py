@@ -79,7 +79,7 @@ from dataclasses import asdict
 from tests.mutants import judging, substitute
 old, new, wrong = sys.argv[1:4]
 names = ["test_steps_back", "test_prefetched_is_for_updates_alone"]
-tests = [judging.Judge("tests/core/test_specs.py::" + name, 0.01, {}) for name in names]
+tests = [judging.Judge("tests/core/test_version_spec.py::" + name, 0.01, {}) for name in names]
 others = [judging.Judge("walk 0"), judging.Judge("seed 0", 1.0)]
 verdict = judging.judge(substitute.replaced(old, new), tests, others, 60.0, types=lambda: wrong)
 print(json.dumps(asdict(verdict)))
@@ -94,9 +94,15 @@ print(json.dumps(asdict(verdict)))
             "return int(found.group(1) or 1)",
             "",
             "killed",
-            "tests/core/test_specs.py::test_steps_back",
+            "tests/core/test_version_spec.py::test_steps_back",
         ),
-        ("assert found is not None", "while True: pass", "", "timed out", "tests/core/test_specs.py::test_steps_back"),
+        (
+            "assert found is not None",
+            "while True: pass",
+            "",
+            "timed out",
+            "tests/core/test_version_spec.py::test_steps_back",
+        ),
         ("assert found is not None", "assert found", "", "survived", ""),
         ("assert found is not None", "assert found", "int + str", "killed", "mypy"),
         (
@@ -104,9 +110,9 @@ print(json.dumps(asdict(verdict)))
             "import nothing_of_that_name\n\nfrom .errors",
             "",
             "killed",
-            "tests/core/test_specs.py",
+            "tests/core/test_version_spec.py",
         ),
-        ('r"latest(?:', 'r"newest(?:', "", "killed", "tests/core/test_specs.py::test_steps_back"),
+        ('r"latest(?:', 'r"newest(?:', "", "killed", "tests/core/test_version_spec.py::test_steps_back"),
     ],
 )
 def test_a_mutant_gets_what_it_deserves(old: str, new: str, wrong: str, outcome: str, by: str) -> None:
