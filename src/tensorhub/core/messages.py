@@ -20,11 +20,11 @@ MAX_TEXT = 2_000  # characters of an error's message on the wire
 MAX_HINT = 500  # and of its hint
 MAX_WORDS = 500  # characters of each text in a report: why a read failed, how one goes
 
-MAX_FAILURES = 4  # ticket failures told in one report
-MAX_SOURCES = 16  # replicas from which a worker tells what it received; what came from others is told as one sum
+MAX_FAILURES = 4  # ticket failures in one report
+MAX_SOURCES = 16  # replicas that a worker names in what it received; what came from others is one sum
 OTHERS = "(others)"  # the name of that sum
 MAX_COPIES = 16  # host copies of one worker
-MAX_CROSS_SITE_VERSIONS = 8  # versions of which a worker tells how much came from other sites
+MAX_CROSS_SITE_VERSIONS = 8  # versions for which a worker says how much came from other sites
 MAX_PINS = 64  # versions pinned by one worker
 
 Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
@@ -268,7 +268,7 @@ class Report(_Message, frozen=True, tag="report"):
 
 
 class Grant(_Message, frozen=True):
-    """Leave to read one version of one shard from one source: from its buffer or its host copy, into either."""
+    """Permission to read one version of one shard from one source: from its buffer or its host copy, into either."""
 
     ticket: Ticket
     version: Version

@@ -4,7 +4,7 @@ from .messages import OTHERS
 
 
 def add_up(table: dict[str, int], name: str, amount: int, *, most: int) -> None:
-    """Count the amount under that name. Of more than `most` names the ones longest unheard of are told as one sum."""
+    """Count the amount under that name. Beyond `most` names, those not heard of for longest become one sum."""
     table[name] = table.pop(name, 0) + amount
     named = [each for each in table if each != OTHERS]
     for each in named[: max(0, len(named) - most)]:

@@ -216,7 +216,7 @@ class FillSink:
                 self._on_stored(prefix)
 
     def revoke(self, error: TensorHubError) -> None:
-        """From now on `begin`, `accept` and `stored` raise `error`: the leave to read has ended."""
+        """From now on `begin`, `accept` and `stored` raise `error`: the permission to read has ended."""
         with self._lock:
             self._revoked = self._revoked or error
         self._gate.shut()

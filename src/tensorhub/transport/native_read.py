@@ -104,7 +104,7 @@ class Mover:
         return int(self._library.read_wait(self.state, WAIT_S))
 
     def answer(self, *, may_write: bool) -> None:
-        """Leave to write, or none."""
+        """Permission to write, or none."""
         self._library.read_answer(self.state, shapes.MAY_WRITE if may_write else shapes.MAY_NOT_WRITE)
 
     def news_bytes(self) -> int:

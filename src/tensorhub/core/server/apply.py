@@ -211,7 +211,7 @@ def let_go(member: Member, numbers: tuple[int, ...]) -> None:
 
 
 def note_changed_versions(state: State) -> None:
-    """Somebody has all of a version who had not, or has it no more: what follows for everybody."""
+    """Somebody has got or lost all of a version: carry out what follows for everybody."""
     for model in state.models.values():
         if not model.changed:
             continue

@@ -1,8 +1,8 @@
 """What the server believes of one model: which versions exist, what their content is, and who has them.
 
-A version *exists* once all shards of one replica have published it; from then on it never ceases to be known while the
-table has room, held or not, so a number cannot be used for other content. It is *lost* while some shard of it is whole
-with nobody who has a session. `latest` is the newest version that exists and is not lost: only a loss takes it back.
+A version *exists* once all shards of one replica have published it. From then on it is known as long as the table has
+room, held or not, so that its number cannot be used for other content. It is *lost* while there is a shard of it that
+nobody with a session has whole. `latest` is the newest version that exists and is not lost: only a loss takes it back.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ from .roster import Roll
 
 
 class Content(NamedTuple):
-    """What a worker has, as far as the server believes it: what is not what its version is counts as poisoned."""
+    """What a worker has, as far as the server believes it. What differs from its version counts as poisoned."""
 
     buffer: Buffer = Empty()
     copies: tuple[HostCopy, ...] = ()
@@ -39,13 +39,13 @@ class VersionRecord:
     whole: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
     publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
     proved: dict[Shard, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
-    disputed: dict[Shard, None] = field(default_factory=dict)  # found to be another content than was believed
+    disputed: dict[Shard, None] = field(default_factory=dict)  # found to have other content than was believed
     is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
     usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
-    usual_until: float = -inf  # and until when that is taken for true
+    usual_until: float = -inf  # and until when they are believed
     cross_site_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
 
     @property
@@ -71,8 +71,8 @@ class Model:
     closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
     sites: Counter[str] = field(default_factory=Counter)  # members by site
     reliable: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
-    changed: dict[Version, None] = field(default_factory=dict)  # who has all of them is not what it was
-    lost: dict[Version, None] = field(default_factory=dict)  # as was said last
+    changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
+    lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
     lately: dict[tuple[bool, bool], deque[float]] = field(
         default_factory=dict
     )  # rates of reads that ended, by distance
@@ -94,7 +94,7 @@ class Model:
         return found
 
     def look_up(self, version: Version) -> VersionRecord:
-        """What is known of the version; where that is nothing, an empty record that nobody keeps."""
+        """The version's record; where there is none, an empty one that nobody keeps."""
         return self.versions.get(version) or VersionRecord(version)
 
     def note_exists(self, version: Version) -> bool:
@@ -116,7 +116,7 @@ class Model:
         return True
 
     def move(self, worker: WorkerId, old: Content | None, new: Content | None) -> None:
-        """What the worker has changed: keep the index of holders."""
+        """The worker has something else than before: keep the index of holders."""
         before, after = versions_in(old), versions_in(new)
         for version in before:
             record = self.versions.get(version)
@@ -138,7 +138,7 @@ class Model:
                 self.changed[version] = None
 
     def is_lost(self, record: VersionRecord) -> bool:
-        """Some shard of it is whole with nobody who could still come back."""
+        """There is a shard of it that nobody has whole who could still come back."""
         if self.is_listening or not record.exists:
             return False
         return any(not record.whole.get(Shard(shard)) for shard in range(self.shards))
@@ -160,7 +160,7 @@ class Model:
         return lost, back
 
     def note_said(self, lost: list[Version], back: list[Version]) -> None:
-        """That has been said."""
+        """These losses and returns have been said."""
         self.lost.update(dict.fromkeys(lost))
         for version in back:
             del self.lost[version]
@@ -179,7 +179,7 @@ class Model:
 
     @property
     def newest_established(self) -> Version | None:
-        """What is never given up before a newer one is as safe."""
+        """The version that is not given up before a newer one is as safe."""
         if not self.keeps_established:
             return None
         return next((version for version in self.available() if self.versions[version].is_established), None)
@@ -198,7 +198,7 @@ class Model:
         return version in self._newest() or any(version in pins for pins in self.pins.values())
 
     def _newest(self) -> dict[Version, None]:
-        """The newest `retain` versions: of all, and of those that are not lost. Who has the others may be back."""
+        """The newest `retain` versions: of all, since who has the lost ones may come back, and of those not lost."""
         existing = (version for version in reversed(self._ascending) if self.versions[version].exists)
         return dict.fromkeys([*islice(existing, self.retain), *islice(self.available(), self.retain)])
 
@@ -232,7 +232,7 @@ class Model:
         return None, Failure("version-unavailable", f"no version of {self.name} yet", "wait for the first publish")
 
     def loss(self, record: VersionRecord) -> Failure:
-        """What is said of a lost version."""
+        """The error of whoever wants a lost version."""
         shards = [str(shard) for shard in range(self.shards) if not record.whole.get(Shard(shard))]
         last = f"; {record.last_holder} held it last" if record.last_holder else ""
         text = f"version {record.version} of {self.name} is lost: nobody holds shard {', '.join(shards[:8])}{last}"

@@ -1,7 +1,7 @@
-"""The time awake: what the caller's clock says, less the time for which the server stood still.
+"""The time awake: the caller's clock, less the time for which the server stood still.
 
-While a lease runs the server asks to be called once a report. How much later than that it is called, it stood still:
-swapped out, stopped, moved. It heard nobody then, so that time passes for nobody.
+While a lease runs, the server asks to be called at least as often as workers report. When it is called much later, it
+stood still for that long: it was stopped, swapped out or moved. It heard nobody meanwhile, so that time does not count.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Clock:
     paused_s: float = 0.0  # how far it lags behind the caller's
 
     def advance(self, caller_now: float, *, due: float, report_s: float) -> bool:
-        """It is `caller_now` by the caller's clock, who was to call at `due`, awake. Returns whether that was a pause.
+        """The caller's clock says `caller_now`; it was to call at `due`, in time awake. Returns whether it paused.
 
-        A pause counts from when the server wanted to be called, so a lease loses a report's time between two of them:
-        however often it stands still, the dead are gone after as many calls as there are reports in a lease.
+        A pause counts from when the server wanted to be called, so between two pauses a lease loses the time of one
+        report: however often the server stands still, the dead are gone after as many calls as a lease has reports.
         """
         late_s = caller_now - (self.paused_s + due)
         is_pause = late_s > LATE * report_s

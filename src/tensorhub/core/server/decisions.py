@@ -40,8 +40,8 @@ class Give:
     from_host: bool
     to_host: bool
     instead_of: WorkerId | None = None  # a slow source that is left for its own source
-    must_beat: float = 0.0  # at this rate it was that one's fault
-    is_stuck: bool = False  # as the read was in whose place this one comes
+    must_beat: float = 0.0  # where this read gets so much, the slow source was at fault
+    is_stuck: bool = False  # as the read that this one replaces was
     counted_as: str = ""  # among the counters, beside "grants"
 
 
@@ -71,7 +71,7 @@ class StayFor:
 
 @dataclass(frozen=True, slots=True)
 class CallStuck:
-    """The read is slow, and nothing would help: who reads behind it need not wait for it. Or that is over."""
+    """The read is slow and no other source would help: those who read behind it need not wait. Or that is over."""
 
     read: OpenRead
     is_stuck: bool
@@ -113,7 +113,7 @@ class NoteUsualRates:
 
     record: VersionRecord
     rates: dict[Tier, float | None]
-    until: float  # then it is found anew
+    until: float  # then they are worked out anew
 
 
 # --- witnesses --------------------------------------------------------------------------------------------------------

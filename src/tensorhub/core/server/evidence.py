@@ -1,7 +1,7 @@
-"""Whom to believe where two workers differ: who carries this server's receipt, or that of a life before it.
+"""Which of two workers to believe where they differ: the one with a receipt, of this life of the server or another.
 
-A receipt says that the content of a shard is what all shards of a replica have published. A holding without one, left
-by a publish that never finished, yields to one that has it, in whatever order they are heard; its worker is told.
+A receipt says that the content of a shard is what all shards of a replica have published. Content without one was left
+by a publish that never finished. It yields to content with one, whichever is heard first, and its worker is told.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ NO_LAYOUT = Digest("")
 
 
 class Given(NamedTuple):
-    """What orders carry of it."""
+    """The part of orders that a worker is to carry."""
 
     newest: Version | None
     newest_receipt: str

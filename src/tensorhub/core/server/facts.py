@@ -1,4 +1,4 @@
-"""What can be read from the state: questions that several rules ask. None of them changes anything."""
+"""Questions about the state that several rules ask. None of them changes anything."""
 
 from collections.abc import Iterator
 
@@ -19,17 +19,17 @@ def is_silent(state: State, member: Member) -> bool:
 
 
 def is_here(state: State, member: Member) -> bool:
-    """It seems to live: it would hear what it is told, and was heard lately. A dead host leaves its lines open."""
+    """It seems to live: its connection is open, and it was heard lately. A dead host leaves its connections open."""
     return member.is_connected and not is_silent(state, member)
 
 
 def is_doubtful(state: State, source: Member) -> bool:
-    """There is reason to think that nobody can read from it. What one reader has learned of it helps the others."""
+    """There is reason to doubt that anybody can read from it. What one reader has learned helps the others."""
     return source.is_doubted or not is_here(state, source)
 
 
 def members_of(state: State, model: Model, shard: Shard) -> Iterator[Member]:
-    """Those that live of one shard, by replica."""
+    """The living members with that shard, one of each replica."""
     for replica in model.replicas.values():
         member = state.members.get(replica.members[shard]) if shard in replica.members else None
         if member is not None:
@@ -37,12 +37,12 @@ def members_of(state: State, model: Model, shard: Shard) -> Iterator[Member]:
 
 
 def is_full(member: Member, version: Version, from_host: bool) -> bool:
-    """It has all of the version, there."""
+    """It has all of the version, in its host copy or in its buffer."""
     return member.has_whole_copy(version) if from_host else member.holds(version)
 
 
 def is_leaving(source: Member, version: Version, from_host: bool) -> bool:
-    """The source wants to leave what it has of the version there."""
+    """The source wants to give up what it has of the version there."""
     buffer = source.content.buffer
     if from_host:
         return source.report.closing
@@ -70,7 +70,7 @@ def serves(state: State, source: WorkerId, version: Version, from_host: bool) ->
 
 
 def full_sources(state: State, record: VersionRecord, reader: Member) -> Iterator[Member]:
-    """Those others that have all of the version and may serve it."""
+    """The other members that have all of the version and may serve it."""
     for worker in record.holders.get(reader.shard, {}):
         member = state.members.get(worker)
         if member is None or worker == reader.worker:

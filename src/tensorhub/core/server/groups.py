@@ -137,7 +137,7 @@ class Replica:
         return Answer(reported.number, version, call.is_finished, error, waiting)
 
     def lose(self, shard: Shard, why: str) -> None:
-        """The shard's worker is gone: whatever is under way ends, whether it had come to it or would have."""
+        """The shard's worker is gone: the call under way fails, whether or not the shard had come to it."""
         self.members.pop(shard, None)
         if self.call is not None:
             text = f"shard {shard} of {self.name} {why} during {self.call}"

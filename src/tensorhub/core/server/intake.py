@@ -31,12 +31,12 @@ from .rules import progress
 from .state import State
 
 MAX_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
-MAX_SITES = 64  # of which it is told what came into them of one version
+MAX_SITES = 64  # named in a version's count of what came into each
 WHOLE = Holding | Withdrawing | Vacated  # buffers that have all of a version
 
 
 def take_report(state: State, member: Member, report: Report, arrived: float) -> None:
-    """All that follows from a report at once. It came at `arrived`, awake."""
+    """Take in a report that came at `arrived`, in time awake."""
     member.lease_end, member.is_doubted = max(state.now, arrived) + state.settings.lease_s, False
     before, member.report = member.report, report
     model, replica = state.place(member)
@@ -55,7 +55,7 @@ def take_layout(state: State, layout: LayoutInfo) -> None:
 
 
 def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
-    """What the worker has in its buffer and beside it, as far as it is what its version is."""
+    """What the worker has in its buffer and beside it, as far as that is the content of its version."""
     report, former = member.report, member.content
     is_news = False
     if report.newest is not None and evidence.believes_newest(state, model, report):
@@ -87,7 +87,7 @@ def take_content(state: State, model: Model, replica: Replica, member: Member, b
 
 
 def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
-    """Its buffer; one whose content is not that of its version is no version at all, and its worker is told so."""
+    """Its buffer. One with other content than its version counts as poisoned, and its worker is told."""
     buffer = member.report.buffer
     member.conflict = Digest("")
     if not isinstance(buffer, WHOLE) or evidence.accepts(state, model, member, buffer.version, buffer.root):
@@ -98,7 +98,7 @@ def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
 
 
 def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:
-    """Its host copies; one whose content is not that of its version is not whole. One that is makes it exist."""
+    """Its host copies. One with other content than its version counts as not whole. A whole one makes it exist."""
     found = []
     for copy in member.report.copies[:MAX_COPIES]:
         if copy.whole and not copy.leaving:

@@ -1,15 +1,16 @@
 """The reference server's machine: who is alive, what exists, who reads from whom, who may change its buffer.
 
-`handle` takes in one message and returns what to send to whom. It believes what workers report and remembers nothing
-that they could not tell it again: after a restart it asks nobody, it waits until everybody has reported, one lease at
-most, and in that time says nothing that a former life could have contradicted.
+`handle` takes in one message and returns what to send to whom. The server believes what workers report, and remembers
+nothing that they could not tell it again. After a restart it waits until everybody has reported, for one lease at most.
+Until then it says nothing that could contradict what a former life has said.
 
 Rules it keeps:
 - A worker's orders are the whole truth at their number; numbers rise over the lives of the server.
 - A read is open from its grant until its reader says that it is closed, or its reader's lease has ended. The end of a
   *source's* lease ends nothing.
 - A source is drained when no read from it is open, and nobody was promised what only it has.
-- After a restart nothing is drained, resolved or published while anybody is missing; nothing is given up for a lease.
+- After a restart nothing is drained, resolved or published while anybody is missing. For one lease no version counts as
+  lost, and no host copy is dropped.
 
 It must never read a clock, touch a socket, or see a weight byte.
 """
@@ -63,8 +64,10 @@ class Server:
     # --- the seam -----------------------------------------------------------------------------------------------------
 
     def handle(self, message: ToServer, *, sender: str, now: float, arrived: float | None = None) -> Outbox:
-        """Take in one message that came over the connection `sender`: at `now`, up to which all that came was handled,
-        or at `arrived`, which may be later if this one took the place of an older one that waited."""
+        """Take in one message from the connection `sender`. All that came before `now` has been handled.
+
+        `arrived` is when this message came: after `now`, if it has taken the place of an older one that waited.
+        """
         reply: ToWorker | None = None
         outbox = self.tick(now=now)
         match message:
@@ -80,7 +83,7 @@ class Server:
         return outbox + self._settle()
 
     def disconnected(self, sender: str, *, now: float) -> Outbox:
-        """The connection is gone. Nobody has died by that, but a source that can cut this reader off need not wait."""
+        """The connection is gone. Its worker may live, but a source that can cut it off need not wait for it."""
         outbox = self.tick(now=now)
         sessions.disconnect(self.state, sender)
         return outbox + self._settle()
@@ -170,7 +173,8 @@ class Server:
     def _settle(self) -> Outbox:
         """Decide for everybody who is dirty until nothing changes any more, then say what is new.
 
-        Rules that contradict each other would go round for ever: who was decided for so often waits for the next event.
+        Rules that contradict each other would go on for ever: a worker that was decided for `MAX_ROUNDS` times waits
+        for the next event.
         """
         state = self.state
         if not state.dirty:

@@ -35,18 +35,18 @@ class Member:
     is_connected: bool = True
     has_lived_before: bool = False  # it had a session before this one: of a server before this one, perhaps
     is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
-    asked: Number = Number(0)  # to say that it knows who lives, up to that session
+    asked: Number = Number(0)  # it was asked to say that it knows who lives, up to that session
     awaited_by: dict[WorkerId, None] = field(
         default_factory=dict
-    )  # who is decided for again when it has heard of its own
+    )  # workers to decide for again when it has heard of its session
     avoided: dict[WorkerId, Avoided] = field(default_factory=dict)
     failures: int = 0  # of reads, in the present call, since one of them brought a chunk
     chunks: int = 0  # that it had in place at the last of them
     call_number: int = 0  # the call that `avoided`, `failures` and `chunks` are about
     left: dict[WorkerId, float] = field(
         default_factory=dict
-    )  # sources that were too slow, and until when to spare them
-    slow_until: float = -inf  # as a source: somebody left it, for it was too slow
+    )  # sources that were too slow, and until when to leave them alone
+    slow_until: float = -inf  # as a source: a reader has left it because it was too slow
     paced: Version | None = None  # the version that these three are about
     best: dict[tuple[bool, bool], float] = field(default_factory=dict)  # the highest rate that it got, by distance
     moves: int = 0  # away from sources that were too slow
@@ -56,7 +56,7 @@ class Member:
     is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
     last_failed: Ticket = Ticket(0)
     sent: Orders | None = None
-    report_s: float = 0.0  # how often it was last told to say how things are
+    report_s: float = 0.0  # how often it was last told to report
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
     releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that are to go: no more sources
     closing_since: float = inf
@@ -128,7 +128,7 @@ class Member:
 
     @property
     def chunks_in_place(self) -> int:
-        """Of all that it is filling now."""
+        """Chunks in place of all that it is filling now."""
         copies = sum(copy.done for copy in self.content.copies if not copy.leaving)
         return copies + (self.content.buffer.done if isinstance(self.content.buffer, Filling) else 0)
 

@@ -1,8 +1,7 @@
 """The numbers of one life of the server: they rise over all its lives, and nobody else can raise them.
 
-A life learns how far the one before it had come from what the workers tell. So that a worker with a wrong number cannot
-take everybody's along, numbers are given out in blocks, and only what lies below a ceiling that a server has signed is
-believed.
+A life learns from the workers how far the one before it had come. A single worker with a wrong number must not raise
+everybody's: numbers are given out in blocks, and a number is believed only up to a ceiling that a server has signed.
 """
 
 from ..messages import Report
@@ -25,7 +24,7 @@ class Numbers:
         self.receipt = self._notary.ceiling(self.ceiling)
 
     def next(self) -> Number:
-        """One that is above all others."""
+        """The next number, above all that were given out."""
         self.last += 1
         if self.last > self.ceiling:
             self._raise(self.last + BLOCK)
@@ -36,7 +35,7 @@ class Numbers:
         return number <= self.ceiling
 
     def learn(self, report: Report) -> bool:
-        """From what a worker has heard of former lives. False: it tells of a number that no server has given out."""
+        """Learn what a worker has heard from former lives. False: it names a number that no server has given out."""
         if report.ceiling > self.ceiling and are_equal(self._notary.ceiling(report.ceiling), report.ceiling_receipt):
             self.ceiling, self.receipt = report.ceiling, report.ceiling_receipt
         ticket = report.reading.ticket if report.reading is not None else 0

@@ -1,7 +1,7 @@
 """The reads that may be going on: every grant from when it is given until its reader says that it is closed.
 
-A read taken back is *void*: it no longer counts, but it stays open until its reader confirms that it has stopped, for
-its source must not change a buffer that somebody may still be reading.
+A read that was taken back is *void*. It no longer counts, but it stays open until its reader confirms that it has
+stopped: its source must not change a buffer that somebody may still be reading.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class OpenRead:
     had: float = 0.0  # the share of the version that was in place by then
     pace: Pace = field(default_factory=Pace)
     instead_of: WorkerId | None = None  # a slow source that was left for its own source
-    must_beat: float = 0.0  # at this rate it was that one's fault
+    must_beat: float = 0.0  # where it gets so much, that one was at fault
 
     @property
     def ticket(self) -> Ticket:
@@ -61,7 +61,7 @@ class OpenReads:
         return list(self._from_source.get(source, {}).values())
 
     def from_buffer(self, source: WorkerId, version: Version) -> list[OpenRead]:
-        """Those that hinder a change of its buffer from that version to another one."""
+        """Those that read that version from its buffer, which may not change meanwhile."""
         reads = self._from_source.get(source, {}).values()
         return [read for read in reads if not read.grant.from_host and read.version == version]
 
@@ -90,7 +90,7 @@ class OpenReads:
         return over
 
     def readers_behind(self, worker: WorkerId, version: Version) -> dict[WorkerId, None]:
-        """The worker itself, who reads the version from it, who reads it from those, and so on."""
+        """The worker itself, those who read the version from it, those who read it from them, and so on."""
         found: dict[WorkerId, None] = {worker: None}
         queue = [worker]
         while queue:
@@ -101,7 +101,7 @@ class OpenReads:
         return found
 
     def chain(self, reader: WorkerId) -> list[WorkerId]:
-        """Whom the reader may read from now, whom that one may read the same version from, and so on, once round."""
+        """The source of the reader, the source of that one for the same version, and so on; each of them once."""
         found: list[WorkerId] = []
         read = self.current(reader)
         version = read.version if read is not None else None

@@ -1,7 +1,7 @@
-"""How a read goes, as its reader tells it: whether anything comes at all, and how fast.
+"""How a read goes, as its reader reports it: whether anything arrives at all, and how fast.
 
-A read moves on with each chunk, and with each sixteenth of one that has come: so a slow link with large chunks is told
-from a source that sends nothing, or next to nothing. The rate is that of the last few seconds.
+A read moves on with each chunk, and with each sixteenth of one that has arrived. So a slow link with large chunks does
+not look like a source that sends nothing, or next to nothing. The rate is that of the last few seconds.
 """
 
 from collections import deque
@@ -10,38 +10,38 @@ from math import inf
 
 Tier = tuple[bool, bool]  # how far a read comes: (from another site, from another host)
 
-PARTS = 16  # of a chunk; fewer of them in the time for which a source may stand still are as good as nothing
+PARTS = 16  # of a chunk: less than one of them counts as nothing
 LEAST_PART_BYTES = 1 << 12  # of what has no chunks yet: a handshake, a manifest
 
 
 @dataclass
 class Pace:
-    """Of one read. Nothing is known of it before its reader has told something twice."""
+    """The pace of one read. It is unknown until the reader has reported twice."""
 
     moved_at: float = -inf  # when it last moved on, or began
-    told_at: float = -inf  # when its reader last told anything
+    told_at: float = -inf  # when its reader last reported
     waited_at: float = -inf  # when its source last had nothing more for it
     done: int = 0
     arrived_bytes: int = 0
     rate: float | None = None  # bytes/s over the last few seconds; None: not known yet
-    unsure: float = 0.0  # by so much it may be higher, where only whole chunks are seen
-    is_stuck: bool = False  # too slow, and no other source would help: who reads behind it need not wait for it
+    unsure: float = 0.0  # how much higher it may be, where only whole chunks are seen
+    is_stuck: bool = False  # too slow, and no other source would help: those who read behind it need not wait
     _part_bytes: int = 0  # that had come when it last moved on
     _first: int | None = None  # chunks in place when it began
     _marks: deque[tuple[float, int]] = field(default_factory=deque)
 
     def rest(self, now: float) -> None:
-        """It may bring nothing now, or its reader could not tell: what was is no measure."""
+        """It can bring nothing now, or its reader could not report: what came before is no measure."""
         self.moved_at = self.told_at = now
         self.rate, self._part_bytes = None, self.arrived_bytes
         self._marks.clear()
 
     def wait(self, now: float) -> None:
-        """Its source has nothing more for it now: that is no standing still."""
+        """Its source has nothing more for it now, which does not count as standing still."""
         self.moved_at = self.waited_at = now
 
     def note(self, now: float, *, arrived_bytes: int, done: int, chunk_bytes: int, over_s: float) -> None:
-        """What its reader has just told; the rate is that over `over_s`. `chunk_bytes` is 0 while it is not known."""
+        """What its reader has just reported. The rate is taken over `over_s`; `chunk_bytes` is 0 while unknown."""
         self._first = done if self._first is None else self._first
         quantum_bytes = 0 if arrived_bytes else chunk_bytes
         arrived_bytes = arrived_bytes or (done - self._first) * chunk_bytes

@@ -1,10 +1,10 @@
-"""Receipts: what a reference server has said, as something that a later life of it can recognise.
+"""Receipts: what a reference server has said, in a form that a later life of it recognises.
 
-The server remembers nothing over a restart; the workers tell it. Most of what they tell shows itself. Four things do
-not: which content a version number stands for where two differ, how high a version number is taken, how high the
-server's own numbers have come, and who else lives. Of these a worker carries the server's receipt: a keyed hash
-(BLAKE2b, RFC 7693) with a key that outlives the process. Without one a worker is believed as far as nobody with a
-receipt says otherwise.
+The server remembers nothing over a restart; the workers tell it. Most of what they tell needs no proof. Four things do:
+which content a version number stands for where two workers differ, how high version numbers have come, how high the
+server's own numbers have come, and who else lives. For these a worker carries the server's receipt: a keyed hash
+(BLAKE2b, RFC 7693) with a key that outlives the process. A worker without a receipt is believed as long as nobody with
+a receipt contradicts it.
 """
 
 import hmac
@@ -16,7 +16,7 @@ SIZE = 12  # bytes: 96 bits, nobody guesses them in a fleet's life
 
 
 class Notary:
-    """Gives receipts and recognises them."""
+    """Signs: each method says what its receipt states."""
 
     def __init__(self, key: bytes = b"") -> None:
         """`key`: the same for all lives of one cluster's server; any length."""
@@ -53,5 +53,5 @@ class Notary:
 
 
 def are_equal(one: str, other: str) -> bool:
-    """Compares in a time that tells nothing of where they differ."""
+    """Compare them in a time that does not depend on where they differ."""
     return hmac.compare_digest(one.encode(), other.encode())

@@ -1,11 +1,12 @@
-"""How a restarted server finds out that nobody is missing, and what it does all the time to that end (decision 0021).
+"""How a restarted server finds out that nobody is missing, and what every server does for that (decision 0021).
 
 Rules:
 - With all orders a worker gets the *roster*: who lives of its model. It shows the newest in its reports. The roll call
-  of a new life is over when those who have shown one are just those of the newest, and have heard this life.
-- Nobody is granted a read, a publish or a claim that no other worker knows of: it has no witness.
+  of a new life is over when exactly those on the newest roster have shown one, and have heard this life.
+- Nobody is granted a read, a publish or a claim before another worker knows of it, its *witness*.
 - While the roll is called nobody gets a roster, and nobody reads from a worker that has not heard this life.
-- Who has lived before and was not on the roll is a *stranger*. For one lease it is not drained, and gets no roster.
+- A worker that has lived before and is not on the roll is a *stranger*. For one lease it is not drained, and gets no
+  roster.
 
 It must never end a roll call by what a worker cannot prove. Called by the server machine, whose tables it changes.
 """

@@ -1,8 +1,8 @@
 """Who lives of one model, so that a later life of the server can tell whether anybody is missing.
 
-A set of sessions is told as their number and the sum of a keyed hash of each: the same for the same set, in whatever
-order they came and went. A session is *witnessed* when another worker, itself witnessed, is known to know of it. They
-are numbered as they begin, so the witnessed ones are those up to a watermark. The oldest that lives needs no witness.
+A set of sessions is written as how many they are and the sum of a keyed hash of each: the same for the same set, in
+whatever order they came and went. A session is *witnessed* when another worker, itself witnessed, is known to know of
+it. Sessions are numbered as they begin, so the witnessed ones are those up to a watermark. The oldest needs no witness.
 """
 
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Roll:
     answered: Tally = field(default_factory=Tally)  # who has shown one, by their former sessions
     unaware: dict[WorkerId, None] = field(
         default_factory=dict
-    )  # of those, who has not said yet that it heard this life
+    )  # those of them that have not said yet that they heard this life
 
     @property
     def is_complete(self) -> bool:

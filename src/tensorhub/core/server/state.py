@@ -1,7 +1,7 @@
 """Everything that the server knows, in one place: its clock, its numbers, its tables, and whom to decide for again.
 
-The rules read it. Only `intake`, `sessions`, `rollcall`, `apply` and the machine itself change it. Whoever changes it
-marks as dirty the members for whom something else may follow from it now.
+The rules read it. Only `intake`, `evidence`, `sessions`, `rollcall`, `apply` and the machine itself change it. Whoever
+changes it marks as dirty the members whose orders may change with it.
 """
 
 from collections import Counter, deque
@@ -29,7 +29,7 @@ class State:
     clock: Clock
     numbers: Numbers
     notary: Notary
-    recovered_at: float  # until then it listens: what a former life has promised may not have been told yet
+    recovered_at: float  # until then it listens: it may not have heard yet what a former life has promised
     is_recovering: bool
     models: dict[ModelName, Model] = field(default_factory=dict)
     members: Members = field(default_factory=Members)
@@ -47,7 +47,7 @@ class State:
 
     @property
     def report_s(self) -> float:
-        """How often each worker is to say how things are."""
+        """How often each worker is to report."""
         return self.settings.report_s_of(len(self.members))
 
     def next_number(self) -> Number:
@@ -75,12 +75,12 @@ class State:
             self.mark_dirty(worker)
 
     def mark_everyone_dirty(self, model: Model) -> None:
-        """Something rare happened after which any member of the model may have other duties."""
+        """Something rare has happened, which may change the orders of any member of the model."""
         for replica in model.replicas.values():
             self.mark_replica_dirty(replica)
 
     def mark_busy_dirty(self, model: Model) -> None:
-        """Something changed that others of the model may be waiting for."""
+        """Something has changed, for which busy members of the model may be waiting."""
         for replica in model.replicas.values():
             for worker in replica.members.values():
                 member = self.known(worker)

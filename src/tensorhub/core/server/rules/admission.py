@@ -1,7 +1,7 @@
-"""Whom the server talks to: one worker for each shard, and one number of shards for all who live of a model.
+"""Which workers the server talks to: one for each shard, and only such as agree on the number of shards of their model.
 
-Asked on a worker's hello, so that it hears at once, and again when its session begins: two hellos may have met before
-either said anything, and a line may outlive the session that it carried.
+The server asks on a worker's hello, so that it hears at once, and again when its session begins: two hellos may have
+come before either worker reported, and a connection may outlive the session that it carried.
 """
 
 from ...messages import PROTOCOL, Hello, Refusal, Report
@@ -41,7 +41,7 @@ def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refu
 
 
 def taken(state: State, member: Member) -> Refusal:
-    """Somebody lives who is that shard already, or has perhaps died."""
+    """Another worker is that shard already. It lives, or has died so lately that nobody can tell."""
     text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
     if facts.is_here(state, member):
         return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
@@ -51,7 +51,7 @@ def taken(state: State, member: Member) -> Refusal:
 
 
 def giving_way(state: State, hello: Hello, report: Report) -> list[Member]:
-    """Newcomers of another number of shards, who must go: this worker lived before the restart, and they did not."""
+    """Newcomers with another number of shards, which must go: this worker lived before the restart, they did not."""
     model = state.models.get(hello.model)
     if model is None or model.shards == hello.shards or not _may_give_way(state, model, report):
         return []
@@ -59,7 +59,7 @@ def giving_way(state: State, hello: Hello, report: Report) -> list[Member]:
 
 
 def _may_give_way(state: State, model: Model, report: Report | None) -> bool:
-    """Who lived before a restart may just come later than somebody new. On a hello nobody can tell yet who that is."""
+    """A worker that lived before the restart may come after a new one. A hello does not show yet which it is."""
     is_called = model.roll.is_over or not state.is_recovering
     if is_called or (report is not None and not report.session):
         return False

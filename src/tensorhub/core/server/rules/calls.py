@@ -19,7 +19,7 @@ from ..membership import Member
 from ..state import State
 from . import claims, retention, witness
 
-TRIES = 3  # so often a source that lives may fail a reader before it is no hope any more: a link reset, a restart
+TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
 HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
 
 
@@ -59,7 +59,7 @@ def _missing(replica: Replica) -> Failure | None:
 
 
 def _why_incomplete(state: State, replica: Replica, call: GroupCall) -> tuple[Failure | None, float]:
-    """A shard that has not come, and that nobody can expect any more; or when to ask again.
+    """Why a shard that has not come is not expected any more; or when to ask again.
 
     A shard that lives may take its time.
     """

@@ -1,8 +1,8 @@
 """Numbers that somebody means to publish: claimed with an unpublish, before the tensors are changed.
 
-A claim is judged before anything is withdrawn, so who would get a VersionConflict for a step gets it before the step.
-Its workers remember it and tell it in each report, so it outlives the server. It ends with the next call of the replica
-that ends well, whatever that is; when it is given back; and with the last session of its replica's workers.
+A claim is judged before anything is withdrawn: a caller that would get a VersionConflict after a step gets it before.
+The replica's workers remember the claim and repeat it in each report, so it outlives the server. It ends with the next
+call of the replica that ends well, whatever that is; when it is given back; and with the last session of its workers.
 """
 
 from ...messages import Failure

@@ -46,7 +46,7 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
 def _has_readers(state: State, source: Member, version: Version) -> bool:
     """Somebody must be waited for before the source may change its buffer.
 
-    Who has opened there what the buffer is to be filled with next reads nothing of what it has now.
+    A reader that has only opened there what comes next reads nothing of what the buffer has now.
     """
     return retention.must_wait(state, source, state.reads.from_buffer(source.worker, version))
 

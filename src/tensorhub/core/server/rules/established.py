@@ -1,8 +1,8 @@
-"""Which version is safe enough to be the one that is left: the newest *established* one.
+"""Which version is safe enough to be the only one left: the newest *established* one.
 
 A version is established once each of its shards has been whole outside the replicas that published it: in a reliable
-worker if any lives there, else in a spot one. The newest established version is retained until a newer one is, however
-old it is: what was published since may go with its publisher.
+worker if any lives there, else in a spot one. The newest established version is retained until a newer one is
+established, however old it is: what was published since may go with its publisher.
 
 One worker of each shard pays for that, all of one replica where they can. Ahead of need, while it holds the version
 and its caller computes, it copies it to host memory. Where there was no time, it does so before it leaves the version.
@@ -18,7 +18,7 @@ from ..state import State
 
 
 def newly_established(model: Model) -> list[VersionRecord]:
-    """Those versions of which somebody has got or lost all that are established now, and were not before."""
+    """Of the versions of which somebody has got or lost all: those established now that were not before."""
     changed = (model.versions.get(version) for version in model.changed)
     found = [record for record in changed if record is not None and record.exists and not record.is_established]
     return [record for record in found if _is_whole_outside(model, record)]
@@ -81,7 +81,7 @@ def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
 
 
 def is_another_on_its_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Another replica is leaving, or has left, this version for a newer one: it will have that before this one must."""
+    """Another replica is leaving this version for a newer one, or has left it: it has that one before this one must."""
     for other in facts.members_of(state, model, member.shard):
         if other.worker == member.worker or not other.is_connected or other.report.closing:
             continue

@@ -1,16 +1,16 @@
-"""When a reader leaves a source that still serves it: which stands still, is far too slow, or is busier than another.
+"""When a reader leaves a source that still serves it: one that stands still, is far too slow, or serves others too.
 
 Rules:
-- A source from which nothing comes for two reports is left for any that would do better, the publisher too.
-- So is one from which far less comes than it receives itself, if it is filling; else than other readers of the version
-  get, or this reader got before, or reads of the model that have ended brought lately.
-- Who merely waits for what its source waits for stays: the one nearest to the root moves. If that one has moved and is
-  slow still, or has nowhere to go, it is slow itself, and those behind it look for themselves.
-- Who leaves a filling source for that one's own source, and gets more there, takes its place: the slow one gives way,
-  and reads behind the others. If it gets no more it goes back.
+- A source from which nothing comes for two reports is left for any that would do better, even for the publisher.
+- A source that is filling is left if it brings far less than it receives. Any other is left if it brings far less than
+  other readers of the version get, than this reader got before, or than reads of the model brought lately.
+- A reader that merely waits for what its source waits for stays: the one nearest to the root moves. If that one has
+  moved and is still slow, or has nowhere to go, it is slow itself, and those behind it look for other sources.
+- A reader that leaves a filling source for that one's own source, and gets more there, takes its place: the slow one
+  gives way, and reads behind the others. A reader that gets no more there goes back.
 - A source that was left is the reader's last choice for a while, and each move of a reader waits twice as long as the
-  one before. A source that serves others is taken only if it has brought more, of late, than it brings now.
-- One by which nothing came is remembered, though there was nobody to go to: the next version is read from another.
+  one before. A source that serves others is taken only if it has brought more, lately, than it brings now.
+- A source from which nothing came is remembered even if there was no other: the next version is read from another one.
 
 It must never: move all readers of a source at once to another one that serves already.
 """
@@ -44,7 +44,7 @@ from .selection import Candidate, choose_source
 
 BETTER = 1.25  # times what came from the slow one, though they share its source now: half is at least 1.5 times a third
 WORTH = 2.0  # times what comes now: less is not worth a chunk that has to come again
-MAX_HOPS = 64  # of a chain; who is further from the root is nobody's way out
+MAX_HOPS = 64  # of a chain: nobody moves to a source that is further from the root
 
 
 def leave_slow(
@@ -166,7 +166,7 @@ def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float
 
 
 def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
-    """It is filling, and so is whoever it waits for, up to somebody who has everything; none of them is that one."""
+    """It is filling, and so is each source above it, up to one that has everything. None of them is `without`."""
     read = state.reads.current(worker)
     for _ in range(MAX_HOPS):
         if read is None or read.source == without or read.pace.is_stuck or progress.is_held_up(state, read):
@@ -183,7 +183,7 @@ def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
 def _settle_places(
     state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
 ) -> Generator[Decision, None, bool]:
-    """Of a slow source and who has left it for its own source only one stays there: who gets more out of it."""
+    """Of a slow source and the reader that left it for its own source only one stays there: the one that gets more."""
     slow = state.members.get(read.instead_of) if read.instead_of is not None else None
     if slow is not None and read.pace.rate is not None:
         yield SettlePlaces(read)
@@ -225,7 +225,7 @@ def _follow(
 
 
 def _usual(state: State, record: VersionRecord, read: OpenRead) -> Generator[Decision, None, float | None]:
-    """What others get that read the version over such a distance. Found anew once a report."""
+    """What readers of the version get over such a distance. Worked out once in the time between two reports."""
     tier = progress.tier(state, read)
     if state.now >= record.usual_until:
         found: dict[Tier, list[float]] = {}
@@ -255,7 +255,7 @@ def _lately(state: State, model: Model, read: OpenRead) -> float:
 
 
 def _beside(state: State, read: OpenRead) -> list[OpenRead]:
-    """Those that its source serves now, itself too."""
+    """The reads that its source serves now, this one too."""
     return [one for one in state.reads.from_source(read.source) if not one.is_void]
 
 
@@ -264,9 +264,9 @@ def to_idle(
 ) -> Generator[Decision, None, bool]:
     """Move the reader if that is sure to help: to an idle source that has everything and is no further away.
 
-    It leaves one that is itself still filling, whose pace it follows, or one that serves others too. It never goes
-    back: who reads from a whole source alone stays there. Between sites the pace is the uplink's: it leaves only one
-    that it shares, for one that is idle.
+    It leaves a source that is itself still filling, whose pace it follows, or one that serves others too. It never goes
+    back: a reader that has a whole source to itself stays there. Between sites the pace is the uplink's: a reader
+    leaves only one that it shares, for one that is idle.
     """
     if state.now < read.looked_at + state.settings.rebalance_s or reader.shard not in record.roots:
         return False

@@ -1,11 +1,11 @@
-"""How a read goes, beside the others: how far it comes, and whether anything comes."""
+"""How a read goes, compared with others: over what distance, and whether anything arrives."""
 
 from .. import facts
 from ..open_reads import OpenRead
 from ..pace import Tier
 from ..state import State
 
-REPORTS = 1.75  # without anything: two, less what the second may come early
+REPORTS = 1.75  # without anything: two, less the time by which the second may come early
 
 
 def patience_s(state: State) -> float:
@@ -19,7 +19,7 @@ def window_s(state: State) -> float:
 
 
 def its_own(state: State, read: OpenRead) -> OpenRead | None:
-    """The read by which a filling source that lives itself gets the version."""
+    """The read by which its source, if it lives and is still filling, gets the version itself."""
     source = state.members.get(read.source)
     if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.grant.from_host):
         return None
@@ -30,13 +30,13 @@ def its_own(state: State, read: OpenRead) -> OpenRead | None:
 
 
 def is_held_up(state: State, read: OpenRead) -> bool:
-    """Nothing comes by it, as a reader says who is there to say so."""
+    """Nothing comes by it, and its reader is there to say so."""
     reader = state.members.get(read.reader)
     return reader is not None and facts.is_here(state, reader) and read.pace.is_still(state.now, patience_s(state))
 
 
 def tier(state: State, read: OpenRead) -> Tier:
-    """How far the read comes: (from another site, from another host)."""
+    """Over what distance it reads: (from another site, from another host)."""
     reader, source = state.members.get(read.reader), state.members.get(read.source)
     if reader is None or source is None:
         return read.grant.is_cross_site, True

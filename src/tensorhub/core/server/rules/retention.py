@@ -1,16 +1,16 @@
 """Which versions must be kept, and by whose host copies: what each worker is to offload, to fetch and to release.
 
-A version is *retained* while it is among the newest `retain` of its model, or pinned. What counts as a reference of it
-is a reliable worker's buffer that holds it, or its host copy, as long as that worker does not want to leave for good.
+A version is *retained* while it is among the newest `retain` of its model, or pinned. It has a reference wherever a
+reliable worker holds it in its buffer or has a host copy of it, as long as that worker does not want to leave for good.
 
 Rules:
-- What has lost a shard altogether, as far as is known, is the first to go where there is no room.
-- The last reference does not leave: its worker offloads it to its own host memory first. Of several that leave together
-  only the first by name has to; the others are safe as long as that one has not been let go.
-- A worker that closes cannot keep what it has: another reliable worker, the *heir*, fetches a copy; where there is none
-  that could, nothing is left to wait for.
-- A copy is released as soon as a buffer holds the version, or a copy elsewhere that comes first by name; nobody reads
-  it; and its worker is not about to use it. What was once told to go is never counted again.
+- Where there is no room, a version of which a shard seems to be gone goes first.
+- The last reference does not leave before its worker has offloaded the version to its own host memory. Of several
+  workers that leave together only the first by name has to; the others may go as long as that one was not let go.
+- A worker that closes cannot keep what it has: another reliable worker, the *heir*, fetches a copy. Where none can, the
+  worker does not wait.
+- A copy is released when a buffer holds the version, or a copy that comes first by name exists elsewhere; and nobody
+  reads it; and its worker is not about to use it. A copy that was once told to go is never counted again.
 """
 
 from collections.abc import Iterator
@@ -33,11 +33,11 @@ class HostCopyOrders(NamedTuple):
 
     offload: Version | None = None
     fetch: Version | None = None
-    let_go: tuple[int, ...] = ()  # numbers of copies that are not needed any more, and were not told so before
+    let_go: tuple[int, ...] = ()  # copies, by number, that are not needed any more and were not said to be before
 
 
 def host_copy_orders(state: State, model: Model, replica: Replica, member: Member) -> HostCopyOrders:
-    """What the worker is to do now. What it was once told to let go never counts again."""
+    """What the worker is to do now. A copy that it was once told to let go never counts again."""
     if not model.roll.is_over:
         return HostCopyOrders()
     offload = version_to_offload(state, model, member)
@@ -50,7 +50,7 @@ def host_copy_orders(state: State, model: Model, replica: Replica, member: Membe
 
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
-    """Of the host copies that are to go those, by number, that nobody can be reading any more."""
+    """The host copies, by number, that are to go and that nobody can be reading any more."""
     if not model.roll.is_over or witness.is_strange(state, member):
         return ()
     return tuple(
@@ -67,8 +67,8 @@ def _is_read(state: State, member: Member, copy: HostCopy) -> bool:
 def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
     """The source has to keep what these read.
 
-    One that can cut its readers off itself waits neither for those whose read was taken back (they have another source,
-    or none can help them) nor for those who seem to be gone; the others wait for everybody's word.
+    A source that can cut its readers off waits neither for those whose read was taken back (they have another source,
+    or none can help them) nor for those who seem to be gone. Any other source waits until each of them has stopped.
     """
     if not source.hello.revocable:
         return bool(reads)
@@ -77,7 +77,7 @@ def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
 
 
 def _ahead(state: State, model: Model, member: Member) -> Version | None:
-    """What it has to copy although it does not want to leave it: nobody may have the time to when all leave it."""
+    """What it has to copy ahead, while it holds it: when all leave it at once, nobody may have the time."""
     return model.newest_established if established.is_keeper(state, model, member) else None
 
 

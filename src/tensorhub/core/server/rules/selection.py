@@ -27,9 +27,9 @@ class Candidate:
     is_doubtful: bool  # it seems to be dead, or nobody can reach it
     is_near: bool  # on the reader's own host
     is_same_site: bool
-    avoided_until: float  # it failed this reader lately; -inf: never
+    avoided_until: float  # it failed this reader lately; -inf: it did not
     from_host: bool = False  # its host copy rather than its buffer
-    is_slow: bool = False  # somebody left it for that, of late
+    is_slow: bool = False  # a reader has left it for that, lately
     leaving_site: int = 0  # reads by others that leave its site already, where the reader is in another
 
 

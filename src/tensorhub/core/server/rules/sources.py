@@ -44,7 +44,7 @@ def possible(state: State, model: Model, record: VersionRecord, reader: Member) 
 
 
 def reads_leaving(state: State, record: VersionRecord, reader: Member) -> Counter[str]:
-    """How many reads by others leave each site for another, of those from who has this shard of the version."""
+    """How many reads by others leave each site, from workers that have this shard of the version."""
     found: Counter[str] = Counter()
     for worker in record.holders.get(reader.shard, {}):
         source = state.members.get(worker)

@@ -1,6 +1,6 @@
-"""Nobody is given a read, a publish or a claim that no other worker knows of: after a restart it would be forgotten.
+"""Nobody gets a read, a publish or a claim before another worker knows of it: after a restart it would be forgotten.
 
-Who has lived before and was not on the roll is a *stranger*: a life before this one may have let others read from it of
+A worker that has lived before and is not on the roll is a *stranger*: a former life may have let others read from it of
 whom nobody else has heard (see `rollcall`).
 """
 
@@ -25,7 +25,7 @@ def is_asked(model: Model, member: Member) -> bool:
 
 
 def is_strange(state: State, member: Member) -> bool:
-    """A life before this one may have let others read from it of whom nobody else has heard."""
+    """A former life may have let others read from it of whom nobody else has heard."""
     return member.is_stranger and state.is_recovering
 
 
@@ -43,7 +43,7 @@ def why_unwitnessed(model: Model, replica: Replica) -> Failure | None:
 
 
 def seek_witness(state: State, model: Model, member: Member) -> Iterator[Decision]:
-    """Who has none asks the one that came last before it, so that not everybody asks the same."""
+    """A worker without a witness asks the one that came last before it, so that not everybody asks the same one."""
     roll = model.roll
     if not roll.is_over or member.worker not in roll.unwitnessed:
         return
