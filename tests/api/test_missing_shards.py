@@ -21,11 +21,12 @@ def pair(join):
     return [join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2)]
 
 
-def test_a_thread_that_waits_for_itself_is_told_so(pair):
+def test_a_thread_that_waits_for_itself_is_told_so(pair, server):
     with within(NOTICED_S), pytest.raises(tensorhub.UsageError, match=r"m/t\[0\] waits for m/t\[1\]") as caught:
         pair[0].publish(1, timeout=60)
     assert "thread" in caught.value.hint
     assert "aio" in caught.value.hint
+    eventually(lambda: server.status().models[0].replicas[0].call.state == "failed")  # all shards are told so
     assert in_threads(*(lambda w=w: w.publish(1, timeout=5) for w in pair)) == [1, 1]
 
 

@@ -126,7 +126,7 @@ def test_a_read_from_a_host_copy_that_is_gone_is_taken_back() -> None:
 
 
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once_more(state: State, model: object, replica: object, member: Member) -> Iterator[Decision]:
+    def once_more(state: State, model: object, member: Member, wanted: object) -> Iterator[Decision]:
         state.mark_dirty(member.worker)
         yield from ()
 

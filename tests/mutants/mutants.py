@@ -238,8 +238,8 @@ MUTANTS = (
     ),
     Mutant(
         "what is lost is the latest all the same",
-        "            if record.exists and not self.is_lost(record):\n                yield version\n",
-        "            if record.exists:\n                yield version\n",
+        "available = tuple(version for version in existing if not self.is_lost(self.versions[version]))",
+        "available = tuple(existing)",
         "nobody waits for what nobody can have any more",
     ),
     Mutant(
@@ -262,7 +262,7 @@ MUTANTS = (
     ),
     Mutant(
         "the newest established version is not kept",
-        "        if established is not None:\n            found[established] = None\n",
+        "        if newest_established is not None:\n            retained[newest_established] = None\n",
         "",
         "the last usable version is never given up for one that may not come",
     ),
@@ -450,8 +450,8 @@ MUTANTS = (
     ),
     Mutant(
         "the silent are given reads",
-        "    if not facts.is_here(state, member):\n        return\n",
-        "    if not member.is_connected:\n        return\n",
+        "        if facts.is_here(state, member):\n            apply.carry_out(",
+        "        if member.is_connected:\n            apply.carry_out(",
         "nobody is given a read that would not hear of it",
     ),
     Mutant(
@@ -606,8 +606,8 @@ MUTANTS = (
     ),
     Mutant(
         "no grants during recovery",
-        "    if not facts.is_here(state, member):\n        return\n    wanted = wanted_read",
-        "    if not facts.is_here(state, member) or state.is_recovering:\n        return\n    wanted = wanted_read",
+        "wanted_read(state, model, replica, member) if facts.is_here(state, member) else None",
+        "wanted_read(state, model, replica, member) if not state.is_recovering else None",
         "transfers go on while a server that has restarted listens",
     ),
     Mutant(
@@ -726,8 +726,8 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released in the first lease",
-        "    if state.is_recovering:  # for what is gone there is no way back\n",
-        "    if False:\n",
+        "not model.roll.is_over or state.is_recovering:  # there is no way back",
+        "not model.roll.is_over:",
         "in the first lease nothing is given up for which there is no way back",
     ),
     Mutant(
@@ -735,6 +735,36 @@ MUTANTS = (
         "    if is_squeezed and not member.report.closing and _makes_room(state, member):\n",
         "    if False:\n",
         "the established version is not given up for want of room that others are about to leave",
+    ),
+    Mutant(
+        "who looks for a source is not told of a new one",
+        "    if wanted is not None and grants.is_looking(state, member, wanted):\n",
+        "    if False:\n",
+        "a reader without a source gets one as soon as there is one",
+    ),
+    Mutant(
+        "who leaves is not told that others have it",
+        "        found.append(references_of(content.buffer.version, shard))\n",
+        "        pass\n",
+        "a drain ends as soon as nobody needs what is left",
+    ),
+    Mutant(
+        "who waits for a version is not told of its loss",
+        "        found += [loss_of(call.version)] if call.version is not None else [SERVICE]\n",
+        "        found += [SERVICE]\n",
+        "a call for what is lost ends at once",
+    ),
+    Mutant(
+        "who is still is never decided for",
+        "        if member.settled_at != state.happened or member.told is None",
+        "        if member.told is None",
+        "what has happened elsewhere reaches everybody within a report",
+    ),
+    Mutant(
+        "an idle source may be slow",
+        "        if not candidate.is_slow and candidate.avoided_until <= state.now\n",
+        "        if candidate.avoided_until <= state.now\n",
+        "a source that was left for being slow is nobody's first choice",
     ),
     Mutant(
         "nobody waits for copies that the first lease keeps",

@@ -189,7 +189,7 @@ class TestARelayIsSlowedInMidTransfer(Slowed):
         for player in fleet.stage.players.values():
             fleet.sending[player.me.replica] = 0.25
         fleet.wait()
-        assert fleet.moved <= 4
+        assert fleet.moved <= len(fleet.stage.players) - 1, "each reader tries another source once, on the average"
 
     def test_when_the_only_source_is_slowed_it_is_not_asked_by_all(self) -> None:
         usual_s = self.fleet().wait()

@@ -16,13 +16,25 @@ WORKER = f"{CORE}.worker"
 ROWS: dict[str, tuple[str, ...]] = {
     SERVER: (
         # tables, each of which knows nothing of the rules
-        *("clock", "receipts", "numbers", "pace", "roster", "open_reads", "groups", "catalog", "membership"),
+        *(
+            "clock",
+            "receipts",
+            "numbers",
+            "pace",
+            "roster",
+            "open_reads",
+            "groups",
+            "watches",
+            "keepers",
+            "catalog",
+            "membership",
+        ),
         # the one owner of all of them, and what is read from it
         *("state", "facts", "decisions"),
         # rules: facts in, decisions out
         *("rules", "rules.selection", "rules.admission", "rules.claims", "rules.witness", "rules.election"),
         *("rules.established", "rules.retention", "rules.draining", "rules.wanted", "rules.sources", "rules.progress"),
-        *("rules.moving", "rules.grants", "rules.calls"),
+        *("rules.moving", "rules.grants", "rules.interests", "rules.calls"),
         # what changes the state, and the machine, which alone says when
         *("apply", "evidence", "rollcall", "intake", "sessions", "invariants", "snapshot", "machine"),
     ),

@@ -5,8 +5,8 @@ from math import inf
 from typing import assert_never
 
 from ..messages import Grant
-from ..names import Ticket, Version
-from .catalog import Model
+from ..names import Shard, Ticket, Version, WorkerId
+from .catalog import Model, VersionRecord
 from .decisions import (
     AcceptPublish,
     AskToWitness,
@@ -32,25 +32,27 @@ from .decisions import (
     Witness,
 )
 from .groups import GroupCall, Replica
+from .keepers import Keepers
 from .membership import Member
 from .open_reads import OpenRead
 from .rules import established
 from .rules.draining import Drained
 from .state import State
+from .watches import NEWS, loss_of, references_of, sources_of
 
 
 def carry_out(state: State, decisions: Iterable[Decision]) -> None:
     """Carry out one decision after another. The rule that yields them sees each one done before it goes on."""
     for decision in decisions:
         match decision:
+            case Give():
+                _give(state, decision)
+            case TakeBack(read):
+                _take_back(state, read)
             case LookAgain(member, at):
                 state.members.wake(member, at)
             case Wait() | Fail() | Resolve() | AcceptPublish() | Promise() | Finish():
                 _advance(state, decision)
-            case TakeBack(read):
-                _take_back(state, read)
-            case Give():
-                _give(state, decision)
             case Witness(model, upto):
                 for worker in model.roll.witness(upto):
                     state.mark_dirty(worker)
@@ -90,13 +92,14 @@ def _give(state: State, give: Give) -> None:
     done, chunks, _ = reader.filled(record.version, to_host=give.to_host)
     read = OpenRead(grant, reader.worker, looked_at=now, began_at=now, had=done / max(chunks, done, 1))
     read.instead_of, read.must_beat, read.pace.is_stuck = give.instead_of, give.must_beat, give.is_stuck
-    state.reads.add(read)
-    record.holders.setdefault(reader.shard, {})[reader.worker] = None  # others may read behind it from now on
+    model = state.models[reader.hello.model]
+    state.open_read(read)
+    model.add_holder(record, reader.worker)  # others may read behind it from now on
     state.counters["grants"] += 1
     if give.counted_as:
         state.counters[give.counted_as] += 1
     state.mark_dirty(reader.worker)
-    state.mark_busy_dirty(state.models[reader.hello.model])
+    state.mark_waiting_dirty(model, sources_of(record.version, reader.shard))
 
 
 def _move(
@@ -170,7 +173,8 @@ def _advance(state: State, decision: Wait | Fail | Resolve | AcceptPublish | Pro
             call.is_finished = True
             replica.finished = max(replica.finished, call.number)
             if call.verb == "publish" and call.version is not None:
-                model.note_exists(call.version)
+                if model.note_exists(call.version):
+                    state.mark_waiting_dirty(model, NEWS)
                 model.record(call.version).proved = dict.fromkeys(call.arrived)
         case _:
             assert_never(decision)
@@ -187,12 +191,18 @@ def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCal
     call.version = version
 
 
-def release(model: Model, call: GroupCall | None, replica: Replica) -> None:
+def release(state: State, model: Model, call: GroupCall | None, replica: Replica) -> None:
     """The call is over: what it claimed or was promised is free."""
     record = model.versions.get(call.version) if call is not None and call.version is not None else None
-    if record is not None:
-        record.claims.pop(replica.name, None)
-        record.promised.pop(replica.name, None)
+    if record is None:
+        return
+    was_claimed = record.claims.pop(replica.name, 0) is None
+    was_promised = record.promised.pop(replica.name, 0) is None
+    if was_claimed or was_promised:
+        for shard in range(replica.shards):  # nobody of it wants that version now, nor waits for it
+            state.mark_waiting_dirty(
+                model, references_of(record.version, Shard(shard)), sources_of(record.version, Shard(shard))
+            )
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -205,13 +215,18 @@ def note_drained(state: State, member: Member, drained: Drained) -> None:
         state.members.wake(member, drained.look_again_at)
 
 
-def let_go(member: Member, numbers: tuple[int, ...]) -> None:
-    """These host copies of the member are to go, and never count again."""
-    member.releasing.update(dict.fromkeys(numbers))
+def let_go(state: State, model: Model, member: Member, numbers: tuple[int, ...]) -> None:
+    """These host copies of the member are to go, and never count again. What follows from it is decided next."""
+    going = [copy for copy in member.content.copies if copy.number in numbers and copy.number not in member.releasing]
+    if going:
+        member.releasing.update((copy.number, None) for copy in going)
+        state.mark_dirty(member.worker)
+        state.mark_readers_dirty(member.worker)
+        state.mark_concerned_dirty(model, member, [copy.version for copy in going])
 
 
-def note_changed_versions(state: State) -> None:
-    """Somebody has got or lost all of a version: carry out what follows for everybody."""
+def note_changed_versions(state: State) -> bool:
+    """Where somebody has got or lost all of a version: what follows for everybody. Returns whether that is anything."""
     for model in state.models.values():
         if not model.changed:
             continue
@@ -220,10 +235,25 @@ def note_changed_versions(state: State) -> None:
             safe = established.newly_established(model)
             _say_losses(state, model, lost, back)
             for record in safe:
-                record.is_established = True
-            if lost or back or safe:
-                state.mark_everyone_dirty(model)
+                model.note_established(record)
+            _wake_for_news(state, model)
         model.changed = {}
+    return bool(state.dirty)
+
+
+def _wake_for_news(state: State, model: Model) -> None:
+    """Which versions there are, which of them are to be kept, or which is established is not what it was."""
+    former, now = model.noted, model.digest()
+    if former is now:
+        return
+    model.noted = now
+    before = dict.fromkeys(former.available if former is not None else ())
+    after = dict.fromkeys(now.available)
+    turned = [version for version in {**before, **after} if (version in before) != (version in after)]
+    if former is None or former[1:] != now[1:]:
+        state.mark_waiting_dirty(model, NEWS, *map(loss_of, turned))
+    if former is None or former.newest_established != now.newest_established:
+        choose_keepers(state, model)
 
 
 def _say_losses(state: State, model: Model, lost: list[Version], back: list[Version]) -> None:
@@ -232,3 +262,49 @@ def _say_losses(state: State, model: Model, lost: list[Version], back: list[Vers
     state.said += [f"{failure.message}; {failure.hint}" for failure in failures]
     state.said += [f"version {version} of {model.name} is back" for version in back]
     state.counters["lost_versions"] += len(lost)
+
+
+# --- who makes a host copy ahead of need ------------------------------------------------------------------------------
+
+
+def offer_keeper(state: State, model: Model, member: Member) -> None:
+    """The member may be the one to make a copy of the newest established version, or not be it any more."""
+    version = model.newest_established
+    if version is not None:
+        record = model.look_up(version)
+        if established.may_keep(model, record, member):
+            record.keepers.setdefault(member.shard, Keepers()).offer(established.rank(member, record))
+        choose_keeper(state, model, record, member.shard)
+
+
+def choose_keepers(state: State, model: Model) -> None:
+    """Another version is the newest established one."""
+    version = model.newest_established
+    if version is None:
+        return
+    record = model.look_up(version)
+    for shard, whole in record.whole.items():
+        keepers = record.keepers.setdefault(shard, Keepers())
+        for member in map(state.members.get, whole):
+            if member is not None and established.may_keep(model, record, member):
+                keepers.offer(established.rank(member, record))
+        choose_keeper(state, model, record, shard)
+
+
+def choose_keeper(state: State, model: Model, record: VersionRecord, shard: Shard) -> None:
+    """Of those who were offered; who is it now, and who was, are decided for again."""
+    keepers = record.keepers.get(shard)
+    if keepers is None:
+        return
+
+    def is_able(worker: WorkerId) -> bool:
+        member = state.members.get(worker)
+        return member is not None and established.may_keep(model, record, member)
+
+    chosen = keepers.best(is_able)
+    if chosen == keepers.chosen:
+        return
+    for worker in (keepers.chosen, chosen):
+        if worker is not None and worker in state.members:
+            state.mark_dirty(worker)
+    keepers.chosen = chosen

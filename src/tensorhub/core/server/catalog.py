@@ -5,11 +5,9 @@ room, held or not, so that its number cannot be used for other content. It is *l
 nobody with a session has whole. `latest` is the newest version that exists and is not lost: only a loss takes it back.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -17,7 +15,9 @@ from ..messages import Buffer, Empty, Failure, Filling, Holding, HostCopy, Spec,
 from ..names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from ..version_spec import parse_spec, steps_back
 from .groups import Replica
+from .keepers import Keepers
 from .roster import Roll
+from .watches import Watches
 
 
 class Content(NamedTuple):
@@ -37,9 +37,11 @@ class VersionRecord:
     layouts: dict[Shard, Digest] = field(default_factory=dict)
     holders: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
     whole: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
+    idle: dict[Shard, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
     publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
     proved: dict[Shard, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
     disputed: dict[Shard, None] = field(default_factory=dict)  # found to have other content than was believed
+    keepers: dict[Shard, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
     is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
@@ -51,6 +53,16 @@ class VersionRecord:
     @property
     def is_idle(self) -> bool:
         return not self.claims and not self.promised and not any(self.holders.values())
+
+
+class VersionsAtAGlance(NamedTuple):
+    """What follows from all versions of a model together."""
+
+    key: tuple[object, ...]
+    available: tuple[Version, ...]  # that exist and are not lost, newest first
+    newest_established: Version | None
+    newest: dict[Version, None]  # the newest `retain`: of all, and of those that are not lost. Others may be back.
+    retained: dict[Version, None]
 
 
 @dataclass
@@ -70,19 +82,27 @@ class Model:
     pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
     closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
     sites: Counter[str] = field(default_factory=Counter)  # members by site
+    hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
     reliable: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
+    watches: Watches = field(default_factory=Watches)  # who waits for what
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
+    noted: VersionsAtAGlance | None = None  # how it was when those who wait for news were last decided for
     lately: dict[tuple[bool, bool], deque[float]] = field(
         default_factory=dict
     )  # rates of reads that ended, by distance
+    read_from: dict[WorkerId, None] = field(default_factory=dict)  # workers on whom reads are open
+    _held: dict[WorkerId, dict[Version, None]] = field(default_factory=dict)  # of which versions each is a holder
     _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
+    _changes: int = 0  # of what all versions together depend on
+    _glance: VersionsAtAGlance | None = None
 
     def record(self, version: Version) -> VersionRecord:
         """The version's record, made if need be; the oldest that nobody needs makes room."""
         found = self.versions.get(version)
         if found is None:
             found = self.versions[version] = VersionRecord(version)
+            self._changes += 1
             insort(self._ascending, version)
             if len(self.versions) > self.most_versions:
                 kept = (version, self.newest)
@@ -104,6 +124,7 @@ class Model:
         record.exists = True
         if is_news:
             self.changed[version] = None
+            self._changes += 1
         self.newest = version if self.newest is None else max(self.newest, version)
         return is_news
 
@@ -123,19 +144,72 @@ class Model:
             if record is None:
                 continue
             if version not in after:
-                record.holders.get(worker.shard, {}).pop(worker, None)
+                self.remove_holder(record, worker)
             if not after.get(version) and worker in record.whole.get(worker.shard, {}):
                 del record.whole[worker.shard][worker]
                 record.last_holder = str(worker)
-                self.changed[version] = None
+                self._note_whole(record, is_turn=not record.whole[worker.shard])
         for version, is_whole in after.items():
             record = self.record(version)
             if version not in before:
-                record.holders.setdefault(worker.shard, {})[worker] = None
+                self.add_holder(record, worker)
             whole = record.whole.setdefault(worker.shard, {})
             if is_whole and worker not in whole:
                 whole[worker] = None
-                self.changed[version] = None
+                self._note_whole(record, is_turn=len(whole) == 1)
+
+    def _note_whole(self, record: VersionRecord, *, is_turn: bool) -> None:
+        """Who has all of the version is not what it was. `is_turn`: nobody had it, or nobody has it now."""
+        self.changed[record.version] = None
+        self._changes += is_turn
+
+    def note_pins(self, worker: WorkerId, pins: tuple[Version, ...]) -> None:
+        """These versions the worker wants kept."""
+        if pins != self.pins.pop(worker, ()):
+            self._changes += 1
+        if pins:
+            self.pins[worker] = pins
+
+    def note_established(self, record: VersionRecord) -> None:
+        """Now the version is, and those before it need no keepers any more."""
+        record.is_established = True
+        self._changes += 1
+        for version in self._ascending:
+            if version < record.version:
+                self.versions[version].keepers = {}
+
+    def add_holder(self, record: VersionRecord, worker: WorkerId) -> None:
+        """The worker has some of the version, or is about to."""
+        holders = record.holders.setdefault(worker.shard, {})
+        if worker not in holders:
+            holders[worker] = None
+            self._held.setdefault(worker, {})[record.version] = None
+            if worker not in self.read_from:
+                insort(record.idle.setdefault(worker.shard, []), worker)
+
+    def remove_holder(self, record: VersionRecord, worker: WorkerId) -> None:
+        """It has nothing of the version any more."""
+        holders = record.holders.get(worker.shard, {})
+        if worker in holders:
+            del holders[worker]
+            _remove(self._held, worker, record.version)
+            if worker not in self.read_from:
+                _take_out(record.idle[worker.shard], worker)
+
+    def note_load(self, worker: WorkerId, load: int) -> None:
+        """So many reads are open on what the worker has."""
+        if (load > 0) == (worker in self.read_from):
+            return
+        for version in self._held.get(worker, ()):
+            idle = self.versions[version].idle.setdefault(worker.shard, [])
+            if load:
+                _take_out(idle, worker)
+            else:
+                insort(idle, worker)
+        if load:
+            self.read_from[worker] = None
+        else:
+            del self.read_from[worker]
 
     def is_lost(self, record: VersionRecord) -> bool:
         """There is a shard of it that nobody has whole who could still come back."""
@@ -168,49 +242,62 @@ class Model:
     @property
     def latest(self) -> Version | None:
         """The newest version that exists and is not lost."""
-        return next(self.available(), None)
+        available = self.digest().available
+        return available[0] if available else None
 
-    def available(self) -> Iterator[Version]:
+    def available(self) -> tuple[Version, ...]:
         """The versions that exist and are not lost, newest first."""
-        for version in reversed(self._ascending):
-            record = self.versions[version]
-            if record.exists and not self.is_lost(record):
-                yield version
+        return self.digest().available
 
     @property
     def newest_established(self) -> Version | None:
         """The version that is not given up before a newer one is as safe."""
-        if not self.keeps_established:
-            return None
-        return next((version for version in self.available() if self.versions[version].is_established), None)
+        return self.digest().newest_established
 
-    def forget(self, worker: WorkerId, site: str) -> None:
+    def digest(self) -> "VersionsAtAGlance":
+        """What follows from all versions together. Found anew only when something of that has changed."""
+        key = self._changes, self.is_listening, self.shards, self.retain, self.keeps_established
+        if self._glance is None or self._glance.key != key:
+            self._glance = self._look(key)
+        return self._glance
+
+    def _look(self, key: tuple[object, ...]) -> "VersionsAtAGlance":
+        existing = [version for version in reversed(self._ascending) if self.versions[version].exists]
+        available = tuple(version for version in existing if not self.is_lost(self.versions[version]))
+        established = (version for version in available if self.versions[version].is_established)
+        newest_established = next(established, None) if self.keeps_established else None
+        newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
+        retained = dict(newest)
+        if newest_established is not None:
+            retained[newest_established] = None
+        for pins in self.pins.values():
+            retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
+        return VersionsAtAGlance(key, available, newest_established, newest, retained)
+
+    def place(self, worker: WorkerId, site: str, host: str) -> None:
+        """The worker has come, there."""
+        self.sites[site] += 1
+        self.hosts.setdefault(host, {})[worker] = None
+
+    def forget(self, worker: WorkerId, site: str, host: str) -> None:
         """The worker is gone, and what it wanted with it."""
-        self.pins.pop(worker, None)
+        self.note_pins(worker, ())
         self.closing.pop(worker, None)
         self.reliable.get(worker.shard, {}).pop(worker, None)
         self.sites[site] -= 1
         if not self.sites[site]:
             del self.sites[site]
+        del self.hosts[host][worker]
+        if not self.hosts[host]:
+            del self.hosts[host]
 
     def is_wished(self, version: Version) -> bool:
         """It is to be kept because of how new it is, or by a pin, and not only until a newer one is established."""
-        return version in self._newest() or any(version in pins for pins in self.pins.values())
-
-    def _newest(self) -> dict[Version, None]:
-        """The newest `retain` versions: of all, since who has the lost ones may come back, and of those not lost."""
-        existing = (version for version in reversed(self._ascending) if self.versions[version].exists)
-        return dict.fromkeys([*islice(existing, self.retain), *islice(self.available(), self.retain)])
+        return version in self.digest().newest or any(version in pins for pins in self.pins.values())
 
     def retained(self) -> dict[Version, None]:
         """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""
-        found = self._newest()
-        established = self.newest_established
-        if established is not None:
-            found[established] = None
-        for version in self.pins.values():
-            found.update((each, None) for each in version if each in self.versions and self.versions[each].exists)
-        return found
+        return self.digest().retained
 
     def resolve(self, spec: Spec) -> tuple[Version | None, Failure | None]:
         """The version that the spec means now. (None, why) where there is none."""
@@ -221,7 +308,7 @@ class Model:
                 return (None, self.loss(record)) if self.is_lost(record) else (version, None)
             newest = f"its newest version is {self.newest}" if self.newest is not None else "nothing was published yet"
             return None, Failure("version-unavailable", f"{self.name} has no version {version}; {newest}")
-        known = list(islice(self.available(), steps_back(str(spec)) + 1))
+        known = self.available()[: steps_back(str(spec)) + 1]
         if len(known) > steps_back(str(spec)):
             return known[-1], None
         if known:
@@ -287,3 +374,15 @@ def versions_in(content: Content | None) -> dict[Version, bool]:
     if held is not None:
         found[held] = found.get(held, False) or not isinstance(content.buffer, Filling)
     return found
+
+
+def _take_out(ascending: list[WorkerId], worker: WorkerId) -> None:
+    at = bisect_left(ascending, worker)
+    assert ascending[at] == worker, f"{worker} is not among the idle"
+    del ascending[at]
+
+
+def _remove(table: dict[WorkerId, dict[Version, None]], worker: WorkerId, version: Version) -> None:
+    del table[worker][version]
+    if not table[worker]:
+        del table[worker]

@@ -4,10 +4,8 @@ A receipt says that the content of a shard is what all shards of a replica have 
 by a publish that never finished. It yields to content with one, whichever is heard first, and its worker is told.
 """
 
-from typing import NamedTuple
-
 from ..messages import Holding, Report, Vacated, Withdrawing
-from ..names import Digest, Number, Version, WorkerId
+from ..names import Digest, Version, WorkerId
 from .catalog import Content, Model
 from .groups import Replica
 from .membership import Member
@@ -17,33 +15,17 @@ from .state import State
 NO_LAYOUT = Digest("")
 
 
-class Given(NamedTuple):
-    """The part of orders that a worker is to carry."""
-
-    newest: Version | None
-    newest_receipt: str
-    receipts: dict[int, str]
-    ceiling: Number
-    ceiling_receipt: str
-    conflict: Digest
-
-
-def given(state: State, model: Model, member: Member) -> Given:
-    """What this worker is to carry from now on."""
-    receipt = state.notary.newest(model.name, model.newest) if model.newest is not None else ""
-    numbers = state.numbers
-    return Given(model.newest, receipt, _owed(state, model, member), numbers.ceiling, numbers.receipt, member.conflict)
-
-
-def _owed(state: State, model: Model, member: Member) -> dict[int, str]:
+def owed(state: State, model: Model, member: Member) -> dict[int, str]:
     """Receipts for what it holds and has none of yet."""
     found: dict[int, str] = {}
     if not model.roll.is_over:
         return found
     for version, root in _held(member.content):
+        if version in member.report.receipts:
+            continue
         record = model.versions.get(version)
         is_so = record is not None and record.exists and record.roots.get(member.shard) == root
-        if is_so and version not in member.report.receipts:
+        if is_so:
             found[version] = state.notary.content(model.name, version, member.shard, root)
     return found
 

@@ -64,6 +64,8 @@ class Replica:
     def missing(self) -> list[int]:
         """The shards that have not arrived at the current call."""
         arrived = self.call.arrived if self.call is not None else {}
+        if len(arrived) == self.shards:
+            return []
         return [shard for shard in range(self.shards) if Shard(shard) not in arrived]
 
     def note_ended(self, shard: Shard, ended: int, finished: int) -> None:

@@ -10,6 +10,7 @@ from ..messages import (
     MAX_CROSS_SITE_VERSIONS,
     MAX_PINS,
     Buffer,
+    Filling,
     Grant,
     Holding,
     HostCopy,
@@ -29,6 +30,7 @@ from .membership import Avoided, Member
 from .open_reads import OpenRead
 from .rules import progress
 from .state import State
+from .watches import NEWS, SERVICE, sources_of
 
 MAX_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
 MAX_SITES = 64  # named in a version's count of what came into each
@@ -44,7 +46,49 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     take_reads(state, member)
     take_call(state, replica, member)
     rollcall.hear(state, model, member)
-    state.mark_dirty(member.worker, must_answer=True)
+
+
+def count(state: State, report: Report) -> None:
+    """A report has come; numbers in it may be above any that this server has heard of."""
+    state.counters["reports"] += 1
+    if not state.numbers.learn(report):
+        state.counters["odd_numbers"] += 1
+
+
+def is_same(report: Report, before: Report) -> bool:
+    """It tells of nothing new but that its worker lives, and what it has heard. Of one that has no read open."""
+    return report.buffer == before.buffer and report.reading == before.reading and _is_same_beside(report, before)
+
+
+def is_progress(report: Report, before: Report) -> bool:
+    """It tells of nothing new but that the fill of its buffer has gone on."""
+    now, then = report.buffer, before.buffer
+    if not (isinstance(now, Filling) and isinstance(then, Filling) and now.version == then.version):
+        return False
+    return now.done > then.done and report.closed == before.closed and _is_same_beside(report, before)
+
+
+def _is_same_beside(report: Report, before: Report) -> bool:
+    """What it tells beside its buffer and its read is the same."""
+    return (
+        report.call == before.call
+        and report.session == before.session
+        and (report.ended, report.finished) == (before.ended, before.finished)
+        and (report.prefetch, report.claim, report.stops) == (before.prefetch, before.claim, before.stops)
+        and (report.failures, report.copy_error, report.copies_left)
+        == (before.failures, before.copy_error, before.copies_left)
+        and report.size_bytes == before.size_bytes
+        and not report.leaving
+        and _told(report) == _told(before)
+    )
+
+
+def take_sign_of_life(state: State, model: Model, member: Member, report: Report, arrived: float) -> None:
+    """All that follows from a report that tells of nothing new."""
+    count(state, report)
+    member.lease_end = max(state.now, arrived) + state.settings.lease_s
+    member.report = report
+    rollcall.hear(state, model, member)
 
 
 def take_layout(state: State, layout: LayoutInfo) -> None:
@@ -56,6 +100,19 @@ def take_layout(state: State, layout: LayoutInfo) -> None:
 
 def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
     """What the worker has in its buffer and beside it, as far as that is the content of its version."""
+    report = member.report
+    if _told(report) != _told(before):
+        judge_content(state, model, replica, member, before)
+    elif report.buffer != before.buffer:
+        now, then = report.buffer, before.buffer
+        if isinstance(now, Filling) and isinstance(then, Filling) and now.version == then.version:
+            member.content = Content(now, member.content.copies)  # nothing but more chunks
+        else:
+            judge_content(state, model, replica, member, before)
+
+
+def judge_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
+    """What it has is judged anew, and all that follows from it."""
     report, former = member.report, member.content
     is_news = False
     if report.newest is not None and evidence.believes_newest(state, model, report):
@@ -76,14 +133,37 @@ def take_content(state: State, model: Model, replica: Replica, member: Member, b
             model.record(copy.version).publishers[replica.name] = None
     for version in versions_in(content):
         for group, other in evidence.holders_in_dispute(state, model, version):
-            take_content(state, model, group, other, other.report)
+            judge_content(state, model, group, other, other.report)
             state.mark_dirty(other.worker)
-    is_news |= _take_wishes(state, model, member, before)
+    is_wished = _take_wishes(state, model, member, before)
     _count_cross_site(model, member, before)
-    if is_news or [c.whole for c in former.copies] != [c.whole for c in copies]:
+    if is_wished:
         state.mark_everyone_dirty(model)
-    elif type(former.buffer) is not type(buffer) or (former.buffer != buffer and member.is_full):
-        state.mark_busy_dirty(model)
+    if is_news:
+        state.mark_waiting_dirty(model, NEWS)
+    is_other_buffer = type(former.buffer) is not type(buffer) or (former.buffer != buffer and member.is_full)
+    if is_other_buffer or [_kind(copy) for copy in former.copies] != [_kind(copy) for copy in copies]:
+        versions = {**versions_in(former), **versions_in(content)}
+        state.mark_concerned_dirty(model, member, versions)
+        if not isinstance(buffer, Holding) or copies or former.copies:
+            state.mark_readers_dirty(member.worker)  # whoever reads from its buffer stays once that is whole
+        if any(model.look_up(version).exists for version in versions):
+            state.mark_waiting_dirty(model, SERVICE)
+        if model.closing:
+            state.mark_everyone_dirty(model)  # one of them may be the heir
+
+
+def _told(report: Report) -> tuple[object, ...]:
+    """What it says of content, beside that of its buffer."""
+    return (
+        *(report.copies, report.newest, report.newest_receipt, report.receipts, report.layout),
+        *(report.pins, report.closing, report.cross_site_bytes),
+    )
+
+
+def _kind(copy: HostCopy) -> tuple[object, ...]:
+    """What is of concern to others."""
+    return copy.number, copy.version, copy.whole, copy.leaving
 
 
 def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
@@ -131,9 +211,8 @@ def _take_wishes(state: State, model: Model, member: Member, before: Report) -> 
     """What it wants kept, and whether it wants to leave. Returns whether others may have to act on it."""
     report = member.report
     is_news = (report.pins, report.closing) != (before.pins, before.closing)
-    model.pins.pop(member.worker, None)
-    if report.pins:
-        model.pins[member.worker] = report.pins[:MAX_PINS]
+    if report.pins or member.worker in model.pins:
+        model.note_pins(member.worker, report.pins[:MAX_PINS])
     if report.closing and not before.closing:
         model.closing[member.worker] = None
         member.closing_since = state.now
@@ -165,7 +244,7 @@ def take_reads(state: State, member: Member) -> None:
         )
         behind = state.reads.readers_behind(worker, reading.version)
         is_void = reading.source in behind or state.reads.current(worker) is not None
-        state.reads.add(OpenRead(grant, worker, is_void))
+        state.open_read(OpenRead(grant, worker, is_void))
     _note_pace(state, member)
     number = report.call.number if report.call is not None else 0
     if number != member.call_number:
@@ -200,27 +279,36 @@ def _may_adopt(state: State, report: Report) -> bool:
 def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
     """The member reads no ticket up to this one any more; it counts as a holder only by what it has."""
     model = state.models[member.hello.model]
-    for read in state.reads.close(member.worker, upto):
-        state.mark_dirty(read.source)
+    for read in state.close_reads(member.worker, upto):
+        _note_one_reader_less(state, model, read)
+        state.mark_waiting_dirty(model, sources_of(read.version, member.shard))  # it is behind nobody any more
         record = model.versions.get(read.version)
         _note_ended(state, model, member, read)
         still = state.reads.current(member.worker)
         is_read = still is not None and still.version == read.version
         if record is not None and not is_read and read.version not in versions_in(member.content):
-            record.holders.get(member.shard, {}).pop(member.worker, None)
+            model.remove_holder(record, member.worker)
+
+
+def _note_one_reader_less(state: State, model: Model, read: OpenRead) -> None:
+    """Its source may have waited for that, if it wants to leave what it has."""
+    source = state.members.get(read.source)
+    is_poisoned = source is not None and isinstance(source.content.buffer, Poisoned)
+    if is_poisoned or model.watches.is_waiting(read.source):
+        state.mark_dirty(read.source)
 
 
 def take_call(state: State, replica: Replica, member: Member) -> None:
     """What the worker's caller waits for."""
     report = member.report
-    was_over = replica.call is None or replica.call.is_over
-    replica.note_ended(member.shard, report.ended, report.finished)
     former = replica.call
+    was_over, was_ended = former is None or former.is_over, replica.ended
+    replica.note_ended(member.shard, report.ended, report.finished)
     if report.call is not None:
         replica.arrive(member.shard, report.call, now=state.now)
     if former is not replica.call:
-        apply.release(state.models[member.hello.model], former, replica)
-    if not was_over or report.call is not None:
+        apply.release(state, state.models[member.hello.model], former, replica)
+    if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:
         state.mark_replica_dirty(replica)
 
 

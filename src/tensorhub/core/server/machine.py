@@ -15,23 +15,27 @@ Rules it keeps:
 It must never read a clock, touch a socket, or see a weight byte.
 """
 
-from collections import Counter
+from collections import OrderedDict
 from math import inf
 
-from msgspec.structs import replace
+import msgspec
 
 from ..errors import InvariantViolation
-from ..messages import Answer, Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
-from ..names import Number, Version, WorkerId
+from ..messages import Answer, Grant, Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
+from ..names import Digest, Number, Version, WorkerId
 from ..settings import Settings
 from ..snapshot import Status
-from . import apply, evidence, intake, rollcall, sessions
+from . import apply, evidence, facts, intake, rollcall, sessions
+from .catalog import Model
 from .clock import Clock
+from .groups import GroupCall, Replica
 from .invariants import server_contradiction
 from .membership import Member
 from .numbers import Numbers
 from .receipts import Notary
 from .rules import admission, calls, draining, grants, retention, witness
+from .rules.interests import interests_of
+from .rules.wanted import wanted_read
 from .snapshot import statistics, status_of
 from .state import State
 
@@ -69,6 +73,7 @@ class Server:
         `arrived` is when this message came: after `now`, if it has taken the place of an older one that waited.
         """
         reply: ToWorker | None = None
+        reporter: Member | None = None
         outbox = self.tick(now=now)
         match message:
             case Hello():
@@ -76,11 +81,15 @@ class Server:
             case LayoutInfo():
                 intake.take_layout(self.state, message)
             case Report():
-                reply = self._take_report(message, sender, max(now, arrived or now) - self.state.clock.paused_s)
+                arrived_at = max(now, arrived or now) - self.state.clock.paused_s
+                still = self._member_that_is_still(message, sender)
+                if still is not None:
+                    return outbox + self._answer_still(still, message, arrived_at)
+                reply, reporter = self._take_report(message, sender, arrived_at)
         if reply is not None:
             self.state.counters["refusals"] += isinstance(reply, Refusal)
             outbox.append((sender, reply))
-        return outbox + self._settle()
+        return outbox + self._settle(reporter)
 
     def disconnected(self, sender: str, *, now: float) -> Outbox:
         """The connection is gone. Its worker may live, but a source that can cut it off need not wait for it."""
@@ -144,49 +153,58 @@ class Server:
             sessions.connect(self.state, hello, sender)
         return refusal
 
-    def _take_report(self, report: Report, sender: str, arrived: float) -> ToWorker | None:
+    def _take_report(self, report: Report, sender: str, arrived: float) -> tuple[ToWorker | None, Member | None]:
+        """(a reply that says all there is to say, the member that is to be answered)."""
         state = self.state
         hello = state.hellos.get(sender)
         if hello is None:
-            return Refusal("refused", "a report before any hello", "is this a TensorHub worker?")
-        state.counters.update(reports=1, odd_numbers=int(not state.numbers.learn(report)))
+            return Refusal("refused", "a report before any hello", "is this a TensorHub worker?"), None
+        intake.count(state, report)
         member = state.members.get(hello.worker)
         if member is not None and member.hello.life != hello.life:
-            return admission.taken(state, member)
+            return admission.taken(state, member), None
         if member is None:
             for newcomer in admission.giving_way(state, hello, report):
                 sessions.end(state, newcomer, "gave way to who had lived before")
             refusal = admission.why_refuse(state, hello, report)
             if refusal is not None:
-                return refusal
+                return refusal, None
             member = sessions.begin(state, hello, sender, report)
         if report.number <= member.report.number:
-            return None  # late or repeated
+            return None, None  # late or repeated
+        is_progress = intake.is_progress(report, member.report)
         intake.take_report(state, member, report, arrived)
+        if not is_progress:
+            state.to_advance[member.worker.model, member.worker.replica] = None
         if report.leaving:
+            model = state.models[hello.model]
             sessions.end(state, member, "left")
-            return self._orders(member, None, None, None, retention.HostCopyOrders(), ())
-        return None
+            return self._orders(model, member, Told(ceiling=state.numbers.ceiling)), None
+        return None, member
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> Outbox:
-        """Decide for everybody who is dirty until nothing changes any more, then say what is new.
+    def _settle(self, reporter: Member | None = None) -> Outbox:
+        """Decide for the reporter and everybody who is dirty until nothing changes any more, then say what is new.
 
         Rules that contradict each other would go on for ever: a worker that was decided for `MAX_ROUNDS` times waits
         for the next event.
         """
         state = self.state
-        if not state.dirty:
+        if not state.dirty and reporter is None:
             return []
+        state.happened += bool(state.dirty)
         decided: dict[WorkerId, bool] = {}
-        rounds: Counter[WorkerId] = Counter()
-        unsettled: dict[WorkerId, bool] = {}
+        rounds: dict[WorkerId, int] = {}
+        unsettled: OrderedDict[WorkerId, bool] = OrderedDict()
         apply.note_changed_versions(state)
-        while state.dirty:
-            worker, must_answer = next(iter(state.dirty.items()))
-            del state.dirty[worker]
-            rounds[worker] += 1
+        if reporter is not None:
+            if state.to_advance.pop((reporter.worker.model, reporter.worker.replica), 0) is None:
+                self._advance(*state.place(reporter))
+            state.mark_answered(reporter.worker)
+        while state.dirty or apply.note_changed_versions(state):
+            worker, must_answer = state.dirty.popitem(last=False)
+            rounds[worker] = rounds.get(worker, 0) + 1
             if rounds[worker] > MAX_ROUNDS:
                 unsettled[worker] = must_answer
                 continue
@@ -194,29 +212,48 @@ class Server:
             if member is not None:
                 decided[worker] = decided.get(worker, False) or must_answer
                 self._decide(member)
-        state.dirty = unsettled
+        state.dirty, goes_round = unsettled, bool(unsettled)
         state.counters["unsettled"] += len(unsettled)
+        state.happened += len(decided) > 1
         outbox: Outbox = []
         for worker, must_answer in decided.items():
             member = state.members.get(worker)
             if member is not None:
                 outbox += self._say(member, must_answer)
+        if state.dirty and not goes_round:  # somebody was told to let something go
+            outbox += self._settle()
+        state.to_advance.clear()
         return outbox
 
     def _decide(self, member: Member) -> None:
         state = self.state
         model, replica = state.place(member)
-        apply.carry_out(state, witness.seek_witness(state, model, member))
-        call = replica.call
-        if call is not None:
-            was_over, version = call.is_over, call.version
-            apply.carry_out(state, calls.advance(state, model, replica, call))
-            if call.is_over:
-                replica.ended = max(replica.ended, call.number)
-                apply.release(model, call, replica)
-            if call.is_over != was_over or call.version != version:
-                state.mark_busy_dirty(model) if call.is_over else state.mark_replica_dirty(replica)
-        apply.carry_out(state, grants.decide_read(state, model, replica, member))
+        if member.worker in model.roll.unwitnessed:
+            apply.carry_out(state, witness.seek_witness(state, model, member))
+        if state.to_advance and state.to_advance.pop((model.name, replica.name), 0) is None:
+            self._advance(model, replica)
+        wanted = wanted_read(state, model, replica, member) if facts.is_here(state, member) else None
+        if facts.is_here(state, member):
+            apply.carry_out(state, grants.decide_read(state, model, member, wanted))
+        model.watches.watch(member.worker, interests_of(state, model, replica, member, wanted))
+        apply.offer_keeper(state, model, member)
+        member.settled_at = state.happened
+
+    def _advance(self, model: Model, replica: Replica) -> None:
+        """Take the replica's call as far as the facts allow. All its members hear of it if that is far."""
+        state, call = self.state, replica.call
+        if call is None:
+            return
+        before = _progress(call)
+        apply.carry_out(state, calls.advance(state, model, replica, call))
+        if call.is_over:
+            replica.ended = max(replica.ended, call.number)
+            apply.release(state, model, call, replica)
+        if before != _progress(call):
+            state.mark_callers_dirty(replica)
+            if call.error is not None:
+                for worker in replica.members.values():
+                    state.mark_readers_dirty(worker)  # what it fills goes on no more
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 
@@ -224,32 +261,34 @@ class Server:
         state = self.state
         model, replica = state.place(member)
         reported = member.report.call
-        answer = replica.answer(member.shard, reported) if reported is not None else None
+        needless = retention.copies_to_let_go(state, model, replica, member)
+        apply.let_go(state, model, member, needless)  # that makes room, for which it may wait
         copies = retention.host_copy_orders(state, model, replica, member)
-        apply.let_go(member, copies.let_go)  # that makes room, for which it may wait
         release = retention.copies_to_release(state, model, member)
         drained = draining.drained_version(state, model, member)
         apply.note_drained(state, member, drained)
-        position = replica.ended if witness.is_whole(state, model, replica) else None
-        orders = self._orders(member, answer, position, drained.version, copies, release)
-        quiet = {"number": Number(0), "acknowledged": 0, "newest": None, "newest_receipt": "", "report_s": 0.0}
-        news = replace(orders, roster=None, **quiet)
-        if not must_answer and news == member.sent:
+        current = state.reads.current(member.worker)
+        told = Told(
+            position=replica.ended if witness.is_whole(state, model, replica) else None,
+            answer=replica.answer(member.shard, reported) if reported is not None else None,
+            grant=current.grant if current is not None else None,
+            drained=drained.version,
+            offload=copies.offload,
+            fetch=copies.fetch,
+            release=release,
+            receipts=evidence.owed(state, model, member) or None,
+            ceiling=state.numbers.ceiling,
+            conflict=member.conflict,
+            witness=witness.is_asked(model, member),
+        )
+        if not must_answer and told == member.told:
             return []
-        member.sent, member.report_s = news, orders.report_s
-        return [(member.sender, orders)]
+        member.told = told
+        return [(member.sender, self._orders(model, member, told))]
 
-    def _orders(
-        self,
-        member: Member,
-        answer: Answer | None,
-        position: int | None,
-        drained: Version | None,
-        copies: retention.HostCopyOrders,
-        release: tuple[int, ...],
-    ) -> Orders:
+    def _orders(self, model: Model, member: Member, told: "Told") -> Orders:
         state = self.state
-        current, model = state.reads.current(member.worker), state.models[member.hello.model]
+        member.report_s = state.report_s
         roster = rollcall.roster_for(state, model, member)  # its number is below that of the orders
         return Orders(
             number=state.next_number(),
@@ -257,15 +296,74 @@ class Server:
             acknowledged=member.report.number,
             lease_s=state.settings.lease_s,
             trust_s=state.settings.trust_s,
-            report_s=state.report_s,
-            position=position,
-            answer=answer,
-            grant=current.grant if current is not None else None,
-            drained=drained,
+            report_s=member.report_s,
+            position=told.position,
+            answer=told.answer,
+            grant=told.grant,
+            drained=told.drained,
+            newest=model.newest,
+            offload=told.offload,
+            fetch=told.fetch,
+            release=told.release,
+            newest_receipt=state.notary.newest(model.name, model.newest) if model.newest is not None else "",
+            receipts=told.receipts or {},
+            ceiling=told.ceiling,
+            ceiling_receipt=state.numbers.receipt,
+            conflict=told.conflict,
             roster=roster,
-            witness=witness.is_asked(model, member),
-            **evidence.given(state, model, member)._asdict(),
-            offload=copies.offload,
-            fetch=copies.fetch,
-            release=release,
+            witness=told.witness,
         )
+
+    # --- who only says that it lives ----------------------------------------------------------------------------------
+
+    def _member_that_is_still(self, report: Report, sender: str) -> Member | None:
+        """Who has sent this, if nothing can follow from it: it waits for nothing, and nothing has happened since."""
+        state = self.state
+        hello = state.hellos.get(sender)
+        member = state.members.get(hello.worker) if hello is not None else None
+        if member is None or hello is None or member.hello.life != hello.life or state.is_recovering or state.dirty:
+            return None
+        if member.settled_at != state.happened or member.told is None or report.number <= member.report.number:
+            return None
+        roll, watches = state.models[hello.model].roll, state.models[hello.model].watches
+        if (
+            state.reads.of(member.worker)
+            or member.worker not in roll.witnessed
+            or watches.is_waiting(member.worker)
+            or member.awaited_by
+        ):
+            return None
+        if not facts.is_here(state, member) or member.is_doubted:
+            return None
+        return member if intake.is_same(report, member.report) else None
+
+    def _answer_still(self, member: Member, report: Report, arrived: float) -> Outbox:
+        state = self.state
+        model = state.models[member.hello.model]
+        intake.take_sign_of_life(state, model, member, report, arrived)
+        told = member.told
+        assert isinstance(told, Told)
+        if told.witness:
+            told = member.told = msgspec.structs.replace(told, witness=witness.is_asked(model, member))
+        return [(member.sender, self._orders(model, member, told)), *self._settle()]
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a member is told that may be news to it."""
+
+    position: int | None = None
+    answer: Answer | None = None
+    grant: Grant | None = None
+    drained: Version | None = None
+    offload: Version | None = None
+    fetch: Version | None = None
+    release: tuple[int, ...] = ()
+    receipts: dict[int, str] | None = None
+    ceiling: Number = Number(0)
+    conflict: Digest = Digest("")
+    witness: bool = False
+
+
+def _progress(call: GroupCall) -> tuple[object, ...]:
+    """How far it has come: what all its callers should hear at once. What exactly is missing they hear in time."""
+    return call.is_over, call.version, call.waiting.code if call.waiting is not None else ""

@@ -8,7 +8,7 @@ import heapq
 from dataclasses import dataclass, field
 from math import inf
 
-from ..messages import Filling, Hello, Holding, HostCopy, Orders, Report, Vacated, Withdrawing
+from ..messages import Filling, Hello, Holding, HostCopy, Report, Vacated, Withdrawing
 from ..names import Digest, Number, Shard, Ticket, Version, WorkerId
 from .catalog import Content
 from .pace import Capacity
@@ -55,7 +55,8 @@ class Member:
     capacity: Capacity = field(default_factory=Capacity)  # as a source
     is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
     last_failed: Ticket = Ticket(0)
-    sent: Orders | None = None
+    told: object = None  # what it was told last, as far as that may be news
+    settled_at: int = -1  # how often something had happened when it was last decided for
     report_s: float = 0.0  # how often it was last told to report
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
     releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that are to go: no more sources
@@ -153,6 +154,9 @@ class Members:
 
     def get(self, worker: WorkerId) -> Member | None:
         return self._members.get(worker)
+
+    def __contains__(self, worker: WorkerId) -> bool:
+        return worker in self._members
 
     def all(self) -> list[Member]:
         return list(self._members.values())

@@ -39,6 +39,9 @@ class Numbers:
         if report.ceiling > self.ceiling and are_equal(self._notary.ceiling(report.ceiling), report.ceiling_receipt):
             self.ceiling, self.receipt = report.ceiling, report.ceiling_receipt
         ticket = report.reading.ticket if report.reading is not None else 0
+        highest = max(report.seen, report.session, report.closed, ticket)
+        if highest <= self.last:
+            return True
         told = (report.seen, report.session, report.closed, ticket)
         self.last = max(self.last, *(number for number in told if self.is_ours(number)), 0)
-        return all(map(self.is_ours, told))
+        return self.is_ours(highest)

@@ -76,13 +76,17 @@ class OpenReads:
 
     def current(self, reader: WorkerId) -> OpenRead | None:
         """The one read that the reader may go on with."""
-        for read in self._of_reader.get(reader, {}).values():
-            if not read.is_void:
-                return read
+        reads = self._of_reader.get(reader)
+        if reads is not None:
+            for read in reads.values():
+                if not read.is_void:
+                    return read
         return None
 
     def close(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
         """The reader's reads up to that ticket (None: all of them) are over. Returns them."""
+        if reader not in self._of_reader:
+            return []
         over = [read for read in self.of(reader) if upto is None or read.ticket <= upto]
         for read in over:
             _forget(self._of_reader, reader, read.ticket)

@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from ..names import Digest, ModelName, Number, Shard, Version, WorkerId
 
+MAX_REMEMBERED = 4096  # receipts for content: a version of a few thousand shards
 SIZE = 12  # bytes: 96 bits, nobody guesses them in a fleet's life
 
 
@@ -21,11 +22,18 @@ class Notary:
     def __init__(self, key: bytes = b"") -> None:
         """`key`: the same for all lives of one cluster's server; any length."""
         self._key = blake2b(key, digest_size=32, person=b"tensorhub").digest()
+        self._contents: dict[tuple[ModelName, Version, Shard, Digest], str] = {}  # all replicas have the same ones
         self._newest: dict[ModelName, tuple[Version, str]] = {}  # all orders carry the same one for a while
 
     def content(self, model: ModelName, version: Version, shard: Shard, root: Digest) -> str:
         """This is what that shard of the version was published as, by all shards of a replica."""
-        return self._sign("content", model, version, shard, root)
+        what = model, version, shard, root
+        receipt = self._contents.get(what)
+        if receipt is None:
+            if len(self._contents) >= MAX_REMEMBERED:
+                self._contents.clear()
+            receipt = self._contents[what] = self._sign("content", *what)
+        return receipt
 
     def newest(self, model: ModelName, version: Version) -> str:
         """A version of that number has existed."""

@@ -1,8 +1,9 @@
 """How a session begins and ends in the server's tables. Called by the server machine, whose tables these are."""
 
 from ..messages import Hello, Report
+from ..names import Version
 from . import apply, intake, rollcall
-from .catalog import Model
+from .catalog import Model, versions_in
 from .groups import Replica
 from .membership import Member
 from .state import State
@@ -22,7 +23,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     replica.members[hello.shard] = member.worker
     state.members.add(member)
     rollcall.begin(state, model, member, report)
-    model.sites[hello.site] += 1
+    model.place(member.worker, hello.site, hello.host)
     if hello.reliable:
         model.reliable.setdefault(hello.shard, {})[member.worker] = None
     model.retain = max(state.settings.default_retain, model.retain, hello.retain)
@@ -33,17 +34,25 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
 def end(state: State, member: Member, why: str) -> None:
     """It has left, or died, or gave way."""
     model, replica = state.place(member)
+    versions = concerned(state, member)
     intake.close_reads(state, member, None)
     model.move(member.worker, member.content, None)
     replica.lose(member.shard, why)
-    model.forget(member.worker, member.hello.site)
+    model.forget(member.worker, member.hello.site, member.hello.host)
     state.members.remove(member.worker)
     rollcall.end(state, model, member)
     state.forget(member.worker)
     if replica.is_empty:
-        apply.release(model, replica.call, replica)
+        apply.release(state, model, replica.call, replica)
         del model.replicas[replica.name]
-    state.mark_everyone_dirty(model)
+    model.watches.watch(member.worker, ())
+    if model.closing or len(model.sites) > 1:
+        state.mark_everyone_dirty(model)
+        return
+    state.mark_replica_dirty(replica)
+    state.mark_concerned_dirty(model, member, versions)
+    state.mark_readers_dirty(member.worker)
+    apply.offer_keeper(state, model, member)
 
 
 def connect(state: State, hello: Hello, sender: str) -> None:
@@ -51,7 +60,10 @@ def connect(state: State, hello: Hello, sender: str) -> None:
     state.hellos[sender] = hello
     member = state.members.get(hello.worker)
     if member is not None:
-        member.sender, member.is_connected, member.hello = sender, True, hello
+        was_reached, member.is_connected = member.is_connected, True
+        member.sender, member.hello = sender, hello
+        if not was_reached:
+            _note_reach(state, member)
 
 
 def disconnect(state: State, sender: str) -> None:
@@ -60,4 +72,25 @@ def disconnect(state: State, sender: str) -> None:
     member = state.members.get(hello.worker) if hello is not None else None
     if member is not None and member.sender == sender:
         member.is_connected = False
-        state.mark_busy_dirty(state.models[member.hello.model])  # a source need not wait for it any more
+        _note_reach(state, member)
+
+
+def _note_reach(state: State, member: Member) -> None:
+    """Whether it can be reached is not what it was: a source need not wait for it any more, or has to."""
+    model, replica = state.place(member)
+    state.mark_replica_dirty(replica)
+    state.mark_concerned_dirty(model, member, concerned(state, member))
+    state.mark_readers_dirty(member.worker)
+    for read in state.reads.of(member.worker):
+        state.mark_dirty(read.source)
+    apply.offer_keeper(state, model, member)
+
+
+def concerned(state: State, member: Member) -> list[Version]:
+    """The versions for which it matters to others what becomes of the member."""
+    found = dict.fromkeys(versions_in(member.content))
+    found.update((read.version, None) for read in state.reads.of(member.worker))
+    _, replica = state.place(member)
+    if replica.call is not None and replica.call.version is not None:
+        found[replica.call.version] = None
+    return list(found)

@@ -4,19 +4,21 @@ The rules read it. Only `intake`, `evidence`, `sessions`, `rollcall`, `apply` an
 changes it marks as dirty the members whose orders may change with it.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..messages import Hello, LayoutInfo, Withdrawing
-from ..names import Digest, ModelName, Number, WorkerId
+from ..messages import Hello, LayoutInfo
+from ..names import Digest, ModelName, Number, ReplicaName, Ticket, Version, WorkerId
 from ..settings import Settings
 from .catalog import Model
 from .clock import Clock
 from .groups import Replica
 from .membership import Member, Members
 from .numbers import Numbers
-from .open_reads import OpenReads
+from .open_reads import OpenRead, OpenReads
 from .receipts import Notary
+from .watches import Topic, references_of, sources_of
 
 MAX_SAID = 100  # lines for the log that nobody has fetched
 
@@ -38,7 +40,11 @@ class State:
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
-    dirty: dict[WorkerId, bool] = field(default_factory=dict)  # whom to decide for again; True: answer it in any case
+    dirty: OrderedDict[WorkerId, bool] = field(
+        default_factory=OrderedDict
+    )  # whom to decide for again; True: and answer
+    happened: int = 0  # how often something happened from which anything may follow for anybody
+    to_advance: dict[tuple[ModelName, ReplicaName], None] = field(default_factory=dict)  # whose call may go on
 
     @property
     def now(self) -> float:
@@ -64,30 +70,64 @@ class State:
         assert member is not None, f"{worker} is no member"
         return member
 
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    def open_read(self, read: OpenRead) -> None:
+        self.reads.add(read)
+        self._note_load(read.source)
+
+    def close_reads(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
+        """The reader's reads up to that ticket (None: all of them) are over. Returns them."""
+        over = self.reads.close(reader, upto)
+        for read in over:
+            self._note_load(read.source)
+        return over
+
+    def _note_load(self, source: WorkerId) -> None:
+        model = self.models.get(source.model)
+        if model is not None:
+            model.note_load(source, self.reads.load(source))
+
     # --- whom to decide for again -------------------------------------------------------------------------------------
 
-    def mark_dirty(self, worker: WorkerId, *, must_answer: bool = False) -> None:
-        """Decide for this worker again, and tell it what is new. `must_answer`: tell it although nothing is."""
-        self.dirty[worker] = must_answer or self.dirty.get(worker, False)
+    def mark_dirty(self, worker: WorkerId) -> None:
+        """Decide for this worker and its replica again, and tell it what is new."""
+        self.dirty.setdefault(worker, False)
+        self.to_advance[worker.model, worker.replica] = None
+
+    def mark_answered(self, worker: WorkerId) -> None:
+        """Decide for this worker, and tell it how things are although nothing may be new."""
+        self.dirty[worker] = True
 
     def mark_replica_dirty(self, replica: Replica) -> None:
         for worker in replica.members.values():
             self.mark_dirty(worker)
+
+    def mark_callers_dirty(self, replica: Replica) -> None:
+        """The call of the replica has gone as far as it can for now: decide for its members."""
+        for worker in replica.members.values():
+            self.dirty.setdefault(worker, False)
 
     def mark_everyone_dirty(self, model: Model) -> None:
         """Something rare has happened, which may change the orders of any member of the model."""
         for replica in model.replicas.values():
             self.mark_replica_dirty(replica)
 
-    def mark_busy_dirty(self, model: Model) -> None:
-        """Something has changed, for which busy members of the model may be waiting."""
-        for replica in model.replicas.values():
-            for worker in replica.members.values():
-                member = self.known(worker)
-                reads = self.reads.load(worker) or self.reads.of(worker)
-                is_busy = member.report.call is not None or reads or member.content.copies
-                if is_busy or isinstance(member.content.buffer, Withdrawing):
-                    self.mark_dirty(worker)
+    def mark_waiting_dirty(self, model: Model, *topics: Topic) -> None:
+        """Something of these topics has changed."""
+        for topic in topics:
+            for worker in model.watches.waiting_for(topic):
+                self.mark_dirty(worker)
+
+    def mark_concerned_dirty(self, model: Model, member: Member, versions: Iterable[Version]) -> None:
+        """What the member has of these versions, or whether it can be reached, is not what it was."""
+        for version in versions:
+            self.mark_waiting_dirty(model, sources_of(version, member.shard), references_of(version, member.shard))
+
+    def mark_readers_dirty(self, source: WorkerId) -> None:
+        """Those who read from it may need another source."""
+        for read in self.reads.from_source(source):
+            self.mark_dirty(read.reader)
 
     def forget(self, worker: WorkerId) -> None:
         """It is no member any more: nothing is said to it."""

@@ -27,16 +27,19 @@ def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> It
     """Take the call as far as the facts allow."""
     if call.is_over:
         return
-    yield Wait(call, _missing(replica))
-    incomplete, look_again_at = _why_incomplete(state, replica, call)
-    if incomplete is not None:
-        yield Fail(call, incomplete)
-        return
-    if look_again_at < inf:
-        for shard in call.arrived:
-            waiting = state.members.get(replica.members[shard]) if shard in replica.members else None
-            if waiting is not None:
-                yield LookAgain(waiting, look_again_at)
+    missing = _missing(replica)
+    if missing != call.waiting:
+        yield Wait(call, missing)
+    if missing is not None:
+        incomplete, look_again_at = _why_incomplete(state, replica, call)
+        if incomplete is not None:
+            yield Fail(call, incomplete)
+            return
+        if look_again_at < inf:
+            for shard in call.arrived:
+                waiting = state.members.get(replica.members[shard]) if shard in replica.members else None
+                if waiting is not None:
+                    yield LookAgain(waiting, look_again_at)
     if call.verb in facts.FILLS:
         yield from _advance_fill(state, model, replica, call)
     elif call.claim is not None and call.version is None and call.waiting is None:
@@ -161,7 +164,8 @@ def _advance_fill(state: State, model: Model, replica: Replica, call: GroupCall)
     if version is None or call.is_over:
         return
     record = model.look_up(version)
-    yield Promise(model, replica, version)
+    if replica.name not in record.promised:
+        yield Promise(model, replica, version)
     for shard in call.arrived:
         worker = replica.members.get(shard)
         member = state.members.get(worker) if worker is not None else None
@@ -287,6 +291,8 @@ def _has_hope(state: State, record: VersionRecord, member: Member) -> bool:
 
 
 def _all_corrupt(state: State, record: VersionRecord, member: Member) -> Failure | None:
+    if not member.avoided:
+        return None
     sources = [worker for worker in record.holders.get(member.shard, {}) if worker != member.worker]
     avoided = [member.avoided[worker] for worker in sources if worker in member.avoided]
     if not sources or len(avoided) < len(sources) or any(a.until < float("inf") for a in avoided):

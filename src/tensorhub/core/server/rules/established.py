@@ -13,6 +13,7 @@ from ...messages import Holding, Withdrawing
 from ...names import Shard
 from .. import facts
 from ..catalog import Model, VersionRecord
+from ..keepers import Rank
 from ..membership import Member
 from ..state import State
 
@@ -50,17 +51,20 @@ def has_reliable_holder(model: Model, record: VersionRecord, leaver: Member) -> 
     )
 
 
-def is_keeper(state: State, model: Model, member: Member) -> bool:
+def is_keeper(model: Model, member: Member) -> bool:
     """It holds the newest established version, and of those that do it is the one to make a copy ahead of need."""
     version, buffer = model.newest_established, member.content.buffer
     if not isinstance(buffer, Holding) or buffer.version != version:
         return False
-    record = model.look_up(version)
-    if not _may_keep(model, record, member):
+    keepers = model.look_up(version).keepers.get(member.shard)
+    return keepers is not None and keepers.chosen == member.worker
+
+
+def may_keep(model: Model, record: VersionRecord, member: Member) -> bool:
+    """It has all of the version and could make a copy of it ahead of need."""
+    if member.worker not in record.whole.get(member.shard, {}):
         return False
-    holders = (state.members.get(worker) for worker in record.whole.get(member.shard, {}))
-    able = [other for other in holders if other is not None and _may_keep(model, record, other)]
-    return min(able, key=lambda other: _rank(other, record)) is member
+    return _may_keep(model, record, member)
 
 
 def _may_keep(model: Model, record: VersionRecord, member: Member) -> bool:
@@ -76,7 +80,8 @@ def _may_keep(model: Model, record: VersionRecord, member: Member) -> bool:
     return member.copy(record.version) is not None or report.copies_left > spare
 
 
-def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
+def rank(member: Member, record: VersionRecord) -> Rank:
+    """Among those that could make a copy ahead of need."""
     return not member.hello.reliable, member.copy(record.version) is None, member.worker
 
 

@@ -10,24 +10,20 @@ from ...names import Version
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..decisions import Decision, Give, LookAgain, TakeBack
-from ..groups import Replica
 from ..membership import Member
 from ..open_reads import OpenRead
 from ..state import State
 from . import moving, retention, sources, witness
 from .selection import choose_source
-from .wanted import wanted_read
+from .wanted import Wanted
 
 
-def decide_read(state: State, model: Model, replica: Replica, member: Member) -> Iterator[Decision]:
-    """Give this worker the read that it should have now, or none.
+def decide_read(state: State, model: Model, member: Member, wanted: Wanted | None) -> Iterator[Decision]:
+    """Give this worker the read that it should have now, or none. It is here.
 
     One that has gone keeps what it has until it is back or its lease ends: it would not hear of another, and a source
     would wait in vain.
     """
-    if not facts.is_here(state, member):
-        return
-    wanted = wanted_read(state, model, replica, member)
     current = state.reads.current(member.worker)
     record = model.versions.get(wanted.version) if wanted is not None else None
     if wanted is None or record is None:
@@ -61,6 +57,17 @@ def decide_read(state: State, model: Model, replica: Replica, member: Member) ->
     yield from _grant(state, model, record, member, to_host=wanted.to_host)
 
 
+def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
+    """It has no source for what it should be reading, or one that it is to leave as soon as there is another."""
+    current = state.reads.current(member.worker)
+    if current is None or (current.version, current.grant.to_host) != wanted:
+        return True
+    source = state.members.get(current.source)
+    if source is None or not facts.serves(state, current.source, current.version, current.grant.from_host):
+        return True
+    return facts.is_leaving(source, current.version, current.grant.from_host) or _is_paused(state, current)
+
+
 def _is_paused(state: State, read: OpenRead) -> bool:
     """Its source has only a part of the version, and nothing to read the rest from: it has something else to do."""
     source, from_host = state.members.get(read.source), read.grant.from_host
@@ -88,7 +95,7 @@ def _is_impatient(source: Member, version: Version) -> bool:
 def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> Iterator[Decision]:
     if member.shard not in record.roots:
         return  # only such as are filling have reported since the restart: nobody could say what is good
-    possible = sources.possible(state, model, record, member)
+    possible = sources.to_choose_from(state, model, record, member)
     found = witness.allowed(state, model, member, possible)
     choice = choose_source(found, now=state.now)
     if choice is None:

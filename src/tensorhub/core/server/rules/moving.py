@@ -57,7 +57,8 @@ def leave_slow(
         return True
     found = yield from _why_leave(state, model, record, reader, read)
     if found is None:
-        yield CallStuck(read, read.pace.is_stuck and read.pace.rate is None)
+        if read.pace.is_stuck and read.pace.rate is not None:
+            yield CallStuck(read, False)
         return False
     why, needed = found
     is_looked_for = state.now >= reader.may_move_at
@@ -196,7 +197,8 @@ def _settle_places(
     other = reader.gives_way_to
     theirs = state.reads.current(other) if other is not None else None
     if other is None or theirs is None or (theirs.source, theirs.version) != (read.source, read.version):
-        yield GiveWay(reader, None)
+        if other is not None:
+            yield GiveWay(reader, None)
         return False
     if other in state.reads.readers_behind(reader.worker, read.version):
         return False  # until it has let go of it
@@ -278,7 +280,7 @@ def to_idle(
     is_shared = is_cross_site and sources.reads_leaving(state, record, reader)[source.hello.site] > 0
     better = [
         candidate
-        for candidate in sources.candidates(state, model, record, reader)
+        for candidate in _for_idle(state, model, record, reader, is_shared)
         if candidate.is_full and not candidate.load and not candidate.published
         if not candidate.is_withdrawing and not candidate.is_doubtful and not candidate.is_slow
         if candidate.is_same_site or (is_shared and not candidate.leaving_site)
@@ -291,3 +293,10 @@ def to_idle(
     to_host = read.grant.to_host
     yield Give(reader, record, best.worker, reason, best.from_host, to_host, counted_as="rebalanced")
     return True
+
+
+def _for_idle(state: State, model: Model, record: VersionRecord, reader: Member, is_shared: bool) -> list[Candidate]:
+    """Among whom an idle source is looked for; where it may be in another site, among all."""
+    if is_shared or not model.roll.is_over:
+        return sources.candidates(state, model, record, reader)
+    return sources.idle(state, model, record, reader)

@@ -33,20 +33,23 @@ class HostCopyOrders(NamedTuple):
 
     offload: Version | None = None
     fetch: Version | None = None
-    let_go: tuple[int, ...] = ()  # copies, by number, that are not needed any more and were not said to be before
 
 
 def host_copy_orders(state: State, model: Model, replica: Replica, member: Member) -> HostCopyOrders:
-    """What the worker is to do now. A copy that it was once told to let go never counts again."""
+    """What the worker is to do now, after what it is to let go."""
     if not model.roll.is_over:
         return HostCopyOrders()
     offload = version_to_offload(state, model, member)
     if offload is None:
         offload = _ahead(state, model, member)
-    fetch = version_to_fetch(state, model, replica, member)
-    if state.is_recovering:  # for what is gone there is no way back
-        return HostCopyOrders(offload, fetch)
-    return HostCopyOrders(offload, fetch, tuple(_not_needed(state, model, replica, member)))
+    return HostCopyOrders(offload, version_to_fetch(state, model, replica, member))
+
+
+def copies_to_let_go(state: State, model: Model, replica: Replica, member: Member) -> tuple[int, ...]:
+    """Its host copies, by number, that are not needed any more. What it was once told to let go never counts again."""
+    if not member.content.copies or not model.roll.is_over or state.is_recovering:  # there is no way back
+        return ()
+    return tuple(_not_needed(state, model, replica, member))
 
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
@@ -78,7 +81,7 @@ def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
 
 def _ahead(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy ahead, while it holds it: when all leave it at once, nobody may have the time."""
-    return model.newest_established if established.is_keeper(state, model, member) else None
+    return model.newest_established if established.is_keeper(model, member) else None
 
 
 def _not_needed(state: State, model: Model, replica: Replica, member: Member) -> list[int]:

@@ -10,6 +10,7 @@ from collections import Counter
 from math import inf
 
 from ...messages import Holding, Withdrawing
+from ...names import WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..membership import Member
@@ -17,10 +18,54 @@ from ..state import State
 from . import retention, wanted, witness
 from .selection import Candidate
 
+MAX_ALL = 64  # holders of whom each is looked at: beyond that an idle one is taken from their index
+
 
 def candidates(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
     """Whom the reader may be given as its source."""
     return witness.allowed(state, model, reader, possible(state, model, record, reader))
+
+
+def to_choose_from(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
+    """Those that the reader could read from among whom the best one is: of many holders not all are looked at."""
+    found: list[Candidate] = []
+    if len(record.holders.get(reader.shard, {})) > MAX_ALL and model.roll.is_over:
+        found = idle(state, model, record, reader)
+    return found or possible(state, model, record, reader)
+
+
+def idle(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
+    """Sources without a fault and without a reader in the reader's own site, the best one of them included.
+
+    After those on its own host the first by name that has everything is the best, unless it has published that itself.
+    """
+    behind = state.reads.readers_behind(reader.worker, record.version)
+    there = record.idle.get(reader.shard, [])
+    near = [worker for worker in model.hosts.get(reader.hello.host, ()) if worker.shard == reader.shard]
+    found: list[Candidate] = []
+    for worker in near:
+        if worker in record.holders[reader.shard] and worker not in model.read_from and worker not in behind:
+            found += _sound(state, record, reader, worker)
+    for worker in there:
+        sound = _sound(state, record, reader, worker) if worker not in behind else []
+        found += [candidate for candidate in sound if not candidate.is_near]
+        if any(candidate.is_full and not candidate.published for candidate in sound):
+            break
+    return found
+
+
+def _sound(state: State, record: VersionRecord, reader: Member, worker: WorkerId) -> list[Candidate]:
+    """What the worker has, as sources to which nothing is to be said against; it is idle."""
+    member = state.members.get(worker)
+    if member is None or member.hello.site != reader.hello.site:
+        return []
+    found = (_candidate(state, record, reader, member, from_host, None) for from_host in (False, True))
+    return [
+        candidate
+        for candidate in found
+        if candidate is not None and not candidate.is_doubtful and not candidate.is_withdrawing
+        if not candidate.is_slow and candidate.avoided_until <= state.now
+    ]
 
 
 def possible(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
@@ -95,7 +140,7 @@ def _candidate(
         worker=worker,
         load=state.reads.load(worker),
         is_full=has_all,
-        done=member.done(from_host=from_host, version=version),
+        done=0 if has_all else member.done(from_host=from_host, version=version),
         published=not from_host and has_all and isinstance(buffer, Holding | Withdrawing) and buffer.published,
         is_withdrawing=facts.is_leaving(member, version, from_host),
         is_doubtful=facts.is_doubtful(state, member) or reader.left.get(worker, -inf) > state.now,

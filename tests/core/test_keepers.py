@@ -1,0 +1,44 @@
+"""Who makes a host copy ahead of need: the best of those who can, whoever was offered first."""
+
+from tensorhub.core.names import WorkerId, worker_id
+from tensorhub.core.server.keepers import Keepers
+
+A, B, C = (worker_id("policy", name, 0) for name in "abc")
+
+
+def everybody(worker: WorkerId) -> bool:
+    return True
+
+
+def test_the_smallest_rank_is_the_best() -> None:
+    keepers = Keepers()
+    for rank in [(False, True, C), (False, True, A), (True, False, B)]:
+        keepers.offer(rank)
+    assert keepers.best(everybody) == A
+    keepers.offer((False, False, C))  # it has made a copy since
+    assert keepers.best(everybody) == C
+
+
+def test_who_is_not_able_is_forgotten_until_offered_again() -> None:
+    keepers = Keepers()
+    keepers.offer((False, True, A))
+    keepers.offer((False, True, B))
+    assert keepers.best(lambda worker: worker != A) == B
+    assert keepers.best(everybody) == B
+    keepers.offer((False, True, A))
+    assert keepers.best(everybody) == A
+
+
+def test_nobody_is_nobody() -> None:
+    keepers = Keepers()
+    assert keepers.best(everybody) is None
+    keepers.offer((False, True, A))
+    assert keepers.best(lambda worker: False) is None
+
+
+def test_a_rank_that_was_replaced_counts_no_more() -> None:
+    keepers = Keepers()
+    keepers.offer((False, False, B))
+    keepers.offer((True, True, B))
+    keepers.offer((False, True, A))
+    assert keepers.best(everybody) == A
