@@ -69,7 +69,7 @@ class RetentionJudge(Judge):
     def _is_with_spot(self, life: Life, version: Version) -> bool:
         """A spot worker has it, and it was established among such: no reliable one lived outside its publisher."""
         is_any = any(other is not life for other in self.truth.holders(life.shard, version))
-        return is_any and life.me.model in self.truth.established_among_spot
+        return is_any and life.shard in self.truth.established_among_spot
 
     def _had_room(self, life: Life, where: str) -> bool:
         """Before it gave the version up, something else could have been kept beside it."""

@@ -42,7 +42,7 @@ class Truth:
         self.lost: dict[tuple[str, Version], float] = {}  # when a shard had no holder, the last time that was so
         self.established: dict[str, Version] = {}  # the newest of each model that is whole outside its publisher
         self.established_at: dict[str, float] = {}  # and since when
-        self.established_among_spot: dict[str, None] = {}  # models of which that is so by spot workers alone
+        self.established_among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
         self.last_holder_gone: dict[
             tuple[str, int, Version], float
         ] = {}  # when a reliable holder died or was told to go
@@ -145,15 +145,18 @@ class Truth:
         outside = [
             other for other in self.lives.values() if other.me.model == model and other.me.replica != made.replica
         ]
-        is_reliable = any(other.hello.reliable and self.is_in_session(other, slack=1.0) for other in outside)
-        for shard in range(self.plan.conditions.shards):
+        sessions = [other for other in outside if other.hello.reliable and self.is_in_session(other, slack=1.0)]
+        reliable = {other.me.shard: None for other in sessions}  # a replica may live in part
+        shards = [Shard(shard) for shard in range(self.plan.conditions.shards)]
+        for shard in shards:
             holders = [h for h in self.holders((model, shard), version) if h.me.replica != made.replica]
-            if not any(holder.hello.reliable or not is_reliable for holder in holders):
+            if not any(holder.hello.reliable or shard not in reliable for holder in holders):
                 return
         self.established[model], self.established_at[model] = version, self.now
-        self.established_among_spot.pop(model, None)
-        if not is_reliable:
-            self.established_among_spot[model] = None
+        for shard in shards:
+            self.established_among_spot.pop((model, shard), None)
+            if shard not in reliable:
+                self.established_among_spot[model, shard] = None
 
     def note_loss(self, life: Life, version: Version) -> None:
         """The process has it no longer: perhaps nobody has."""
