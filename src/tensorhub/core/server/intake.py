@@ -23,7 +23,7 @@ from ..messages import (
 )
 from ..names import Digest, Ticket, Version
 from ..sums import add_up
-from . import apply, evidence, rollcall
+from . import apply, evidence, facts, rollcall
 from .catalog import Content, Model, version_in, versions_in
 from .groups import Replica
 from .membership import Avoided, Member
@@ -42,7 +42,9 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     member.lease_end, member.is_doubted = max(state.now, arrived) + state.settings.lease_s, False
     before, member.report = member.report, report
     model, replica = state.place(member)
+    former = member.content
     take_content(state, model, replica, member, before)
+    _note_fed(state, member, former)
     take_reads(state, member)
     take_call(state, replica, member)
     rollcall.hear(state, model, member)
@@ -313,6 +315,23 @@ def take_call(state: State, replica: Replica, member: Member) -> None:
 
 
 # --- how a read goes --------------------------------------------------------------------------------------------------
+
+
+def _note_fed(state: State, source: Member, former: Content) -> None:
+    """It has more of a version than before: a reader that had all of that until now can get something only now."""
+    for had in (former.buffer, *former.copies):
+        if not isinstance(had, Filling | HostCopy) or (isinstance(had, HostCopy) and had.whole):
+            continue
+        from_host = isinstance(had, HostCopy)
+        is_whole = facts.is_full(source, had.version, from_host)
+        if not is_whole and source.done(from_host=from_host, version=had.version) <= had.done:
+            continue
+        for read in state.reads.from_source(source.worker):
+            reader = state.members.get(read.reader)
+            if reader is None or (read.version, read.grant.from_host) != (had.version, from_host):
+                continue
+            if reader.filled(read.version, to_host=read.grant.to_host)[0] >= had.done:
+                read.pace.wait(state.now)
 
 
 def _note_pace(state: State, reader: Member) -> None:
