@@ -1,5 +1,7 @@
 """G10: into a site each shard of a version comes once, and again only where faults have made it so."""
 
+from math import inf
+
 from ..truth.life import Life, Read
 from .bench import Judge
 
@@ -50,6 +52,8 @@ class CrossingJudge(Judge):
             return True
         if not troubles.serves(other, since) or other.layout != reader.layout:
             return True
+        if reader.stood_still.get(other.me, -inf) > settled - self.settings.leave_s:
+            return True  # a source from which nothing came is the reader's last choice for a while
         has_failed = other.failed_since(since) or reader.failed_since(since, other.me)
         return has_failed or self._withdrew(other, since)
 

@@ -104,6 +104,8 @@ class Life:
     pinned_at: float = inf
     registered: float = 0.0
     close_deadline: float = inf
+    fed_at: float = -inf  # when its open read began, or last brought a chunk
+    stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had all: when its read last did
     failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
     poisoned: bool = False  # a fill that had written ended badly
 

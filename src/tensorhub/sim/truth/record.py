@@ -226,6 +226,7 @@ class Truth:
         read, life.read = life.read, None
         if read is None:
             return
+        self._note_stood_still(life, read)
         version, root = read.grant.version, read.grant.root
         if complete and read.grant.to_host:
             life.copies[version] = Copied(version, root, self.now)
@@ -274,7 +275,23 @@ class Truth:
         life.call = None
 
     def begins(self, life: Life, read: Read) -> None:
-        life.read = read
+        life.read, life.fed_at = read, self.now
+
+    def accepted(self, life: Life, read: Read) -> None:
+        """A chunk is in place."""
+        self._note_stood_still(life, read)
+        life.fed_at = self.now
+
+    def _note_stood_still(self, life: Life, read: Read) -> None:
+        """Nothing came by its read for as long as a source is left for, though that had all of the version."""
+        source = self.lives.get(read.grant.source)
+        if source is None:
+            return
+        had = source.copies.get(read.grant.version) if read.grant.from_host else source.held
+        if had is None or had.version != read.grant.version:
+            return
+        if self.now - max(life.fed_at, had.since) >= self.plan.settings.stalled_s:
+            life.stood_still[source.me] = self.now
 
     def said(self, life: Life, report: Report) -> None:
         """A report goes out, wherever it gets."""
