@@ -178,10 +178,10 @@ class ErrorJudge(GroupJudge):
 
     def _full(self, life: Life, call: Call) -> str:
         for other in self.truth.group(life):
-            used = len(other.copies) + (1 if other.copying is not None else 0)
-            if used >= self.conditions.host_copies or (other.read is not None and other.read.grant.to_host):
+            is_full = other.hosted >= self.conditions.host_copies or other.full_until >= call.refused_at
+            if is_full or (other.read is not None and other.read.grant.to_host):
                 return ""
-        return "each shard has room for a copy"
+        return "each shard had room for a copy when the server said so"
 
     def _source_lost(self, life: Life, call: Call) -> str:
         group = [(other, other.failures) for other in self._group_of(life, call.began)]

@@ -64,7 +64,7 @@ class RetentionJudge(Judge):
         return is_able and troubles.hears(heir, since) and troubles.serves(heir, since) and not heir.failed_since(since)
 
     def _has_room(self, life: Life) -> bool:
-        return self.conditions.host_copies > len(life.copies) + (1 if life.copying is not None else 0)
+        return self.conditions.host_copies > life.hosted
 
     def _is_with_spot(self, life: Life, version: Version) -> bool:
         """A spot worker has it, and it was established among such: no reliable one lived outside its publisher."""

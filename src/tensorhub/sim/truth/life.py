@@ -59,6 +59,7 @@ class Call:
     number: int = 0  # its position, once that was said
     resolved: Version | None = None
     resolved_at: float = inf
+    refused_at: float = inf  # when a server first answered it with an error, wherever that got
     ended: float = inf
     outcome: Finished | None = None
     is_cancelled: bool = False
@@ -86,6 +87,7 @@ class Life:
     held: Held | None = None
     copies: dict[Version, Copied] = field(default_factory=dict)
     copying: tuple[Version, Digest] | None = None  # out
+    full_until: float = -inf  # when it last had as many copies as it may have, and let one go
     read: Read | None = None
     stopped: dict[Ticket, None] = field(default_factory=dict)  # that it was told to end
     call: Call | None = None
@@ -116,6 +118,11 @@ class Life:
     @property
     def shard(self) -> tuple[str, int]:
         return self.me.model, self.me.shard
+
+    @property
+    def hosted(self) -> int:
+        """How many versions are in its host memory, whole or being copied there."""
+        return len(self.copies) + (1 if self.copying is not None else 0)
 
     def has(self, version: Version) -> bool:
         """All of the version is here, to read or to come back to."""

@@ -250,6 +250,8 @@ class Truth:
             case events.CopyOut(version):
                 life.copying = (version, life.held.root if life.held is not None else Digest(""))
             case events.DropCopy(version):
+                if life.hosted >= self.plan.conditions.host_copies:
+                    life.full_until = self.now
                 life.copies.pop(version, None)
                 life.released.pop(version, None)
             case events.Trust(until):
@@ -313,6 +315,8 @@ class Truth:
         call, answer = life.call, orders.answer
         if call is not None and answer is not None and answer.number == call.number and answer.version is not None:
             call.resolved = answer.version
+        if call is not None and answer is not None and answer.number == call.number and answer.error is not None:
+            call.refused_at = min(call.refused_at, self.now)
         for copy in life.said.copies if life.said is not None else ():
             if copy.number in orders.release:
                 life.released[copy.version] = None
