@@ -30,7 +30,8 @@ class ProgressJudge(Judge):
             return
         model = replica.partition("/")[0]
         newest = self.newest_to_have(model)
-        if newest is not None and has != newest and not is_refused and self._fits(replica):
+        is_behind = newest is not None and has != newest and not is_refused and self._fits(replica)
+        if newest is not None and is_behind and not self._has_just_begun(replica, newest):
             self.broken(f"{replica} has version {has}, the latest is {newest}")
         for me, life in self.truth.lives.items():
             if f"{me.model}/{me.replica}" == replica:
@@ -51,6 +52,15 @@ class ProgressJudge(Judge):
     def _somebody(self, model: str, shard: int, version: Version) -> bool:
         holders = self.truth.holders((model, shard), version)
         return any(not self._is_down(holder) and holder.closing == inf for holder in holders)
+
+    def _has_just_begun(self, replica: str, newest: Version) -> bool:
+        """It is still in the first call that it has made since that version came and its program went plain."""
+        made = self.truth.exists(replica.partition("/")[0], newest)
+        since = self.conditions.storm_s + self.conditions.calm_s / 2
+        since = max(since, made.exists) if made is not None else since
+        lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
+        calls = [call for life in lives for call in [*life.past, life.call] if call is not None and call.began >= since]
+        return 0 < len(calls) <= self.conditions.shards and all(call.ended == inf for call in calls)
 
     def _fits(self, replica: str) -> bool:
         """Each of its shards has the tensors that everybody has."""
