@@ -1,4 +1,4 @@
-"""The steps of leaving: withdraw, let heirs and readers finish for half of the time, then go."""
+"""The steps of leaving: withdraw, let heirs and readers finish for nearly all of the time, then go."""
 
 from ..messages import Empty, Failure, Holding, Poisoned, Withdrawing
 from . import calling, events, filling

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+FOR_HEIRS = 0.9  # of the time: to be cut off takes a reader a few messages, and what it has not got may be lost
+
 
 @dataclass
 class Departure:
@@ -9,11 +11,11 @@ class Departure:
 
     started: float
     deadline: float
-    is_hurried: bool = False  # half of the time is over
+    is_hurried: bool = False  # the time of heirs and readers is over
     leaving_in: int = 0  # the first report that says that nothing is left here
     has_left: bool = False
 
     @property
     def impatient_at(self) -> float:
-        """Heirs and readers have half of the time; then those who still read are cut off."""
-        return self.started + (self.deadline - self.started) / 2
+        """Heirs and readers have nearly all of the time; the rest is for cutting off those who still read."""
+        return self.started + FOR_HEIRS * (self.deadline - self.started)

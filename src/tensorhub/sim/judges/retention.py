@@ -7,6 +7,7 @@ from ..truth.life import Call, Life
 from .bench import Judge
 
 FILLS = ("replicate", "update")
+LAST_SHARE = 0.1 + 0.05  # of the time of close(): then who still reads is cut off; and clocks differ
 FLEETING_S = 0.5  # how long the last step of a withdrawal may take beside the copying of a chunk
 
 
@@ -41,7 +42,8 @@ class RetentionJudge(Judge):
     def leaves(self, life: Life) -> None:
         """After close(): it goes before its time is over. Somebody who could have it has all that must be kept."""
         truth, model = self.truth, life.me.model
-        if life.closing == inf or self.now >= life.close_deadline - 0.1:
+        length_s = life.close_deadline - life.closing
+        if life.closing == inf or self.now >= life.close_deadline - 0.1 - LAST_SHARE * length_s:
             return
         for version in truth.existing(model)[:1]:
             made = truth.exists(model, version)
