@@ -118,7 +118,7 @@ class ErrorJudge(GroupJudge):
         return not is_leaving and troubles.hears(holder, since)
 
     def _incomplete(self, life: Life, call: Call) -> str:
-        since = call.began - self.settings.lease_s * 1.2
+        since = self.truth.troubles.before_pauses(call.began - self.settings.lease_s * 1.2)
         others = [other for other in self.truth.group(life) if other is not life]
         if len(others) + 1 < self.conditions.shards or not self.truth.troubles.remembers(since):
             return ""  # somebody is not there, or was not

@@ -90,6 +90,13 @@ class Troubles:
                 return trouble
         return None
 
+    def before_pauses(self, since: float) -> float:
+        """That time, or a lease before the server stood still, if it did so then: it heard of all that only later."""
+        for trouble in reversed(self.all):
+            if trouble.misfortune.kind == "pause-server" and trouble.since < since < trouble.until:
+                since = trouble.since - self.plan.settings.lease_s
+        return since
+
     def remembers(self, since: float) -> bool:
         """The server was not restarted; a pause is no reason to forget anybody."""
         restarts = (t for t in self.all if t.misfortune.kind == "restart-server")
