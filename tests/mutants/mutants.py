@@ -772,4 +772,16 @@ MUTANTS = (
         "",
         "the established version is not given up for want of room that others are about to leave",
     ),
+    Mutant(
+        "an update is resolved before all shards are here",
+        '    missing = _missing(replica) if call.verb == "update" and len(replica.members) < replica.shards else None\n',
+        "    missing = None\n",
+        "no update goes back, after a cut either",
+    ),
+    Mutant(
+        "who waited for a source that stood still is sent elsewhere when that one gets something",
+        "    _note_fed(state, member, former)\n",
+        "",
+        "a reader stays in its site when its source has something for it at last",
+    ),
 )
