@@ -182,7 +182,7 @@ def _private_bytes():
     """Memory of this process alone; the shared weights do not count."""
     with open("/proc/self/smaps_rollup") as lines:
         sizes = [line.split() for line in lines]
-    return sum(int(words[1]) * 1024 for words in sizes if words[0] in ("Private_Clean:", "Private_Dirty:"))
+    return sum(int(words[1]) * 1024 for words in sizes if words[0] == "Private_Dirty:")
 
 
 def _carry_out(process, command, out):
