@@ -22,7 +22,7 @@ def sizes(worker):
 
 
 def of_process(process):
-    """The same of a process that cannot be asked. A clean page of a library turns private when others that used it end."""
+    """The same of a process that cannot be asked. A library's clean pages turn private when others that used it end."""
     folder = Path(f"/proc/{process.process.pid}")
     rollup = [line.split() for line in (folder / "smaps_rollup").read_text().splitlines()]
     private_bytes = sum(int(words[1]) * 1024 for words in rollup if words[0] == "Private_Dirty:")
