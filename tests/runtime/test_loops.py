@@ -156,7 +156,7 @@ def test_what_was_opened_when_its_caller_was_interrupted_is_closed_again():
 
     for _ in interrupted_everywhere(call):
         pass
-    assert len(made) > 20
+    assert made, "some were interrupted after it was opened; how many depends on who runs first"
     assert sorted(owned + closed) == made
 
 
