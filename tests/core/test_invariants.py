@@ -123,17 +123,17 @@ def read(ticket: int, reader: WorkerId, source: WorkerId, *, is_void: bool = Fal
 
 
 def _two_at_once(server: Server) -> None:
-    server.state.reads.add(read(100, B, A))
-    server.state.reads.add(read(101, B, A))
+    server.state.open_read(read(100, B, A))
+    server.state.open_read(read(101, B, A))
 
 
 def _of_nobody(server: Server) -> None:
-    server.state.reads.add(read(100, worker("nobody"), A))
+    server.state.open_read(read(100, worker("nobody"), A))
 
 
 def _in_a_ring(server: Server) -> None:
-    server.state.reads.add(read(100, B, A))
-    server.state.reads.add(read(101, A, B))
+    server.state.open_read(read(100, B, A))
+    server.state.open_read(read(101, A, B))
 
 
 def _held_by_nobody(server: Server) -> None:
@@ -146,7 +146,7 @@ def _held_by_who_has_it_not(server: Server) -> None:
 
 def _another_version(server: Server) -> None:
     _held_by_who_has_it_not(server)
-    server.state.reads.add(read(100, B, A, version=2))
+    server.state.open_read(read(100, B, A, version=2))
 
 
 def _gone(server: Server) -> None:
@@ -157,9 +157,31 @@ def _another_shard(server: Server) -> None:
     server.state.models[A.model].replicas[A.replica].members[Shard(1)] = A
 
 
+def _read_from_unnoticed(server: Server) -> None:
+    server.state.reads.add(read(100, B, A))
+
+
+def _idle_unnoticed(server: Server) -> None:
+    server.state.models[A.model].record(ONE).idle[Shard(0)].clear()
+
+
+def _elsewhere(server: Server) -> None:
+    model = server.state.models[A.model]
+    model.leave_place(A, "", "")
+    model.take_place(A, "", "another-host")
+
+
+def _in_another_site(server: Server) -> None:
+    server.state.models[A.model].sites["another-site"] += 1
+
+
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
+        (_read_from_unnoticed, "serves 1 reads, and is kept as if it were otherwise"),
+        (_idle_unnoticed, "are idle holders of 1"),
+        (_elsewhere, "is not kept among those of its host"),
+        (_in_another_site, "the sites of .* are kept as"),
         (_two_at_once, "may read 100 and 101 at once"),
         (_of_nobody, "who has no session"),
         (_in_a_ring, "reads from itself"),
@@ -180,7 +202,8 @@ def test_a_server_that_contradicts_itself_is_found(spoil: Callable[[Server], Non
 
 def test_a_read_taken_back_contradicts_nothing() -> None:
     server = cluster()
-    server.state.reads.add(read(100, B, A, is_void=True))
-    server.state.reads.add(read(101, B, A))
-    _held_by_who_has_it_not(server)  # it is about to have it
+    server.state.open_read(read(100, B, A, is_void=True))
+    server.state.open_read(read(101, B, A))
+    model = server.state.models[A.model]
+    model.add_holder(model.record(ONE), B)  # it is about to have it
     server.check_invariants()

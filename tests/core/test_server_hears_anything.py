@@ -194,7 +194,7 @@ class Audience:
         sender = f"{who}#{life}"
         match what:
             case "hello":
-                self.say(hello(who, shards=2, life=life), sender)
+                self.say(hello(who, shards=2, life=life, host=value or "", site=value or ""), sender)
             case "lie":
                 self.say(value, sender)
             case "follow":
@@ -225,7 +225,7 @@ def step(what: str, values: st.SearchStrategy) -> st.SearchStrategy:
 
 nothing = st.none()
 steps = st.one_of(
-    step("hello", nothing),
+    step("hello", st.sampled_from(["", "here", "there"])),  # where it is, which a liar may change
     step("lie", reports),
     step("follow", calls),
     step("follow", calls),

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from tensorhub.core.messages import Answer, Failure, Orders, ToServer, Withdrawing
 from tensorhub.core.server import Outbox, Server
-from tensorhub.core.server.machine import Told
-from tensorhub.core.server.membership import Member
+from tensorhub.core.server.membership import Member, Told
 
 ROUNDS = 5  # of deciding for everybody, before the copy counts as settled: a move may lead to another one
 

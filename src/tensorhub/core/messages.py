@@ -13,7 +13,7 @@ import msgspec
 from .manifest import Layout, decode_layout, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
-PROTOCOL = "tensorhub/1"
+PROTOCOL = "tensorhub/2"
 MAX_REPORT_BYTES = 64 * 1024  # a report or orders: a few hundred bytes, and error texts of bounded length
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire

@@ -243,7 +243,7 @@ def note_changed_versions(state: State) -> bool:
 
 def _wake_for_news(state: State, model: Model) -> None:
     """Which versions there are, which of them are to be kept, or which is established is not what it was."""
-    former, now = model.noted, model.digest()
+    former, now = model.noted, model.glance()
     if former is now:
         return
     model.noted = now

@@ -55,7 +55,7 @@ class VersionRecord:
         return not self.claims and not self.promised and not any(self.holders.values())
 
 
-class VersionsAtAGlance(NamedTuple):
+class Glance(NamedTuple):
     """What follows from all versions of a model together."""
 
     key: tuple[object, ...]
@@ -87,7 +87,7 @@ class Model:
     watches: Watches = field(default_factory=Watches)  # who waits for what
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
-    noted: VersionsAtAGlance | None = None  # how it was when those who wait for news were last decided for
+    noted: Glance | None = None  # how it was when those who wait for news were last decided for
     lately: dict[tuple[bool, bool], deque[float]] = field(
         default_factory=dict
     )  # rates of reads that ended, by distance
@@ -95,7 +95,7 @@ class Model:
     _held: dict[WorkerId, dict[Version, None]] = field(default_factory=dict)  # of which versions each is a holder
     _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
     _changes: int = 0  # of what all versions together depend on
-    _glance: VersionsAtAGlance | None = None
+    _glance: Glance | None = None
 
     def record(self, version: Version) -> VersionRecord:
         """The version's record, made if need be; the oldest that nobody needs makes room."""
@@ -242,26 +242,26 @@ class Model:
     @property
     def latest(self) -> Version | None:
         """The newest version that exists and is not lost."""
-        available = self.digest().available
+        available = self.glance().available
         return available[0] if available else None
 
     def available(self) -> tuple[Version, ...]:
         """The versions that exist and are not lost, newest first."""
-        return self.digest().available
+        return self.glance().available
 
     @property
     def newest_established(self) -> Version | None:
         """The version that is not given up before a newer one is as safe."""
-        return self.digest().newest_established
+        return self.glance().newest_established
 
-    def digest(self) -> "VersionsAtAGlance":
+    def glance(self) -> "Glance":
         """What follows from all versions together. Found anew only when something of that has changed."""
         key = self._changes, self.is_listening, self.shards, self.retain, self.keeps_established
         if self._glance is None or self._glance.key != key:
             self._glance = self._look(key)
         return self._glance
 
-    def _look(self, key: tuple[object, ...]) -> "VersionsAtAGlance":
+    def _look(self, key: tuple[object, ...]) -> "Glance":
         existing = [version for version in reversed(self._ascending) if self.versions[version].exists]
         available = tuple(version for version in existing if not self.is_lost(self.versions[version]))
         established = (version for version in available if self.versions[version].is_established)
@@ -272,18 +272,15 @@ class Model:
             retained[newest_established] = None
         for pins in self.pins.values():
             retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
-        return VersionsAtAGlance(key, available, newest_established, newest, retained)
+        return Glance(key, available, newest_established, newest, retained)
 
-    def place(self, worker: WorkerId, site: str, host: str) -> None:
-        """The worker has come, there."""
+    def take_place(self, worker: WorkerId, site: str, host: str) -> None:
+        """The worker is there now."""
         self.sites[site] += 1
         self.hosts.setdefault(host, {})[worker] = None
 
-    def forget(self, worker: WorkerId, site: str, host: str) -> None:
-        """The worker is gone, and what it wanted with it."""
-        self.note_pins(worker, ())
-        self.closing.pop(worker, None)
-        self.reliable.get(worker.shard, {}).pop(worker, None)
+    def leave_place(self, worker: WorkerId, site: str, host: str) -> None:
+        """The worker is there no more."""
         self.sites[site] -= 1
         if not self.sites[site]:
             del self.sites[site]
@@ -291,13 +288,20 @@ class Model:
         if not self.hosts[host]:
             del self.hosts[host]
 
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone, and what it wanted with it."""
+        self.note_pins(worker, ())
+        self.closing.pop(worker, None)
+        self.reliable.get(worker.shard, {}).pop(worker, None)
+        self.watches.watch(worker, ())
+
     def is_wished(self, version: Version) -> bool:
         """It is to be kept because of how new it is, or by a pin, and not only until a newer one is established."""
-        return version in self.digest().newest or any(version in pins for pins in self.pins.values())
+        return version in self.glance().newest or any(version in pins for pins in self.pins.values())
 
     def retained(self) -> dict[Version, None]:
         """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""
-        return self.digest().retained
+        return self.glance().retained
 
     def resolve(self, spec: Spec) -> tuple[Version | None, Failure | None]:
         """The version that the spec means now. (None, why) where there is none."""

@@ -81,7 +81,7 @@ def _is_same_beside(report: Report, before: Report) -> bool:
         == (before.failures, before.copy_error, before.copies_left)
         and report.size_bytes == before.size_bytes
         and not report.leaving
-        and _told(report) == _told(before)
+        and _content_told(report) == _content_told(before)
     )
 
 
@@ -103,7 +103,7 @@ def take_layout(state: State, layout: LayoutInfo) -> None:
 def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
     """What the worker has in its buffer and beside it, as far as that is the content of its version."""
     report = member.report
-    if _told(report) != _told(before):
+    if _content_told(report) != _content_told(before):
         judge_content(state, model, replica, member, before)
     elif report.buffer != before.buffer:
         now, then = report.buffer, before.buffer
@@ -155,7 +155,7 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
             state.mark_everyone_dirty(model)  # one of them may be the heir
 
 
-def _told(report: Report) -> tuple[object, ...]:
+def _content_told(report: Report) -> tuple[object, ...]:
     """What it says of content, beside that of its buffer."""
     return (
         *(report.copies, report.newest, report.newest_receipt, report.receipts, report.layout),

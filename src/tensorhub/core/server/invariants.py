@@ -1,6 +1,8 @@
 """What must be true of the server after every message, whatever came in. A contradiction is a bug of ours."""
 
-from .catalog import versions_in
+from collections import Counter
+
+from .catalog import Model, versions_in
 from .state import State
 
 
@@ -26,8 +28,31 @@ def server_contradiction(state: State) -> str | None:
                     is_reading = any(read.version == record.version for read in state.reads.of(worker))
                     if not is_reading and record.version not in versions_in(member.content):
                         return f"{worker} counts as a holder of {record.version} and says {member.report}"
+        wrong = _index_contradiction(state, model)
+        if wrong is not None:
+            return wrong
         for replica in model.replicas.values():
             for shard, worker in replica.members.items():
                 if state.members.get(worker) is None or worker.shard != shard:
                     return f"{replica.name} counts {worker} as its shard {shard}"
+    return None
+
+
+def _index_contradiction(state: State, model: Model) -> str | None:
+    """How what is kept to be found quickly differs from what it was found from."""
+    members = [member for member in state.members.all() if member.hello.model == model.name]
+    for member in members:
+        if (member.worker in model.read_from) != bool(state.reads.load(member.worker)):
+            return (
+                f"{member.worker} serves {state.reads.load(member.worker)} reads, and is kept as if it were otherwise"
+            )
+        if member.worker not in model.hosts.get(member.hello.host, {}):
+            return f"{member.worker} is not kept among those of its host {member.hello.host!r}"
+    if model.sites != Counter(member.hello.site for member in members):
+        return f"the sites of {model.name} are kept as {dict(model.sites)}"
+    for record in model.versions.values():
+        for shard, holders in record.holders.items():
+            idle = sorted(worker for worker in holders if worker not in model.read_from)
+            if record.idle.get(shard, []) != idle:
+                return f"{idle} are idle holders of {record.version}, {record.idle.get(shard)} are kept as such"
     return None

@@ -18,11 +18,11 @@ It must never read a clock, touch a socket, or see a weight byte.
 from collections import OrderedDict
 from math import inf
 
-import msgspec
+from msgspec.structs import replace
 
 from ..errors import InvariantViolation
-from ..messages import Answer, Grant, Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
-from ..names import Digest, Number, Version, WorkerId
+from ..messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
+from ..names import WorkerId
 from ..settings import Settings
 from ..snapshot import Status
 from . import apply, evidence, facts, intake, rollcall, sessions
@@ -30,7 +30,7 @@ from .catalog import Model
 from .clock import Clock
 from .groups import GroupCall, Replica
 from .invariants import server_contradiction
-from .membership import Member
+from .membership import Member, Told
 from .numbers import Numbers
 from .receipts import Notary
 from .rules import admission, calls, draining, grants, retention, witness
@@ -172,7 +172,8 @@ class Server:
             member = sessions.begin(state, hello, sender, report)
         if report.number <= member.report.number:
             return None, None  # late or repeated
-        is_progress = intake.is_progress(report, member.report)
+        is_progress, is_same = (tells(report, member.report) for tells in (intake.is_progress, intake.is_same))
+        state.happened += not (is_progress or is_same)
         intake.take_report(state, member, report, arrived)
         if not is_progress:
             state.to_advance[member.worker.model, member.worker.replica] = None
@@ -276,7 +277,7 @@ class Server:
             offload=copies.offload,
             fetch=copies.fetch,
             release=release,
-            receipts=evidence.owed(state, model, member) or None,
+            receipts=evidence.owed(state, model, member),
             ceiling=state.numbers.ceiling,
             conflict=member.conflict,
             witness=witness.is_asked(model, member),
@@ -286,7 +287,7 @@ class Server:
         member.told = told
         return [(member.sender, self._orders(model, member, told))]
 
-    def _orders(self, model: Model, member: Member, told: "Told") -> Orders:
+    def _orders(self, model: Model, member: Member, told: Told) -> Orders:
         state = self.state
         member.report_s = state.report_s
         roster = rollcall.roster_for(state, model, member)  # its number is below that of the orders
@@ -306,7 +307,7 @@ class Server:
             fetch=told.fetch,
             release=told.release,
             newest_receipt=state.notary.newest(model.name, model.newest) if model.newest is not None else "",
-            receipts=told.receipts or {},
+            receipts=told.receipts,
             ceiling=told.ceiling,
             ceiling_receipt=state.numbers.receipt,
             conflict=told.conflict,
@@ -342,26 +343,10 @@ class Server:
         model = state.models[member.hello.model]
         intake.take_sign_of_life(state, model, member, report, arrived)
         told = member.told
-        assert isinstance(told, Told)
+        assert told is not None
         if told.witness:
-            told = member.told = msgspec.structs.replace(told, witness=witness.is_asked(model, member))
+            told = member.told = replace(told, witness=witness.is_asked(model, member))
         return [(member.sender, self._orders(model, member, told)), *self._settle()]
-
-
-class Told(msgspec.Struct, frozen=True):
-    """What a member is told that may be news to it."""
-
-    position: int | None = None
-    answer: Answer | None = None
-    grant: Grant | None = None
-    drained: Version | None = None
-    offload: Version | None = None
-    fetch: Version | None = None
-    release: tuple[int, ...] = ()
-    receipts: dict[int, str] | None = None
-    ceiling: Number = Number(0)
-    conflict: Digest = Digest("")
-    witness: bool = False
 
 
 def _progress(call: GroupCall) -> tuple[object, ...]:

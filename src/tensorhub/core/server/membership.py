@@ -8,7 +8,9 @@ import heapq
 from dataclasses import dataclass, field
 from math import inf
 
-from ..messages import Filling, Hello, Holding, HostCopy, Report, Vacated, Withdrawing
+import msgspec
+
+from ..messages import Answer, Filling, Grant, Hello, Holding, HostCopy, Report, Vacated, Withdrawing
 from ..names import Digest, Number, Shard, Ticket, Version, WorkerId
 from .catalog import Content
 from .pace import Capacity
@@ -20,6 +22,22 @@ class Avoided:
 
     until: float
     times: int = 1
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a member is told that may be news to it."""
+
+    position: int | None = None
+    answer: Answer | None = None
+    grant: Grant | None = None
+    drained: Version | None = None
+    offload: Version | None = None
+    fetch: Version | None = None
+    release: tuple[int, ...] = ()
+    receipts: dict[int, str] = {}
+    ceiling: Number = Number(0)
+    conflict: Digest = Digest("")
+    witness: bool = False
 
 
 @dataclass
@@ -55,7 +73,7 @@ class Member:
     capacity: Capacity = field(default_factory=Capacity)  # as a source
     is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
     last_failed: Ticket = Ticket(0)
-    told: object = None  # what it was told last, as far as that may be news
+    told: Told | None = None  # what it was told last, as far as that may be news
     settled_at: int = -1  # how often something had happened when it was last decided for
     report_s: float = 0.0  # how often it was last told to report
     is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to

@@ -23,7 +23,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     replica.members[hello.shard] = member.worker
     state.members.add(member)
     rollcall.begin(state, model, member, report)
-    model.place(member.worker, hello.site, hello.host)
+    model.take_place(member.worker, hello.site, hello.host)
     if hello.reliable:
         model.reliable.setdefault(hello.shard, {})[member.worker] = None
     model.retain = max(state.settings.default_retain, model.retain, hello.retain)
@@ -38,14 +38,14 @@ def end(state: State, member: Member, why: str) -> None:
     intake.close_reads(state, member, None)
     model.move(member.worker, member.content, None)
     replica.lose(member.shard, why)
-    model.forget(member.worker, member.hello.site, member.hello.host)
+    model.forget(member.worker)
+    model.leave_place(member.worker, member.hello.site, member.hello.host)
     state.members.remove(member.worker)
     rollcall.end(state, model, member)
     state.forget(member.worker)
     if replica.is_empty:
         apply.release(state, model, replica.call, replica)
         del model.replicas[replica.name]
-    model.watches.watch(member.worker, ())
     if model.closing or len(model.sites) > 1:
         state.mark_everyone_dirty(model)
         return
@@ -61,6 +61,9 @@ def connect(state: State, hello: Hello, sender: str) -> None:
     member = state.members.get(hello.worker)
     if member is not None:
         was_reached, member.is_connected = member.is_connected, True
+        model, former = state.models[hello.model], member.hello
+        model.leave_place(member.worker, former.site, former.host)  # one that lies may be elsewhere now
+        model.take_place(member.worker, hello.site, hello.host)
         member.sender, member.hello = sender, hello
         if not was_reached:
             _note_reach(state, member)
