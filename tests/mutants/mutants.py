@@ -322,6 +322,24 @@ MUTANTS = (
         "only reliable workers count for retention",
     ),
     Mutant(
+        "who was let go counts as one who keeps it",
+        "(isinstance(buffer, Withdrawing) and not self.is_let_go)\n",
+        "isinstance(buffer, Withdrawing | Vacated)\n",
+        "who closes does not leave a version to one who may give it up",
+    ),
+    Mutant(
+        "what is about to be given up needs no copy",
+        "        if member.holds(version) and member.keeps(version):\n",
+        "        if member.holds(version):\n",
+        "an heir that may give up what its buffer has fetches a copy of it",
+    ),
+    Mutant(
+        "a copy that goes makes no room for its heir",
+        "    has_room = report.copies_left > 0 or has_it\n",
+        "    has_room = report.copies_left > 0 or member.copy(record.version) is not None\n",
+        "who closes waits for an heir that has room as soon as its old copy is gone",
+    ),
+    Mutant(
         "leavers rely on each other",
         "        if not is_copy and not is_self and is_keeper and comes_first:\n",
         "        if not is_copy and not is_self and is_keeper:\n",

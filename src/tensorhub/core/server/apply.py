@@ -272,7 +272,7 @@ def offer_keeper(state: State, model: Model, member: Member) -> None:
     version = model.newest_established
     if version is not None:
         record = model.look_up(version)
-        if established.may_keep(model, record, member):
+        if established.may_keep(state, model, record, member):
             record.keepers.setdefault(member.shard, Keepers()).offer(established.rank(member, record))
         choose_keeper(state, model, record, member.shard)
 
@@ -286,7 +286,7 @@ def choose_keepers(state: State, model: Model) -> None:
     for shard, whole in record.whole.items():
         keepers = record.keepers.setdefault(shard, Keepers())
         for member in map(state.members.get, whole):
-            if member is not None and established.may_keep(model, record, member):
+            if member is not None and established.may_keep(state, model, record, member):
                 keepers.offer(established.rank(member, record))
         choose_keeper(state, model, record, shard)
 
@@ -299,7 +299,7 @@ def choose_keeper(state: State, model: Model, record: VersionRecord, shard: Shar
 
     def is_able(worker: WorkerId) -> bool:
         member = state.members.get(worker)
-        return member is not None and established.may_keep(model, record, member)
+        return member is not None and established.may_keep(state, model, record, member)
 
     chosen = keepers.best(is_able)
     if chosen == keepers.chosen:

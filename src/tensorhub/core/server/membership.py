@@ -110,6 +110,15 @@ class Member:
         buffer = self.content.buffer
         return isinstance(buffer, Holding) and buffer.version == version and not self.report.closing
 
+    def keeps(self, version: Version) -> bool:
+        """It has all of the version, and gives it up only when it is told that it may.
+
+        What it was once told that it may give up does not count, though it holds that again if its call should fail.
+        """
+        buffer = self.content.buffer
+        is_held = isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing) and not self.is_let_go)
+        return not self.report.closing and ((is_held and self.holds(version)) or self.has_whole_copy(version))
+
     def copy(self, version: Version) -> HostCopy | None:
         """Its host copy of the version, whole or not, unless that is about to go."""
         for copy in self.content.copies:

@@ -36,19 +36,20 @@ def _is_whole_outside(model: Model, record: VersionRecord) -> bool:
     return True
 
 
-def has_reliable_holder(model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """Somebody reliable has the leaver's shard whole, and does not want to go for good.
+def has_reliable_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """Somebody reliable keeps the leaver's shard.
 
     For the newest established version, outside its publishers: it outlives them.
     """
     reliable = model.reliable.get(leaver.shard, {})
     must_be_outside = record.version == model.newest_established and leaver.worker.replica not in record.publishers
-    return any(
-        worker in reliable
-        and worker not in model.closing
-        and not (must_be_outside and worker.replica in record.publishers)
-        for worker in record.whole.get(leaver.shard, {})
-    )
+    for worker in record.whole.get(leaver.shard, {}):
+        if worker not in reliable or (must_be_outside and worker.replica in record.publishers):
+            continue
+        member = state.members.get(worker)
+        if member is not None and member.keeps(record.version):
+            return True
+    return False
 
 
 def is_keeper(model: Model, member: Member) -> bool:
@@ -60,20 +61,20 @@ def is_keeper(model: Model, member: Member) -> bool:
     return keepers is not None and keepers.chosen == member.worker
 
 
-def may_keep(model: Model, record: VersionRecord, member: Member) -> bool:
+def may_keep(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """It has all of the version and could make a copy of it ahead of need."""
     if member.worker not in record.whole.get(member.shard, {}):
         return False
-    return _may_keep(model, record, member)
+    return _may_keep(state, model, record, member)
 
 
-def _may_keep(model: Model, record: VersionRecord, member: Member) -> bool:
+def _may_keep(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     report = member.report
     if member.worker.replica in record.publishers or report.closing or not member.is_connected:
         return False
     if report.copy_error is not None:
         return False
-    if not member.hello.reliable and has_reliable_holder(model, record, member):
+    if not member.hello.reliable and has_reliable_holder(state, model, record, member):
         return False
     fetches = member.hello.prefetch != "never" or report.prefetch is not None
     spare = 1 if fetches else 0  # room for what it fetches ahead

@@ -108,7 +108,7 @@ def _makes_room(state: State, member: Member) -> bool:
 def must_stay(state: State, model: Model, member: Member) -> bool:
     """The worker's buffer is the last reference of a retained version, which can still be saved."""
     buffer = member.content.buffer
-    if not isinstance(buffer, Withdrawing) or not _counts(model, member, buffer.version):
+    if not isinstance(buffer, Withdrawing) or not _counts(state, model, member, buffer.version):
         return False
     record, error = model.look_up(buffer.version), member.report.copy_error
     is_squeezed = _is_squeezed(record.version, member)
@@ -173,7 +173,9 @@ def version_to_fetch(state: State, model: Model, replica: Replica, member: Membe
     filled = facts.wanted_version(replica, member)
     for version in _wanted_copies(state, model, replica, member):
         record = model.versions.get(version)
-        if record is None or not record.exists or member.holds(version):
+        if record is None or not record.exists:
+            continue
+        if member.holds(version) and member.keeps(version):
             continue
         if not member.fits(record.layouts.get(member.shard)):
             continue
@@ -210,9 +212,10 @@ def heir_of(state: State, model: Model, record: VersionRecord, shard: Shard) -> 
         member = state.members.get(worker)
         if member is None or not member.hello.reliable:
             continue
-        if not member.report.closing:
+        if member.keeps(record.version):
             return None
-        is_left, since = True, min(since, member.closing_since)
+        if member.report.closing:
+            is_left, since = True, min(since, member.closing_since)
     if not is_left:
         return None
     able = [member for member in facts.members_of(state, model, shard) if _can_inherit(member, record)]
@@ -229,7 +232,8 @@ def _rank_of_heir(member: Member, record: VersionRecord) -> tuple[object, ...]:
 
 def _can_inherit(member: Member, record: VersionRecord) -> bool:
     report = member.report
-    has_room = report.copies_left > 0 or member.copy(record.version) is not None
+    has_it = any(copy.version == record.version for copy in member.content.copies)  # where it goes, there is room again
+    has_room = report.copies_left > 0 or has_it
     is_staying = member.is_connected and not report.closing
     return is_staying and has_room and member.fits(record.layouts.get(member.shard))
 
@@ -245,11 +249,11 @@ def _is_kept_by_spot(state: State, record: VersionRecord, shard: Shard) -> bool:
     return False
 
 
-def _counts(model: Model, member: Member, version: Version) -> bool:
+def _counts(state: State, model: Model, member: Member, version: Version) -> bool:
     """Its reference keeps the version: it is reliable, or nobody reliable has it who could keep it instead."""
     if version not in model.retained():
         return False
-    return member.hello.reliable or not established.has_reliable_holder(model, model.look_up(version), member)
+    return member.hello.reliable or not established.has_reliable_holder(state, model, model.look_up(version), member)
 
 
 def is_whole(state: State, model: Model, record: VersionRecord) -> bool:
@@ -312,7 +316,7 @@ def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRe
     """It is the one copy of the newest established version, made ahead; what is fetched ahead comes before it."""
     if member.report.closing or member.worker.replica in record.publishers:
         return False
-    if not _counts(model, member, record.version):
+    if not _counts(state, model, member, record.version):
         return False
     if member.stays(record.version) and not member.report.copies_left:
         wished = _wanted_copies(state, model, replica, member)
@@ -352,7 +356,7 @@ def _is_needed(
     if not copy.whole:
         return False
     is_kept = _is_kept_elsewhere(state, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
-    is_last = _counts(model, member, version) and not is_kept
+    is_last = _counts(state, model, member, version) and not is_kept
     if is_last and (not is_squeezed or is_whole(state, model, record)):
         return not member.report.closing or _is_saved(state, model, record, member)
     return bool(record.promised) and not any(
