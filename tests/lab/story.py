@@ -1,6 +1,7 @@
 """Events and outcomes, made up."""
 
-from tensorhub.lab.events import AnyEvent, Published, Seen, Updated
+from tensorhub.lab.events import AnyEvent, Computed, Published, Seen, Updated
+from tensorhub.lab.interpreter import Slices
 from tensorhub.lab.summary import Outcome, summarise
 
 SIZE_BYTES = 1000
@@ -40,6 +41,13 @@ def updated(
         bytes_by_source=sources or {},
         ended=time,
     )
+
+
+def computed(
+    time: float, process: str, *, moving: int = 0, moving_s: float = 0.0, still: int = 0, still_s: float = 0.0
+) -> Computed:
+    """Until that time."""
+    return Computed(time=time, process=process, slices=Slices(moving, moving_s, still, still_s))
 
 
 def seen(time: float, cross_site_bytes: dict[int, int]) -> Seen:

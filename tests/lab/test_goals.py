@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tensorhub.lab.goals import BESIDE, Finding, judge
 from tensorhub.lab.scenarios import SCENARIOS, STANDALONE
 
-from .story import condensed, published, run_of, seen, updated
+from .story import computed, condensed, published, run_of, seen, updated
 
 
 def first(findings: list[Finding]) -> Finding:
@@ -59,3 +61,18 @@ def test_across_the_wan_goes_one_copy() -> None:
         outcome = condensed([published(9.0, 0), updated(12.0, 0), seen(12.0, {0: count})])
         found = next(f for f in judge(SCENARIOS["cross-site"], [outcome], round_trip_s=0.0) if "WAN" in f.sentence)
         assert found.holds == holds
+
+
+@pytest.mark.parametrize(
+    ("moving_s", "idle_share", "holds"), [(1.04, 0.5, True), (1.06, 0.5, False), (1.04, 0.1, False)]
+)
+def test_transfers_may_not_keep_a_worker_from_its_interpreter(moving_s: float, idle_share: float, holds: bool) -> None:
+    events = [published(9.0, 0), updated(12.0, 0)]
+    events.append(computed(12.0, "rollout-0", moving=200, moving_s=moving_s, still=200, still_s=1.0))
+    events.append(computed(12.0, "rollout-1", moving=1, moving_s=0.005, still=1, still_s=0.005))  # too few to be named
+    outcome = condensed(events, idle_share=idle_share)
+    (found,) = [f for f in judge(STANDALONE, [outcome], round_trip_s=0.0) if "slice" in f.sentence]
+    assert found.holds == holds
+    assert "rollout-0" in found.found
+    star = condensed(events, strategy="star", idle_share=idle_share)
+    assert not [f for f in judge(STANDALONE, [star], round_trip_s=0.0) if "slice" in f.sentence], "nobody's goal"

@@ -48,7 +48,7 @@ def outcome_of(strategy: str, folder: Path) -> tuple[Run, Outcome]:
     return done, done.outcome()
 
 
-@pytest.mark.parametrize("strategy", ["hub", "hub-always", "star", "store"])
+@pytest.mark.parametrize("strategy", ["hub", "hub-always", "hub-python", "star", "store"])
 def test_every_rollout_ends_with_the_last_version(strategy: str, tmp_path: Path) -> None:
     done, outcome = outcome_of(strategy, tmp_path)
     assert outcome.hashes_wrong == []
@@ -56,6 +56,16 @@ def test_every_rollout_ends_with_the_last_version(strategy: str, tmp_path: Path)
     last = {e.process: e.version for e in done.events if isinstance(e, Updated)}
     assert last == {"rollout-0": TINY.versions, "rollout-1": TINY.versions}
     assert len([event for event in done.events if isinstance(event, Published)]) == TINY.versions + 1
+    assert set(outcome.slices) == {"trainer", "rollout-0", "rollout-1"}
+    assert outcome.slices["trainer"].moving, "the trainer's versions are read while it computes"
+    assert all(each.still for each in outcome.slices.values())
+
+
+def test_an_idle_interpreter_is_the_old_way(tmp_path: Path) -> None:
+    scenario = replace(TINY, held_share=0.0)
+    with ground_of(scenario, tmp_path) as ground:
+        outcome = Run(scenario, "hub", ground, tmp_path / "hub").run().outcome()
+    assert (outcome.slices, outcome.hashes_wrong, outcome.versions) == ({}, [], TINY.versions)
 
 
 def test_what_leaves_a_site_goes_through_its_uplink(tmp_path: Path) -> None:

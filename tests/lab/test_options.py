@@ -12,6 +12,8 @@ from tensorhub.runtime.config import server_settings
 def test_what_is_given_replaces_what_the_scenario_has() -> None:
     found = scenario_of("standalone", Options(rollouts=2, rate_mbit=100, versions=1, strategies=("hub", "star")))
     assert (found.rollouts, found.rate_mbit, found.versions, found.strategies) == (2, 100, 1, ("hub", "star"))
+    assert found.held_share == 0.5
+    assert scenario_of("standalone", Options(is_idle=True)).held_share == 0.0
     assert found.size_bytes == scenario_of("standalone", Options()).size_bytes
 
 

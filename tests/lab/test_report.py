@@ -1,5 +1,6 @@
 """The report: a table with every strategy, JSON with everything, a figure."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,8 @@ def test_every_strategy_is_in_the_table_and_the_file(tmp_path: Path) -> None:
 def test_the_introduction_says_what_is_modelled(name: str) -> None:
     text = introduction(SCENARIOS[name])
     assert f"{SCENARIOS[name].rollouts} rollouts" in text
+    assert "holds its interpreter for 50% of that, 5 ms at a time" in text
+    assert "idle" in introduction(replace(SCENARIOS[name], held_share=0.0))
     assert ("between the sites" in text) == bool(SCENARIOS[name].wan_mbit)
 
 

@@ -3,9 +3,10 @@
 import pytest
 
 from tensorhub.lab.events import Kept
+from tensorhub.lab.interpreter import SLICE_S, Slices
 from tensorhub.lab.summary import quantile
 
-from .story import condensed, published, seen, updated
+from .story import computed, condensed, published, seen, updated
 
 
 def test_stall_counts_from_the_beginning() -> None:
@@ -63,3 +64,24 @@ def test_quantile(share: float, value: float) -> None:
 
 def test_quantile_of_nothing() -> None:
     assert quantile([], 0.5) == 0.0
+
+
+def test_slices_while_weights_move_are_compared_with_those_of_the_same_worker() -> None:
+    found = condensed(
+        [
+            published(9.0, 0),
+            computed(11.0, "trainer", still=100, still_s=0.5),
+            computed(12.0, "trainer", moving=100, moving_s=0.55, still=100, still_s=0.5),
+            computed(12.0, "rollout-0", moving=300, moving_s=3.0, still=10, still_s=0.1),
+            computed(12.0, "rollout-1", still=100, still_s=5.0),  # slow, but nothing ever moved here
+        ]
+    )
+    assert found.slices["trainer"] == Slices(100, 0.55, 200, 1.0)
+    assert found.slices["trainer"].ratio == pytest.approx(1.1)
+    assert found.moving_ratio == pytest.approx((0.55 + 3.0) / (0.5 + 3.0))
+    assert found.slice_ratio == pytest.approx((0.55 + 1.0 + 3.1 + 5.0) / (710 * SLICE_S))
+
+
+def test_an_idle_interpreter_has_no_slices() -> None:
+    found = condensed([published(9.0, 0)])
+    assert (found.slices, found.slice_ratio, found.moving_ratio) == ({}, 0.0, 0.0)

@@ -6,7 +6,7 @@ Each command imports what it needs when it is called, so `tensorhub --help` is q
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -189,6 +189,9 @@ def lab(
     ] = None,
     versions: Annotated[int | None, typer.Option(min=1, help="Versions published after the first.")] = None,
     seconds: Annotated[float | None, typer.Option(min=5.0, help="Of an elastic run, and of the storm.")] = None,
+    interpreter: Annotated[
+        Literal["busy", "idle"], typer.Option(help="While a worker computes: held for half of the time, or idle.")
+    ] = "busy",
     seed: Annotated[int | None, typer.Option(help="Of generation times and of faults.", show_default="1")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="out/lab")] = None,
 ) -> None:
@@ -203,6 +206,7 @@ def lab(
         "rate_mbit": mbit,
         "versions": versions,
         "seconds": seconds,
+        "is_idle": interpreter == "idle",
         "seed": seed,
         "out": out,
     }

@@ -91,8 +91,9 @@ class Run:
         with ExitStack() as stack:
             self.processes = stack.enter_context(Processes(self.folder))
             self.start_server()
-            needs_torch = STRATEGIES[self.strategy].needs_torch
-            self.nursery = stack.enter_context(Nursery(self.folder, with_torch=needs_torch))
+            chosen = STRATEGIES[self.strategy]
+            nursery = Nursery(self.folder, with_torch=chosen.needs_torch, settings=chosen.workers)
+            self.nursery = stack.enter_context(nursery)
             self.start_workers()
             self.nursery.go()
             self.began_at, idle = time.monotonic(), Idle()
@@ -160,6 +161,7 @@ class Run:
             train_s=scenario.train_s,
             generate_s=scenario.generate_s,
             jitter=scenario.jitter,
+            held_share=scenario.held_share,
             **{**given, **more},  # type: ignore[arg-type]
         )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from ..demo.logs import LogReader
+from .interpreter import Slices
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -45,6 +46,12 @@ class Kept(Event, frozen=True, kw_only=True):
     error: str
 
 
+class Computed(Event, frozen=True, kw_only=True):
+    """A worker has computed until it looked for weights, or made some; its slices of the interpreter took so long."""
+
+    slices: Slices
+
+
 class Ended(Event, frozen=True, kw_only=True):
     """A process has done all it had to do."""
 
@@ -79,7 +86,7 @@ class Seen(Event, frozen=True, kw_only=True):
     reads: list[SeenRead]
 
 
-AnyEvent = Published | Updated | Kept | Ended | Fault | Seen
+AnyEvent = Published | Updated | Kept | Computed | Ended | Fault | Seen
 
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 

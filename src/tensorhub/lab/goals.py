@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from .interpreter import SLICE_S
 from .scenarios import Scenario
 from .summary import Outcome, mean, quantile
 
@@ -11,6 +12,9 @@ UNPUBLISH_SLACK_S = 0.05
 MOST_WAN_COPIES = 1.005  # 1.00 to two decimals
 MOST_WAN_COPIES_KILLED = 1.05
 STAGES = ("ring", "broadcast")
+MOST_SLICE_RATIO = 1.05
+LEAST_SLICES = 100  # of a worker, to be named as the worst
+BUSY = ", not valid: the processor was busy"
 BESIDE = "no goal, shown beside the best"
 
 
@@ -27,6 +31,7 @@ def judge(scenario: Scenario, outcomes: Sequence[Outcome], *, round_trip_s: floa
     """Every goal of the scenario, the comparison first."""
     found = [*_ratios(scenario, outcomes), *_unpublish(scenario, outcomes, round_trip_s)]
     found += [_wan(outcome) for outcome in outcomes if outcome.wan_copies]
+    found += [_slices(each) for each in outcomes if each.strategy.startswith("hub") and each.moving_ratio]
     compared = sum(outcome.hashes_compared for outcome in outcomes)
     wrong = [text for outcome in outcomes for text in outcome.hashes_wrong]
     text = f"{compared} compared, {len(wrong)} differ" + (f": {wrong[0]}" if wrong else "")
@@ -49,7 +54,7 @@ def _ratios(scenario: Scenario, outcomes: Sequence[Outcome]) -> list[Finding]:
     for outcome in ours:
         ratio = _measure(scenario, theirs) / max(1e-9, _measure(scenario, outcome))
         is_valid = outcome.is_valid and theirs.is_valid
-        busy = "" if is_valid else ", not valid: the processor was busy"
+        busy = "" if is_valid else BUSY
         found.append(
             Finding(
                 f"{_what(scenario)}, {theirs.title} over {outcome.title}",
@@ -107,4 +112,21 @@ def _wan(outcome: Outcome) -> Finding:
         f"≤ {limit:.2f}" if outcome.is_faulty else "1.00",
         text,
         most <= limit,
+    )
+
+
+def _slices(outcome: Outcome) -> Finding:
+    """Whether transfers keep a worker from its interpreter."""
+    ratio, slices = outcome.moving_ratio, outcome.slices
+    text = f"{ratio:.3f} over {sum(each.moving for each in slices.values())} slices"
+    enough = {name: each for name, each in slices.items() if min(each.moving, each.still) >= LEAST_SLICES}
+    if enough:
+        worst, name = max((each.ratio, name) for name, each in enough.items())
+        text += f" ({name} {worst:.3f})"
+    text += f"; all: {1000 * SLICE_S * outcome.slice_ratio:.2f} ms each"
+    return Finding(
+        f"a slice of the interpreter while weights move, over one while none do, {outcome.title}",
+        f"≤ {MOST_SLICE_RATIO:g}",
+        text + ("" if outcome.is_valid else BUSY),
+        outcome.is_valid and ratio <= MOST_SLICE_RATIO,
     )

@@ -27,6 +27,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     train_s: float
     generate_s: float
     jitter: float  # a generation takes from (1 - jitter) to (1 + jitter) times `generate_s`
+    held_share: float = 0.0  # of the time in which it computes it holds its interpreter
     prefetch: str = "never"
     only_near: str = ""  # update only to what is whole in its own host memory ("self"), or in its site ("site")
     host_bytes: int | None = None  # the most that host copies may take; None: as the product has it

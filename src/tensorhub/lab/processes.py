@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -22,7 +23,7 @@ LEAVE_S = 10.0
 class Nursery:
     """The workers by name. Leaving the `with` block ends them all."""
 
-    def __init__(self, logs: Path, *, with_torch: bool = False) -> None:
+    def __init__(self, logs: Path, *, with_torch: bool = False, settings: Sequence[str] = ()) -> None:
         self._logs = logs
         self._pids: dict[str, int] = {}  # of those that live
         self._awaited: set[str] = set()  # may end, or were killed
@@ -39,6 +40,7 @@ class Nursery:
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
+                **dict(each.split("=", 1) for each in settings),
             },
         )
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .goals import Finding
+from .interpreter import SLICE_S
 from .scenarios import MIB, Scenario
 from .summary import Outcome, mean, quantile
 
@@ -21,6 +22,8 @@ HEADINGS = (
     "p99",
     "joins",
     "mean",
+    "slices",
+    "moving",
     "behind",
     "trainer sent",
     "CPU idle",
@@ -68,8 +71,14 @@ def introduction(scenario: Scenario) -> str:
         f"{scenario.rate_mbit} Mbit/s{between}; {scenario.size_bytes / MIB:g} MiB of weights "
         f"(one copy over one link: {scenario.transfer_s:.2f} s)\n"
         f"a training step takes {scenario.train_s:g} s, a generation {scenario.generate_s:g} s "
-        f"± {scenario.jitter:.0%}"
+        f"± {scenario.jitter:.0%}; {_interpreter(scenario)}"
     )
+
+
+def _interpreter(scenario: Scenario) -> str:
+    if not scenario.held_share:
+        return "the interpreter of who computes is idle"
+    return f"who computes holds its interpreter for {scenario.held_share:.0%} of that, {1000 * SLICE_S:g} ms at a time"
 
 
 def show(console: Console, outcomes: Sequence[Outcome], findings: Sequence[Finding], files: Sequence[Path]) -> None:
@@ -82,8 +91,9 @@ def show(console: Console, outcomes: Sequence[Outcome], findings: Sequence[Findi
     console.print()
     console.print(table)
     console.print(
-        "stall: seconds in which workers could have computed and did not; behind: versions that a rollout was behind; "
-        "trainer sent: copies of each version",
+        "stall: seconds in which workers could have computed and did not; slices: how much longer than asked those of "
+        "their interpreters took; moving: the same while weights moved over the worker's link, over while none did; "
+        "behind: versions that a rollout was behind; trainer sent: copies of each version",
         style="dim",
         soft_wrap=True,
     )
@@ -112,6 +122,8 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         _seconds(quantile(outcome.update_s, 0.99)),
         str(len(outcome.join_s)) if outcome.join_s else "",
         _seconds(mean(outcome.join_s)) if outcome.join_s else "",
+        f"{outcome.slice_ratio - 1:+.1%}" if outcome.slice_ratio else "",
+        f"{outcome.moving_ratio - 1:+.1%}" if outcome.moving_ratio else "",
         f"{outcome.lag:.1f}",
         f"{outcome.from_trainer:.1f}" if outcome.from_trainer else "",
         f"{outcome.idle_share:.0%}" + ("" if outcome.is_valid else " busy"),

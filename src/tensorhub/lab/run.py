@@ -43,6 +43,7 @@ class Options:
     rate_mbit: int | None = None
     versions: int | None = None
     seconds: float | None = None
+    is_idle: bool = False  # the interpreter of who computes
     seed: int | None = None
     out: Path = Path("out/lab")
 
@@ -98,6 +99,7 @@ def scenario_of(name: str, options: Options) -> Scenario:
         "rate_mbit": options.rate_mbit,
         "versions": options.versions,
         "duration_s": options.seconds if scenario.duration_s else None,
+        "held_share": 0.0 if options.is_idle else None,
         "seed": options.seed,
     }
     if options.size_bytes is not None:  # as many chunks as the scenario has: few large ones are another workload

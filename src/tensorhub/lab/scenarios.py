@@ -30,6 +30,7 @@ class Scenario:
     duration_s: float = 0.0  # 0: until every rollout has the last version
     are_reliable: bool = True  # those that are not killed
     is_watched: bool = False  # by a process that asks the reference server 20 times a second
+    held_share: float = 0.5  # of its computing a worker holds its interpreter; 0: it holds nothing
     seed: int = 1
     most_s: float = 90.0  # for one strategy
     goal_ratio: float = 1.0  # what is to be reached, and what is aimed at

@@ -5,8 +5,9 @@ from statistics import fmean
 
 import msgspec
 
-from .events import AnyEvent, Kept, Published, Seen, Updated
+from .events import AnyEvent, Computed, Kept, Published, Seen, Updated
 from .idle import LEAST_SHARE
+from .interpreter import SLICE_S, Slices
 
 TRAINER = "trainer"
 
@@ -33,6 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     hashes_compared: int
     hashes_wrong: list[str]
     failures: list[str]  # updates that had to be tried again
+    slices: dict[str, Slices] = {}  # of the interpreter, by worker
     is_faulty: bool = False  # somebody was killed on purpose, and the figures are not for comparison
 
     @property
@@ -43,6 +45,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_stall_s(self) -> float:
         return self.rollout_stall_s + self.trainer_stall_s
+
+    @property
+    def slice_ratio(self) -> float:
+        """What the slices of the interpreter took, over what was asked; 0 where there were none."""
+        count = sum(each.moving + each.still for each in self.slices.values())
+        return sum(each.moving_s + each.still_s for each in self.slices.values()) / SLICE_S / count if count else 0.0
+
+    @property
+    def moving_ratio(self) -> float:
+        """What they took while weights moved, over what as many of the same workers took while none did; 0: unknown."""
+        both = [each for each in self.slices.values() if each.moving and each.still]
+        usual_s = sum(each.moving_s / each.ratio for each in both)
+        return sum(each.moving_s for each in both) / usual_s if usual_s else 0.0
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -95,7 +110,17 @@ def summarise(
         hashes_compared=compared,
         hashes_wrong=wrong,
         failures=[f"{event.process}: {event.error}" for event in events if isinstance(event, Kept)],
+        slices=slices_of(events),
     )
+
+
+def slices_of(events: Iterable[AnyEvent]) -> dict[str, Slices]:
+    """All slices of the interpreter, of each worker."""
+    found: dict[str, Slices] = {}
+    for event in events:
+        if isinstance(event, Computed):
+            found[event.process] = found.get(event.process, Slices()) + event.slices
+    return found
 
 
 def compare_hashes(published: Sequence[Published], updates: Sequence[Updated]) -> tuple[int, list[str]]:

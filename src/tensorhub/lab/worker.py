@@ -1,7 +1,8 @@
 """A worker of the laboratory: computes for a set time, gets or gives weights, and writes down how long that took.
 
 To compute is to sleep: it stands for a GPU's work, and takes nothing from the two that is measured, the links and the
-stall. The hash of what it holds is computed in that time too.
+stall. For a part of that time it holds its interpreter, as the Python of a trainer or an engine does. The hash of what
+it holds is computed in that time too.
 """
 
 import os
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from ..demo.logs import EventLog, now
 from . import content
-from .events import Ended, Kept, Published, Updated
+from .events import Computed, Ended, Kept, Published, Updated
+from .interpreter import Interpreter
 from .job import Job
 from .strategies.base import NotNow
 from .strategies.choose import rollout_side, trainer_side
@@ -54,10 +56,19 @@ class Signals:
         while not self.is_leaving:
             time.sleep(POLL_S)
 
+
+class Computer:
+    """What a worker does between two versions."""
+
+    def __init__(self, job: Job, log: EventLog, signals: Signals) -> None:
+        self._job, self._log, self._signals = job, log, signals
+        self._interpreter = Interpreter(job.held_share)
+
     def compute(self, until: float) -> None:
-        """Sleep until that moment, or until told to leave."""
-        while not self.is_leaving and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_S))
+        """Until that moment, or until told to leave; then write down how long the slices took."""
+        slices = self._interpreter.compute(until, lambda: self._signals.is_leaving)
+        if self._job.held_share:
+            self._log.write(Computed(time=now(), process=self._job.name, slices=slices))
 
 
 def main(job: Job) -> None:
@@ -77,7 +88,7 @@ def main(job: Job) -> None:
 def train(job: Job, log: EventLog, signals: Signals) -> None:
     """Make a version each `train_s`."""
     tensors, training = content.make_tensors(job.size_bytes), content.Training(job.size_bytes, job.seed)
-    side = trainer_side(job, tensors)
+    side, computer = trainer_side(job, tensors), Computer(job, log, signals)
     version, is_last = 0, False
     while not signals.is_leaving:
         sha256 = ""
@@ -103,7 +114,7 @@ def train(job: Job, log: EventLog, signals: Signals) -> None:
         elif is_last or version == job.versions:
             break
         is_last = signals.is_finishing
-        signals.compute(time.monotonic() + job.train_s)
+        computer.compute(time.monotonic() + job.train_s)
         version += 1
     tell_ended(job, log, side.statistics())
     signals.wait_leave()
@@ -113,7 +124,7 @@ def train(job: Job, log: EventLog, signals: Signals) -> None:
 def roll_out(job: Job, log: EventLog, signals: Signals) -> None:
     """Generate and update, until the last version is there or the director says so."""
     tensors, random_ = content.make_tensors(job.size_bytes), random.Random(job.seed)
-    side = rollout_side(job, tensors)
+    side, computer = rollout_side(job, tensors), Computer(job, log, signals)
     version, deadline = -1, time.monotonic() + JOIN_S
     began = time.monotonic()
     while version < 0 and not signals.is_leaving:
@@ -148,7 +159,7 @@ def roll_out(job: Job, log: EventLog, signals: Signals) -> None:
     ended = time.monotonic()
     while not signals.is_leaving and (not job.versions or version < job.versions):
         spread = 1 + job.jitter * (2 * random_.random() - 1)
-        signals.compute(ended + job.generate_s * spread)
+        computer.compute(ended + job.generate_s * spread)
         if signals.is_leaving:
             break
         began, found = time.monotonic(), None

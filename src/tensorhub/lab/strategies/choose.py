@@ -18,6 +18,7 @@ class Strategy(NamedTuple):
     has_store: bool = False
     is_ours: bool = False
     server: tuple[str, ...] = ()  # settings of its reference server, as variables
+    workers: tuple[str, ...] = ()  # the same of the workers
     host_bytes: int | None = None  # of each rollout, for host copies
 
 
@@ -25,6 +26,9 @@ STRATEGIES: dict[str, Strategy] = {
     "hub-ready": Strategy("TensorHub, prefetched by each, taken when it is there", "always", "self", is_ours=True),
     "hub-near": Strategy("TensorHub, prefetched by a seed, taken when the site has it", "seed", "site", is_ours=True),
     "hub-always": Strategy('TensorHub, prefetch="always"', "always", is_ours=True),
+    "hub-python": Strategy(
+        'TensorHub, prefetch="always", bytes moved by Python', "always", is_ours=True, workers=("TENSORHUB_NATIVE=no",)
+    ),
     "hub-seed": Strategy('TensorHub, prefetch="seed"', "seed", is_ours=True),
     "hub": Strategy('TensorHub, prefetch="never"', "never", is_ours=True),
     "hub-free": Strategy(
