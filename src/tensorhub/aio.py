@@ -20,11 +20,11 @@ from .core.version_spec import parse_spec
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
 from .runtime.client import Client
-from .runtime.config import Options, check_integer, check_name, parse_seconds, worker_options
+from .runtime.config import Options, check_integer, check_name, parse_fraction, parse_seconds, worker_options
 from .runtime.errands import Undo
 from .runtime.loops import LoopThread, check_process, loop_thread
 from .runtime.opening import leave_at_once, open_client
-from .runtime.questions import fetch_status
+from .runtime.questions import fetch_status, wait_for_number
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_weights
@@ -169,15 +169,26 @@ class Weights:
 
     async def pin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Keep that version, until `unpin` or the end of this worker."""
-        await self._here(self._client.pin(_number(version), self._deadline(timeout)))
+        await self._here(self._client.pin(_number(version, "a pin"), self._deadline(timeout)))
 
     async def unpin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Take the pin back."""
-        await self._here(self._client.unpin(_number(version), self._deadline(timeout)))
+        await self._here(self._client.unpin(_number(version, "a pin"), self._deadline(timeout)))
 
     async def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Wait until the version, or a newer one, was published. Returns what there is then."""
         return await self._here(self._client.wait_for(spec, self._deadline(timeout)))
+
+    async def wait_held(
+        self,
+        version: int,
+        fraction: float = 1.0,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
+    ) -> tuple[str, ...]:
+        """Wait until that fraction of the other replicas hold the version or a newer one. Returns their names."""
+        number, part = _number(version, "wait_held()"), parse_fraction(fraction, "fraction")
+        return await self._here(self._client.wait_held(number, part, self._deadline(timeout)))
 
     async def check(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Hash the tensors again: raises `NotDrained` naming those that were changed since they were published."""
@@ -257,8 +268,7 @@ class View:
     async def status(self, *, model: str = "", timeout: float | None = None) -> Status:  # noqa: ASYNC109 - our own deadline
         """The whole picture, or that of one model. Raises `ServerUnreachable`, `Refused`."""
         check_process(self._pid, f"the view of {self._options.server}")
-        seconds = _seconds(timeout, "timeout")
-        deadline = time.monotonic() + (self._options.connect_s if seconds is None else seconds)
+        deadline = self._deadline(timeout)
         return await self._thread.here(fetch_status(self._options, model=model, deadline=deadline))
 
     async def models(self) -> list[str]:
@@ -275,17 +285,27 @@ class View:
         found = await self._model(model)
         return found.replicas if found is not None else ()
 
+    async def next_version(self, model: str, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
+        """The lowest number that nobody has taken."""
+        check_process(self._pid, f"the view of {self._options.server}")
+        check_name(model, "model")
+        return await self._thread.here(wait_for_number(self._options, model, self._deadline(timeout)))
+
     async def transfers(self) -> tuple[Transfer, ...]:
         """Who reads what from whom now, and why from there."""
         return (await self.status()).transfers
 
-    def _block_on(self, work: Coroutine[object, object, T], what: str) -> T:
+    def _deadline(self, timeout: float | None) -> float:
+        seconds = _seconds(timeout, "timeout")
+        return time.monotonic() + (self._options.connect_s if seconds is None else seconds)
+
+    def _block_on(self, work: Coroutine[object, object, T], what: str, timeout: float | None = None) -> T:
         try:
             check_process(self._pid, f"the view of {self._options.server}")
+            deadline = self._deadline(timeout)
         except BaseException:
             work.close()
             raise
-        deadline = time.monotonic() + self._options.connect_s
         return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._options.server}")
 
     async def _model(self, name: str) -> ModelView | None:
@@ -297,10 +317,10 @@ def _seconds(value: float | None, what: str) -> float | None:
     return None if value is None else parse_seconds(value, what)
 
 
-def _number(version: int) -> Version:
+def _number(version: int, what: str) -> Version:
     found = parse_spec(version)
     if found is None:
-        raise UsageError(f"a pin needs a version number, not {version!r}")
+        raise UsageError(f"{what} needs a version number, not {version!r}")
     return found
 
 

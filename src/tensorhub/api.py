@@ -214,6 +214,17 @@ class Weights:
         """
         return self._wait(self._aio.wait_for(spec, timeout=timeout), timeout, f"wait_for({spec!r})")
 
+    def wait_held(self, version: int, fraction: float = 1.0, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Wait until that fraction of the other replicas hold the version or a newer one. Returns their names.
+
+        For a trainer that must not run ahead of its rollouts. Counted are replicas that have called `replicate` or
+        `update`, all of whose shards live, none of which is closing, and that are no trainers: one that dies is waited
+        for until its lease ends, one that starts is not waited for. Where there is none, it returns at once. Each shard
+        asks for itself. Raises `DeadlineExceeded`, which says who is missing and what those hold.
+        """
+        what = f"wait_held({version!r}, {fraction!r})"
+        return self._wait(self._aio.wait_held(version, fraction, timeout=timeout), timeout, what)
+
     def check(self, *, timeout: float | None = None) -> None:
         """Hash the tensors again: raises `NotDrained` naming those that were changed while they were published."""
         self._wait(self._aio.check(timeout=timeout), timeout, "check()")
@@ -304,6 +315,16 @@ class View:
     def replicas(self, model: str) -> tuple[ReplicaView, ...]:
         """The replicas of a model that live, by name."""
         return self._aio._block_on(self._aio.replicas(model), "replicas()")
+
+    def next_version(self, model: str, *, timeout: float | None = None) -> int:
+        """The number with which a restarted trainer goes on: the lowest above all that were ever taken, 0 at first.
+
+        Taken are versions that exist or were lost, those that only some shards have published, and those that are
+        claimed. Ask on one shard and tell the others. A restarted server knows what the workers that live have told
+        it: it is waited for until all have, and where no worker of the model lives, it begins with 0. Raises
+        `ServerUnreachable`, `DeadlineExceeded`.
+        """
+        return self._aio._block_on(self._aio.next_version(model, timeout=timeout), "next_version()", timeout)
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Who reads what from whom now, and why from there."""

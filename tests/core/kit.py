@@ -1,12 +1,15 @@
 """Short ways to make the values that the rules of the core are about."""
 
 from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Answer, CallReport, Grant, Hello, LayoutInfo, Orders, Report
+from tensorhub.core.messages import PROTOCOL, Answer, CallReport, Grant, Hello, Holding, LayoutInfo, Orders, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId, worker_id
+from tensorhub.core.server import Server
 from tensorhub.core.server.rules.selection import Candidate
+from tensorhub.core.settings import Settings
 from tensorhub.core.worker import events
 from tensorhub.core.worker.machine import Worker
 
+LEASE_S = Settings().lease_s
 LAYOUT = Layout((TensorSpec("w", "float32", (4,), (1,), 0, 16),), 16)
 
 
@@ -98,3 +101,37 @@ class Conversation:
     def errors(self) -> list[str]:
         """Codes of the errors in which calls have ended."""
         return [e.error.code for e in self.wanted if isinstance(e, events.Finished) and e.error is not None]
+
+
+class Fleet:
+    """A server, and workers that say what they are told to say."""
+
+    def __init__(self, *, fresh: bool = True) -> None:
+        self.server = Server(Settings(), 0.0, 1_000, fresh=fresh)
+        self.now = 0.0
+        self._numbers: dict[WorkerId, int] = {}
+
+    def says(self, who: WorkerId, *, shards: int = 1, **more: object) -> None:
+        """A report of that worker, who says hello first if it is new."""
+        if who not in self._numbers:
+            self.server.handle(hello(who, shards=shards), sender=str(who), now=self.now)
+        number = self._numbers[who] = self._numbers.get(who, 0) + 1
+        report = Report(number, layout=Digest("l"), size_bytes=16, **more)  # type: ignore[arg-type]
+        self.server.handle(report, sender=str(who), now=self.now)
+        self.server.check_invariants()
+
+    def publishes(self, version: int, who: WorkerId, number: int, root: str = "r") -> None:
+        call = CallReport(number, "publish", version, Digest(root))
+        self.says(who, call=call)
+        held = Holding(Version(version), Digest(root), published=True)
+        self.says(who, call=call, buffer=held)
+        self.says(who, buffer=held, ended=number, finished=number)
+
+    def passes(self, seconds: float, *living: WorkerId, **more: object) -> None:
+        """Time passes, in which these go on reporting that they live; who is not named falls silent."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.5)
+            for who in living:
+                self.says(who, **more)
+            self.server.tick(now=self.now)

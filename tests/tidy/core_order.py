@@ -35,6 +35,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("rules", "rules.selection", "rules.admission", "rules.claims", "rules.witness", "rules.election"),
         *("rules.established", "rules.retention", "rules.draining", "rules.wanted", "rules.sources", "rules.progress"),
         *("rules.moving", "rules.grants", "rules.interests", "rules.calls"),
+        *("rules.numbering", "rules.held"),
         # what changes the state, and the machine, which alone says when
         *("apply", "evidence", "rollcall", "intake", "sessions", "invariants", "snapshot", "machine"),
     ),

@@ -112,3 +112,12 @@ class Status(msgspec.Struct, frozen=True):
     models: tuple[ModelView, ...]
     transfers: tuple[Transfer, ...]
     counters: dict[str, int]
+
+
+class HeldView(msgspec.Struct, frozen=True):
+    """The answer to `wait_held`: whether enough replicas hold a version or a newer one, and who is missing if not."""
+
+    is_enough: bool = False
+    holders: tuple[str, ...] = ()  # by name
+    counted: int = 0  # replicas that could hold it
+    waits_for: str = ""

@@ -37,7 +37,7 @@ from .codec import encode
 from .config import Options
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread, report_end
-from .questions import check_held, fetch_status, wait_for_version
+from .questions import check_held, fetch_status, wait_for_holders, wait_for_version
 
 _log = logging.getLogger(__name__)
 
@@ -178,6 +178,11 @@ class Client:
         """Until the version, or a newer one, exists. Returns what the spec means then."""
         self._check_usable()
         return await wait_for_version(self.options, self.me.model, spec, deadline)
+
+    async def wait_held(self, version: Version, fraction: float, deadline: float) -> tuple[str, ...]:
+        """Until that fraction of the other replicas hold the version or a newer one. Returns their names."""
+        self._check_usable()
+        return await wait_for_holders(self.options, self.me.model, self.me.replica, version, fraction, deadline)
 
     async def check(self, deadline: float) -> None:
         """Hash the held version again. Raises `NotDrained` naming the tensors that were changed."""

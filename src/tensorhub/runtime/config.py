@@ -80,6 +80,13 @@ def parse_seconds(value: object, what: str) -> float:
     return seconds
 
 
+def parse_fraction(value: object, what: str) -> float:
+    """A part of a whole, from 0 to 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise UsageError(f"{what}={value!r} is not a number from 0 to 1")
+    return float(value)
+
+
 def parse_chunk_bytes(value: object, what: str) -> int:
     """Bytes, as a number or with a unit: 4194304, "4MiB"."""
     found = _SIZE.match(str(value).strip()) if isinstance(value, int | str) else None

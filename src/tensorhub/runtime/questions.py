@@ -1,4 +1,4 @@
-"""What anybody may ask a reference server over plain HTTP: how things are, and to be told when a version exists.
+"""What anybody may ask a reference server over plain HTTP: how things are, and to be told when they are otherwise.
 
 Each question ends by its deadline; a server that is away is asked again until then. It must never: need a session.
 """
@@ -6,6 +6,8 @@ Each question ends by its deadline; a server that is away is asked again until t
 import asyncio
 import random
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -13,24 +15,29 @@ import msgspec
 from ..core.errors import DeadlineExceeded, Refused, ServerUnreachable, TensorHubError, UsageError, VersionUnavailable
 from ..core.messages import Spec
 from ..core.names import Version
-from ..core.snapshot import Status
+from ..core.snapshot import HeldView, Status
 from ..core.version_spec import parse_spec
 from .config import Options
 from .connection import CONNECT_S, retry_delay_s
 
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
+ANSWER_S = 0.2  # before the deadline, so that what is missing is known when time runs out
+START = "start one with `tensorhub serve`"
 MOST_ANSWER_BYTES = 256 * 1024 * 1024  # the status of 20,000 workers takes some 20 MiB
+
+T = TypeVar("T")
 
 _status = msgspec.json.Decoder(Status)
 
 
 class VersionExists(msgspec.Struct, frozen=True):
-    """The answer of `/v1/wait`; None: not yet."""
+    """The answer of `/v1/wait` and `/v1/next_version`; None: not yet."""
 
     version: int | None
 
 
 _exists = msgspec.json.Decoder(VersionExists)
+_held = msgspec.json.Decoder(HeldView)
 
 
 class _Away(Exception):
@@ -46,7 +53,7 @@ async def fetch_status(options: Options, *, model: str, deadline: float) -> Stat
                 return _status.decode(await _get(http, options, "/v1/status", params))
         except (_Away, TimeoutError, msgspec.MsgspecError) as error:
             text = f"no reference server at {options.server}: {error or 'it does not answer'}"
-            raise ServerUnreachable(text, hint="start one with `tensorhub serve`") from error
+            raise ServerUnreachable(text, hint=START) from error
 
 
 async def check_held(options: Options, model: str, version: Version, deadline: float) -> None:
@@ -64,25 +71,78 @@ async def check_held(options: Options, model: str, version: Version, deadline: f
 async def wait_for_version(options: Options, model: str, spec: Spec, deadline: float) -> Version:
     """Until the version, or a newer one, exists; for "latest", any; for "latest-N", more than N of them."""
     parse_spec(spec)
-    began, attempt, why = time.monotonic(), 0, ""
-    try:
-        async with asyncio.timeout_at(deadline), aiohttp.ClientSession() as http:
-            while True:
-                asked = {"model": model, "spec": str(spec), "timeout": f"{LONG_POLL_S}"}
-                try:
-                    found = _exists.decode(await _get(http, options, "/v1/wait", asked))
-                    why, attempt = "", 0
-                    if found.version is not None:
-                        return Version(found.version)
-                except (_Away, msgspec.MsgspecError) as error:
-                    why, attempt = str(error), attempt + 1
-                    await asyncio.sleep(retry_delay_s(attempt, random.random()))
-    except TimeoutError as error:
-        text = f"wait_for({spec!r}) of {model} did not end within {time.monotonic() - began:.3g} s"
-        if why:
-            hint = "is it running?"
-            raise DeadlineExceeded(f"{text}: no reference server at {options.server}: {why}", hint=hint) from error
-        raise DeadlineExceeded(f"{text}: no such version was published", hint="is the trainer running?") from error
+    asked = _Asked(options, f"wait_for({spec!r}) of {model}", deadline)
+    found = await asked.until(
+        "/v1/wait", {"model": model, "spec": str(spec)}, _exists, lambda it: it.version is not None
+    )
+    if found is None or found.version is None:
+        raise asked.late("no such version was published", "is the trainer running?")
+    return Version(found.version)
+
+
+async def wait_for_number(options: Options, model: str, deadline: float) -> Version:
+    """The lowest number that nobody has taken. Raises `ServerUnreachable`, `DeadlineExceeded`."""
+    asked = _Asked(options, f"next_version({model!r})", deadline)
+    found = await asked.until("/v1/next_version", {"model": model}, _exists, lambda it: it.version is not None)
+    if found is None:
+        raise ServerUnreachable(
+            f"no reference server at {options.server}: {asked.why or 'it does not answer'}", hint=START
+        )
+    if found.version is None:
+        why = "the reference server has restarted, and listens to what those who lived have to say"
+        raise asked.late(why, "ask again: it listens for one lease at most")
+    return Version(found.version)
+
+
+async def wait_for_holders(
+    options: Options, model: str, asker: str, version: Version, fraction: float, deadline: float
+) -> tuple[str, ...]:
+    """Until that fraction of the other replicas hold the version or a newer one. Returns their names."""
+    asked = _Asked(options, f"wait_held({version}, {fraction:g}) of {model}", deadline)
+    question = {"model": model, "replica": asker, "version": str(version), "fraction": repr(fraction)}
+    found = await asked.until("/v1/held", question, _held, lambda it: it.is_enough)
+    if found is None or not found.is_enough:
+        raise asked.late(found.waits_for if found is not None else "", "see `tensorhub status` for what they do")
+    return found.holders
+
+
+class _Asked:
+    """One question, and how long its asker waits for the answer."""
+
+    def __init__(self, options: Options, what: str, deadline: float) -> None:
+        self.why = ""  # the server does not answer
+        self._options, self._what, self._deadline = options, what, deadline
+        self._began = time.monotonic()
+
+    async def until(
+        self, path: str, question: dict[str, str], decoder: msgspec.json.Decoder[T], is_final: Callable[[T], bool]
+    ) -> T | None:
+        """The final answer, or the last one before the deadline, if any came."""
+        attempt, found, answer_s = 0, None, min(ANSWER_S, (self._deadline - self._began) / 4)
+        try:
+            async with asyncio.timeout_at(self._deadline), aiohttp.ClientSession() as http:
+                while True:
+                    left_s = self._deadline - time.monotonic() - answer_s
+                    asked = {**question, "timeout": f"{min(LONG_POLL_S, max(0.0, left_s)):.3f}"}
+                    try:
+                        found = decoder.decode(await _get(http, self._options, path, asked))
+                        self.why, attempt = "", 0
+                        if is_final(found) or left_s <= 0.0:
+                            return found
+                    except (_Away, msgspec.MsgspecError) as error:
+                        self.why, attempt = str(error), attempt + 1
+                        await asyncio.sleep(retry_delay_s(attempt, random.random()))
+        except TimeoutError:
+            return found
+
+    def late(self, missing: str, hint: str) -> DeadlineExceeded:
+        """Time ran out, and that was missing; or the server was."""
+        text = f"{self._what} did not end within {time.monotonic() - self._began:.3g} s"
+        if self.why:
+            text, hint = f"{text}: no reference server at {self._options.server}: {self.why}", "is it running?"
+        elif missing:
+            text = f"{text}: {missing}"
+        return DeadlineExceeded(text, hint=hint)
 
 
 async def _get(http: aiohttp.ClientSession, options: Options, path: str, params: dict[str, str]) -> bytes:

@@ -2,12 +2,11 @@
 
 One event loop owns the machine. What workers say waits in the intake until it is decided: the machine's time is the
 time up to which all that came was handled. Workers talk to it over `/v1/session` (WebSocket), everybody else over HTTP:
-`/v1/status`, `/v1/wait` (a long poll that ends when a version exists), `/healthz`. Whatever a stranger sends, nothing
-but its own connection suffers. It must never: touch a weight byte, or remember what the machine does not.
+`/v1/status`, `/healthz`, and the questions of `answers`. Whatever a stranger sends, nothing but its own connection
+suffers. It must never: touch a weight byte, or remember what the machine does not.
 """
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import time
@@ -17,17 +16,14 @@ from math import inf
 import msgspec
 from aiohttp import WSMsgType, web
 
-from ..core.errors import UsageError
-from ..core.messages import MAX_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal, Spec, ToServer, ToWorker
-from ..core.names import ModelName, Version
+from ..core.messages import MAX_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal, ToServer, ToWorker
 from ..core.server import Server
 from ..core.settings import Settings
 from ..core.snapshot import Status
-from ..core.version_spec import parse_spec
+from .answers import Answers
 from .codec import Malformed, OddNumber, decode_to_server
 from .intake import Intake
 from .lines import Line
-from .questions import VersionExists
 from .showing import encode_status, take_status
 
 _log = logging.getLogger(__name__)
@@ -36,8 +32,6 @@ HELLO_S = 5.0  # from the connection to its first message
 STUCK_S = 5.0  # a worker that takes nothing for that long is cut
 SWEEP_S = 1.0  # how often that is looked at
 SPARE_CONNECTIONS = 256  # beyond most_workers: those that reconnect before the old line was seen to end
-NEWS_S = 0.02  # a burst of reports wakes the long polls once
-LONGEST_POLL_S = 60.0
 ODD_RETRY_S = 1.0  # a worker whose report had an odd number may be back with its next one
 EARLY_S = 0.001  # timers of some loops have a resolution of 1 ms and may come before their time
 
@@ -57,16 +51,14 @@ class ServerShell:
         self._opened = 0
         self._timer: asyncio.Handle | None = None
         self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
-        self._news = asyncio.Event()
         self._is_stopping = False
-        self._has_changed = asyncio.Event()
-        self._waiters = 0
+        self._answers = Answers(self.machine, self._authorise)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=64 * 1024)
         app.router.add_get("/v1/session", self._session)
         app.router.add_get("/v1/status", self._status)
-        app.router.add_get("/v1/wait", self._wait)
+        self._answers.add_to(app)
         app.router.add_get("/healthz", self._healthz)
         app.cleanup_ctx.append(self._running)
         app.on_shutdown.append(self._shutdown)
@@ -85,8 +77,7 @@ class ServerShell:
                 if isinstance(message, Orders) and message.grant is not None:
                     self._log_grant(line, message)
         self._set_timer()
-        if self._waiters:
-            self._has_changed.set()
+        self._answers.polls.note()
 
     def _set_timer(self) -> None:
         if self.intake.is_busy:
@@ -229,33 +220,6 @@ class ServerShell:
         state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL}
         return web.json_response(state, status=503 if self._is_stopping else 200)
 
-    async def _wait(self, request: web.Request) -> web.StreamResponse:
-        """Answer as soon as the version exists, or with null when the asker's patience ends."""
-        self._authorise(request)
-        try:
-            model = ModelName(request.query["model"])
-            spec = _spec(request.query.get("spec", "latest"))
-            patience_s = min(LONGEST_POLL_S, max(0.0, float(request.query.get("timeout", "20"))))
-        except (KeyError, ValueError, UsageError) as error:
-            raise web.HTTPBadRequest(text=f"{error}\n") from error
-        self._waiters += 1
-        try:
-            found = self._existing(model, spec)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    while found is None and not self._is_stopping:
-                        await self._news.wait()
-                        found = self._existing(model, spec)
-        finally:
-            self._waiters -= 1
-        if found is None and self._is_stopping:
-            raise web.HTTPServiceUnavailable(text="the server stops\n")
-        return web.Response(body=msgspec.json.encode(VersionExists(found)), content_type="application/json")
-
-    def _existing(self, name: ModelName, spec: Spec) -> Version | None:
-        model = self.machine.state.models.get(name)
-        return model.awaited(spec) if model is not None else None
-
     def _authorise(self, request: web.Request) -> None:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         if self._token and not hmac.compare_digest(shown, self._token):
@@ -267,7 +231,7 @@ class ServerShell:
         return self.machine.status(now=self.intake.now)
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        works = (self.intake.run(), self._sweep(), self._spread_news())
+        works = (self.intake.run(), self._sweep(), self._answers.polls.run())
         tasks = [asyncio.create_task(work) for work in works]
         self._set_timer()
         yield
@@ -277,27 +241,12 @@ class ServerShell:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _spread_news(self) -> None:
-        """Wake the long polls, once for each burst of reports."""
-        while True:
-            await self._has_changed.wait()
-            self._has_changed.clear()
-            self._news.set()
-            self._news.clear()
-            await asyncio.sleep(NEWS_S)
-
     async def _shutdown(self, _: web.Application) -> None:
         self._is_stopping = True
-        self._news.set()
+        self._answers.polls.end()
         async with asyncio.TaskGroup() as group:
             for line in list(self._lines.values()):
                 group.create_task(line.say_goodbye())
-
-
-def _spec(text: str) -> Spec:
-    spec: Spec = int(text) if text.isdecimal() else text
-    parse_spec(spec)
-    return spec
 
 
 def _malformed(why: str, *, retry_s: float = 0.0) -> Refusal:

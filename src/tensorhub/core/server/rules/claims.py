@@ -22,7 +22,7 @@ def why_refuse(state: State, model: Model, replica: Replica, version: Version) -
 def conflict_with(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
     """Somebody else has claimed that number."""
     for name, other in model.replicas.items():
-        if name != replica.name and version in _claimed_by(state, other):
+        if name != replica.name and version in claimed_by(state, other):
             text = f"version {version} of {model.name} is claimed by {name}, which is between its unpublish and publish"
             return Failure("version-conflict", text, HINT)
     return None
@@ -42,7 +42,7 @@ def _why_not_claim(model: Model, replica: Replica, version: Version) -> Failure 
     return None
 
 
-def _claimed_by(state: State, replica: Replica) -> dict[Version, None]:
+def claimed_by(state: State, replica: Replica) -> dict[Version, None]:
     """What the replica has claimed: by a call that is under way or has just ended well, or as its workers remember."""
     found: dict[Version, None] = {}
     for worker in replica.members.values():

@@ -1,0 +1,32 @@
+"""The number with which a trainer that was started again goes on: the lowest above every number that was ever taken.
+
+Taken is what exists or existed, lost or not; what was published by some shards only; what is being published; and what
+is claimed. A number that was claimed and never published is free again once its claim has ended.
+"""
+
+from collections.abc import Iterator
+
+from ...names import ModelName, Version
+from ..catalog import Model
+from ..state import State
+from . import claims
+
+
+def next_version(state: State, name: ModelName) -> Version | None:
+    """The lowest free number, 0 for a model that nobody knows; None while a restarted server still listens."""
+    model = state.models.get(name)
+    is_listening = state.is_recovering if model is None else not model.roll.is_over
+    if is_listening:
+        return None
+    return Version(max(_taken(state, model), default=-1) + 1) if model is not None else Version(0)
+
+
+def _taken(state: State, model: Model) -> Iterator[int]:
+    if model.newest is not None:
+        yield model.newest
+    yield from model.versions
+    for replica in model.replicas.values():
+        yield from claims.claimed_by(state, replica)
+        call = replica.call
+        if call is not None and not call.is_over and call.verb == "publish" and isinstance(call.spec, int):
+            yield call.spec

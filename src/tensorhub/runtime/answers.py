@@ -1,0 +1,105 @@
+"""The questions that anybody may put to a reference server, and wait for the answer: its side of `questions`.
+
+`/v1/wait` ends when a version exists, `/v1/held` when enough replicas hold it, `/v1/next_version` when a restarted
+server has heard what is taken; all of them with the asker's patience. It must never: change the machine, or decide.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from ..core.errors import UsageError
+from ..core.messages import Spec
+from ..core.names import ModelName, ReplicaName, Version
+from ..core.server import Server
+from ..core.server.rules.held import held_by
+from ..core.server.rules.numbering import next_version
+from ..core.version_spec import parse_spec
+from .polls import Polls
+from .questions import VersionExists
+
+T = TypeVar("T")
+
+LONGEST_POLL_S = 60.0
+
+
+class Answers:
+    """Handlers of questions. `authorise` raises where the asker may not ask."""
+
+    def __init__(self, machine: Server, authorise: Callable[[web.Request], None]) -> None:
+        self.polls = Polls()
+        self._machine = machine
+        self._authorise = authorise
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/v1/wait", self._wait)
+        app.router.add_get("/v1/held", self._held)
+        app.router.add_get("/v1/next_version", self._next_version)
+
+    async def _wait(self, request: web.Request) -> web.StreamResponse:
+        """As soon as the version, or a newer one, exists."""
+        self._authorise(request)
+        try:
+            model, patience_s = _model(request), _patience_s(request)
+            spec = _spec(request.query.get("spec", "latest"))
+        except (KeyError, ValueError, UsageError) as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+
+        def existing() -> VersionExists:
+            found = self._machine.state.models.get(model)
+            return VersionExists(found.awaited(spec) if found is not None else None)
+
+        return await self._answer(("wait", model, spec), existing, lambda found: found.version is not None, patience_s)
+
+    async def _held(self, request: web.Request) -> web.StreamResponse:
+        """As soon as enough replicas hold the version, or with who is missing."""
+        self._authorise(request)
+        try:
+            model, patience_s = _model(request), _patience_s(request)
+            version, asker = Version(int(request.query["version"])), ReplicaName(request.query.get("replica", ""))
+            fraction = float(request.query.get("fraction", "1"))
+            if not 0.0 <= fraction <= 1.0:
+                raise UsageError(f"fraction={fraction} is not from 0 to 1")
+        except (KeyError, ValueError, UsageError) as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        key = ("held", model, version, asker, fraction)
+        look = lambda: held_by(self._machine.state, model, version, asker, fraction)  # noqa: E731 - named by `key`
+        return await self._answer(key, look, lambda found: found.is_enough, patience_s)
+
+    async def _next_version(self, request: web.Request) -> web.StreamResponse:
+        """As soon as it is known which numbers are taken."""
+        self._authorise(request)
+        try:
+            model, patience_s = _model(request), _patience_s(request)
+        except (KeyError, ValueError) as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        look = lambda: VersionExists(next_version(self._machine.state, model))  # noqa: E731 - named by the key
+        return await self._answer(("next", model), look, lambda found: found.version is not None, patience_s)
+
+    async def _answer(
+        self, key: tuple[object, ...], look: Callable[[], T], is_final: Callable[[T], bool], patience_s: float
+    ) -> web.StreamResponse:
+        found = await self.polls.ask(key, look, is_final, patience_s)
+        if self.polls.is_over and not is_final(found):
+            raise web.HTTPServiceUnavailable(text="the server stops\n")
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
+
+def _model(request: web.Request) -> ModelName:
+    return ModelName(request.query["model"])
+
+
+def _patience_s(request: web.Request) -> float:
+    patience_s = float(request.query.get("timeout", "20"))
+    if math.isnan(patience_s):
+        raise ValueError("timeout=nan is no time")
+    return min(LONGEST_POLL_S, max(0.0, patience_s))
+
+
+def _spec(text: str) -> Spec:
+    spec: Spec = int(text) if text.isdecimal() else text
+    parse_spec(spec)
+    return spec

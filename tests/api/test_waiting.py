@@ -1,0 +1,137 @@
+"""`next_version` and `wait_held`: a trainer that goes on where another one died, and one that does not run ahead."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+import tensorhub
+from runtime.kit import in_threads
+from tensorhub import aio
+
+
+def test_the_next_number_is_above_all_that_were_taken(server, join):
+    view = tensorhub.connect(server.address)
+    assert view.next_version("m") == 0
+    trainer, array = join("t", 1.0)
+    assert view.next_version("m") == 0
+    trainer.publish(view.next_version("m"))
+    assert view.next_version("m") == 1
+    with trainer.mutating(version=5):
+        array += 1
+        assert view.next_version("m") == 6, "5 is claimed"
+    trainer.close()
+    assert view.next_version("m") == 6, "5 is lost, and stays taken"
+    assert view.next_version("another") == 0
+    with pytest.raises(tensorhub.UsageError, match="model=''"):
+        view.next_version("")
+
+
+def test_a_restarted_trainer_is_refilled_and_goes_on(server, join):
+    trainer, _ = join("t", 1.0)
+    rollout, _ = join("r")
+    trainer.publish(3)
+    rollout.replicate("latest")
+    trainer.close()
+    again, array = join("t")
+    assert again.replicate("latest") == 3
+    number = tensorhub.connect(server.address).next_version("m")
+    with again.mutating(version=number):
+        array += 1
+    assert rollout.update("latest") == number == 4
+
+
+def test_the_next_number_of_a_server_that_is_away(server):
+    server.close()
+    began = time.monotonic()
+    with pytest.raises(tensorhub.ServerUnreachable, match="no reference server at"):
+        tensorhub.connect(server.address).next_version("m", timeout=0.5)
+    assert time.monotonic() - began < 3
+
+
+def test_a_trainer_waits_for_its_rollouts(join):
+    trainer, _ = join("t", 1.0)
+    assert (trainer.publish(1), trainer.wait_held(1)) == (1, ()), "nobody follows it yet"
+    fast, _ = join("fast")
+    slow, _ = join("slow")
+    for rollout in (fast, slow):
+        rollout.replicate("latest")
+    assert trainer.wait_held(1) == ("fast", "slow")
+    with trainer.mutating(version=2):
+        pass
+    assert fast.update("latest") == 2
+    assert trainer.wait_held(2, 0.5) == ("fast",)
+    with pytest.raises(
+        tensorhub.DeadlineExceeded, match=r"1 of 2 replicas hold version 2 .* missing: slow \(holds 1\)"
+    ):
+        trainer.wait_held(2, timeout=0.5)
+    updating = threading.Timer(0.3, slow.update)
+    updating.start()
+    assert trainer.wait_held(2, timeout=5) == ("fast", "slow")
+    updating.join()
+
+
+def test_a_version_that_was_not_published_is_waited_for(join):
+    trainer, _ = join("t", 1.0)
+    with pytest.raises(tensorhub.DeadlineExceeded, match="m has no version 7 yet; nothing was published yet"):
+        trainer.wait_held(7, timeout=0.4)
+    other, _ = join("other")
+    held, published = in_threads(lambda: other.wait_held(7, timeout=5), lambda: trainer.publish(7))
+    assert (held, published) == ((), 7)
+
+
+def test_who_closes_is_not_waited_for(join):
+    trainer, _ = join("t", 1.0)
+    rollout, _ = join("r")
+    trainer.publish(1)
+    rollout.replicate("latest")
+    with trainer.mutating(version=2):
+        pass
+    closing = threading.Timer(0.2, rollout.close)
+    closing.start()
+    assert trainer.wait_held(2, timeout=5) == ()
+    closing.join()
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan"), "all", True, None])
+def test_a_fraction_that_is_none(join, fraction):
+    trainer, _ = join("t", 1.0)
+    with pytest.raises(tensorhub.UsageError, match="is not a number from 0 to 1"):
+        trainer.wait_held(1, fraction)
+
+
+def test_only_a_number_can_be_waited_for(join):
+    trainer, _ = join("t", 1.0)
+    with pytest.raises(tensorhub.UsageError, match="needs a version number"):
+        trainer.wait_held("latest")
+    trainer.close()
+    with pytest.raises(tensorhub.Closed):
+        trainer.wait_held(1)
+
+
+def test_sixty_four_that_ask_the_same(server, join):
+    """Each of them gets the answer."""
+    trainer, _ = join("t", 1.0)
+    rollout, _ = join("r")
+    trainer.publish(1)
+    rollout.replicate("latest")
+
+    def step():
+        with trainer.mutating(version=2):
+            pass
+        rollout.update("latest")
+
+    async def ask():
+        async with await aio.open("m", replica="asks", server=server.address) as weights:
+            waiting = [asyncio.ensure_future(weights.wait_held(2, timeout=10)) for _ in range(64)]
+            await asyncio.to_thread(step)
+            return await asyncio.gather(*waiting)
+
+    assert asyncio.run(ask()) == [("r",)] * 64
+
+
+def test_the_view_as_coroutines(server, join):
+    trainer, _ = join("t", 1.0)
+    trainer.publish(4)
+    assert asyncio.run(aio.connect(server.address).next_version("m")) == 5

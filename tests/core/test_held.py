@@ -1,0 +1,153 @@
+"""How many replicas hold a version: whom `wait_held` counts, and whom it says to be missing."""
+
+import pytest
+
+from tensorhub.core.messages import CallReport, Empty, Filling, Holding, Poisoned, Vacated
+from tensorhub.core.names import Digest, ModelName, Number, ReplicaName, Version
+from tensorhub.core.server.rules.held import held_by
+from tensorhub.core.snapshot import HeldView
+
+from .kit import LEASE_S, Fleet, worker
+
+R = Digest("r")
+UPDATE = CallReport(1, "update", "latest")
+
+
+def holding(version: int) -> Holding:
+    return Holding(Version(version), R)
+
+
+def held(fleet: Fleet, version: int, fraction: float = 1.0, asker: str = "trainer") -> HeldView:
+    return held_by(fleet.server.state, ModelName("policy"), Version(version), ReplicaName(asker), fraction)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """A trainer that has published 1, 2 and 3, and rollouts a, b and c, which hold 3, 2 and 1."""
+    found = Fleet()
+    found.says(worker("a"))
+    found.says(worker("trainer"))
+    for version in (1, 2, 3):
+        found.publishes(version, worker("trainer"), version)
+    for name, version in (("a", 3), ("b", 2), ("c", 1)):
+        found.says(worker(name), buffer=holding(version), ended=1, finished=1)
+    return found
+
+
+def test_who_is_behind_is_missing_and_named(fleet: Fleet) -> None:
+    found = held(fleet, 3)
+    assert (found.is_enough, found.holders, found.counted) == (False, ("a",), 3)
+    text = "1 of 3 replicas hold version 3 of policy, and 3 have to; missing: b (holds 2), c (holds 1)"
+    assert found.waits_for == text
+
+
+def test_a_newer_version_is_as_good(fleet: Fleet) -> None:
+    assert held(fleet, 1).holders == ("a", "b", "c")
+    assert held(fleet, 1).is_enough
+    assert held(fleet, 2).holders == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("fraction", "is_enough"), [(0.0, True), (0.34, True), (0.66, True), (0.67, False), (1, False)]
+)
+def test_the_fraction_is_of_those_that_count(fleet: Fleet, fraction: float, is_enough: bool) -> None:
+    assert held(fleet, 2, fraction).is_enough is is_enough
+
+
+def test_seven_tenths_of_ten_are_seven() -> None:
+    fleet = Fleet()
+    fleet.says(worker("a0"))
+    fleet.publishes(1, worker("trainer"), 1)
+    for each in range(10):
+        buffer = holding(1) if each < 7 else Filling(Version(1))
+        fleet.says(worker(f"a{each}"), buffer=buffer, call=UPDATE)
+    assert held(fleet, 1, 0.7).is_enough
+    assert not held(fleet, 1, 0.71).is_enough
+
+
+def test_a_version_that_does_not_exist_is_waited_for_even_by_nobody() -> None:
+    fleet = Fleet()
+    assert "not everybody" in held(fleet, 0).waits_for
+    fleet.says(worker("trainer"))
+    assert held(fleet, 0).waits_for == "policy has no version 0 yet; nothing was published yet"
+    fleet.says(worker("other"))
+    fleet.publishes(0, worker("trainer"), 1)
+    assert held(fleet, 0) == HeldView(is_enough=True), "the other one does not follow the model"
+    assert held(fleet, 1).waits_for == "policy has no version 1 yet; its newest version is 0"
+
+
+def test_who_only_starts_is_not_waited_for_until_it_calls(fleet: Fleet) -> None:
+    fleet.says(worker("d"))
+    assert held(fleet, 1).is_enough
+    fleet.says(worker("d"), call=CallReport(1, "replicate", "latest"))
+    assert held(fleet, 1).waits_for.endswith("missing: d (holds nothing)")
+    fleet.says(worker("d"), call=CallReport(1, "replicate", "latest"), buffer=Filling(Version(3), 2, 5))
+    assert held(fleet, 1).waits_for.endswith("missing: d (has 2 of 5 chunks of 3)")
+    fleet.says(worker("d"), buffer=holding(3), ended=1, finished=1)
+    assert held(fleet, 1).is_enough
+
+
+def test_a_fill_counts_once_it_is_whole_and_a_withdrawn_version_while_it_is_there(fleet: Fleet) -> None:
+    fleet.says(worker("c"), buffer=Vacated(Version(1), R), call=CallReport(2, "update", "latest"), ended=1, finished=1)
+    assert held(fleet, 1).is_enough
+    for buffer in (Filling(Version(3)), Poisoned(Version(3)), Empty()):
+        fleet.says(worker("c"), buffer=buffer, call=CallReport(2, "update", "latest"), ended=1, finished=1)
+        assert held(fleet, 1).holders == ("a", "b")
+        assert not held(fleet, 1).is_enough
+
+
+def test_who_closes_or_has_left_is_not_waited_for(fleet: Fleet) -> None:
+    fleet.says(worker("c"), buffer=holding(1), ended=1, finished=1, closing=True)
+    assert held(fleet, 2).is_enough
+    fleet.says(worker("b"), ended=1, finished=1, leaving=True)
+    assert held(fleet, 3) == HeldView(is_enough=True, holders=("a",), counted=1)
+
+
+def test_who_has_died_is_waited_for_until_its_lease_ends(fleet: Fleet) -> None:
+    living = worker("trainer"), worker("a"), worker("b")
+    kept = {"buffer": holding(3), "ended": 3, "finished": 3}
+    fleet.passes(LEASE_S - 0.1, *living, **kept)
+    assert not held(fleet, 3).is_enough
+    fleet.passes(0.2, *living, **kept)
+    assert held(fleet, 3).is_enough
+
+
+def test_a_replica_of_which_a_shard_is_gone_does_not_count() -> None:
+    fleet = Fleet()
+    shards = worker("r", 0), worker("r", 1)
+    trainer = worker("trainer", 0), worker("trainer", 1)
+    for each in (*shards, *trainer):
+        fleet.says(each, shards=2)
+    call = CallReport(1, "publish", 1, R)
+    for each in (*trainer, *trainer):
+        fleet.says(each, shards=2, call=call, buffer=Holding(Version(1), R, published=True))
+    fleet.says(shards[0], shards=2, call=UPDATE)
+    assert held(fleet, 1).waits_for.endswith("missing: r[0] (holds nothing)")
+    fleet.says(shards[0], shards=2, buffer=holding(1), ended=1, finished=1)
+    assert held(fleet, 1).waits_for.endswith("missing: r[1] (holds nothing)")
+    fleet.says(shards[1], shards=2, leaving=True)
+    assert held(fleet, 1) == HeldView(is_enough=True)
+
+
+def test_another_trainer_is_not_waited_for_and_who_asks_is_not_either(fleet: Fleet) -> None:
+    fleet.says(worker("second"), claim=Version(9), call=CallReport(1, "unpublish", "", claim=Version(9)))
+    assert held(fleet, 1).is_enough
+    assert held(fleet, 3, asker="c").counted == 2, "a and b"
+
+
+def test_a_restarted_server_counts_once_it_has_heard_everybody() -> None:
+    fleet = Fleet(fresh=False)
+    asked = {"session": Number(5), "buffer": holding(4), "ended": 1, "finished": 1}
+    fleet.says(worker("a"), **asked)
+    assert held(fleet, 4).waits_for.startswith("the reference server has restarted")
+    fleet.passes(LEASE_S + 0.1, worker("a"), **asked)
+    assert held(fleet, 4) == HeldView(is_enough=True, holders=("a",), counted=1)
+
+
+def test_of_many_that_are_missing_a_few_are_named() -> None:
+    fleet = Fleet()
+    fleet.says(worker("a0"))
+    fleet.publishes(1, worker("trainer"), 1)
+    for each in range(20):
+        fleet.says(worker(f"a{each:02}"), call=UPDATE)
+    assert held(fleet, 1).waits_for.endswith("a07 (holds nothing), and 12 more")
