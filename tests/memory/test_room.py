@@ -158,49 +158,24 @@ def test_a_copy_that_ran_short_is_not_kept_for_the_next() -> None:
     assert pool.used_bytes == size_bytes
 
 
-def test_memory_is_touched_ahead_and_given_to_the_first_copy() -> None:
-    asked: list[None] = []
-
-    def look() -> Room:
-        asked.append(None)
-        return Room(1 << 40, "a test's limit")
-
-    size_bytes = 2 * STEP_BYTES + 5
-    pool = HostMemory(register({"w": untouched(size_bytes)}), None, look=look)
-    pool.warm()
-    assert pool.used_bytes == size_bytes
-    asked.clear()
-    copy = pool.take()
-    with copy.stream.writing(0, size_bytes) as views:
-        views[0][:] = bytes(size_bytes)
-    assert asked == []  # every page is there
+@pytest.mark.parametrize(("copies", "fits"), [(1, False), (2, True)])
+def test_ahead_of_need_as_much_again_is_left(copies: int, *, fits: bool) -> None:
+    size_bytes = 2 * STEP_BYTES
+    left = [copies * size_bytes + SPARE_BYTES]
+    pool = HostMemory(register({"w": untouched(size_bytes)}), size_bytes, look=lambda: Room(left[0], "a test's limit"))
+    if not fits:
+        with pytest.raises(HostMemoryFull, match=r"128 MiB more.*leaves 224 MiB \(224 MiB of that for all else"):
+            pool.take(is_ahead=True)
+        assert pool.used_bytes == 0
+        pool.give(pool.take())  # once it is needed what is there is enough
+        assert pool.take(is_ahead=True)  # and what was touched before costs nothing more
+        return
+    copy = pool.take(is_ahead=True)
+    left[0] -= STEP_BYTES  # others take memory meanwhile
+    with pytest.raises(HostMemoryFull), copy.stream.writing(0, size_bytes):
+        pass
     pool.give(copy)
-    pool.warm()
-    assert pool.used_bytes == size_bytes
-
-
-def test_touching_ahead_gives_way() -> None:
-    size_bytes = 3 * STEP_BYTES
-    left = [1 << 40]
-
-    def of(limit_bytes: int | None) -> HostMemory:
-        tensors = register({"w": untouched(size_bytes)})
-        return HostMemory(tensors, limit_bytes, look=lambda: Room(left[0], "a test's limit"))
-
-    none, over, retired = of(0), of(None), of(None)
-    none.warm()
-    over.warm(lambda: True)
-    retired.retire()
-    retired.warm()
-    taken = of(None)
-    copy = taken.take()
-    taken.warm()
-    assert taken.used_bytes == size_bytes
-    taken.give(copy)
-    short = of(size_bytes)
-    left[0] = 0
-    short.warm()
-    assert none.used_bytes == over.used_bytes == retired.used_bytes == short.used_bytes == 0
+    assert pool.used_bytes == 0
 
 
 def untouched(size_bytes: int):

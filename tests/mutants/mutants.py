@@ -19,6 +19,25 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a copy is made ahead where there is no room",
+        "    return version if member.copy(version) is not None or member.report.copies_left > spare else None\n",
+        "    return version\n",
+        "what is copied ahead takes only room that is there",
+    ),
+    Mutant(
+        "a copy made ahead stays in the way of an heir",
+        "    if len(reliable) > 1 and not member.report.copies_left:\n        return False\n",
+        "",
+        "who has the last room for copies can be the heir of a reliable worker",
+    ),
+    Mutant(
+        "a copy made ahead stays though others have the version",
+        "    return not any(other in whole and other not in model.closing for other in reliable "
+        "if other != member.worker)\n",
+        "    return True\n",
+        "a copy that spares nobody an offload goes",
+    ),
+    Mutant(
         "a closed ticket may be begun",
         "        if grant is not None and grant.ticket <= self.closed:\n            grant = None\n",
         "",

@@ -159,30 +159,50 @@ say(update=error_of(weights.update), second=int(array[-1]), ahead=weights.statis
     assert found == {"first": 1, "update": {"value": 2}, "second": 2, "ahead": 0}
 
 
-WARM = """
+AHEAD = """
 import resource
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 weights, array = join("trainer", 256)
 weights.publish(1)
 deadline = time.monotonic() + float(sys.argv[2])
-while weights.statistics()["host_bytes"] == 0 and time.monotonic() < deadline:
+while weights.statistics()["offloaded_bytes"] == 0 and time.monotonic() < deadline:
     time.sleep(0.01)
-ready, before = weights.statistics()["host_bytes"], faults()
+ready, before = weights.statistics()["offloaded_bytes"], faults()
 weights.unpublish()
-say(ready=ready, faults=faults() - before, kept=weights.statistics()["host_bytes"])
+say(ready=ready, faults=faults() - before, kept=weights.statistics()["offloaded_bytes"])
 """
 PAGES = 256 * MIB // 4096
 
 
-def test_who_is_alone_has_memory_for_its_first_copy_ready(server):
-    """While the version rests. So the first `unpublish` touches no new page, and is as fast as every other."""
-    found = run(BEGIN + WARM, server.address, "30").only()
+def test_who_is_alone_copies_while_the_version_rests(server):
+    """So the first `unpublish` touches no new page, and is as fast as every other."""
+    found = run(BEGIN + AHEAD, server.address, "30").only()
     assert found["ready"] == found["kept"] == 256 * MIB
     assert found["faults"] < PAGES / 10
 
 
-def test_who_is_not_alone_takes_no_memory_ahead(server):
+def test_who_is_not_alone_copies_nothing_ahead(server):
     with tensorhub.open("m", replica="heir", server=server.address):
-        found = run(BEGIN + WARM.replace("weights.unpublish()", ""), server.address, "2").only()
+        found = run(BEGIN + AHEAD.replace("weights.unpublish()", ""), server.address, "2").only()
     assert found["ready"] == 0
+
+
+def test_no_memory_is_taken_ahead_that_may_be_wanted(server, container):
+    """A copy of 400 MiB would fit into what 1 GiB leaves. It is made once it is needed, and not ahead of that."""
+    story = """
+said = []
+class Ear(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+logging.getLogger("tensorhub.runtime.copies").addHandler(Ear())
+weights, array = join("trainer", 400)
+weights.publish(1)
+deadline = time.monotonic() + 20
+while not any("a host copy needs" in text for text in said) and time.monotonic() < deadline:
+    time.sleep(0.02)
+say(ahead=weights.statistics()["offloaded_bytes"], error=error_of(weights.unpublish))
+say(then=weights.statistics()["offloaded_bytes"])
+"""
+    found = run(BEGIN + story, server.address, prefix=container).only()
+    assert found == {"ahead": 0, "error": {"value": None}, "then": 400 * MIB}

@@ -28,6 +28,11 @@ def host_bytes(cluster, *replicas):
     return sum(look["statistics"]["host_bytes"] for replica in replicas for look in replica.looks())
 
 
+def offloaded_bytes(replica):
+    """What its workers have copied to their host memory so far."""
+    return sum(look["statistics"]["offloaded_bytes"] for look in replica.looks())
+
+
 def timed(replica, verb, *, gives, **arguments):
     """A call on all shards, and the seconds until the last of them had its answer."""
     began = time.monotonic()
@@ -57,6 +62,32 @@ def test_the_trainer_moves_on_while_its_only_reader_is_slow(start, figures):
     assert took_s < 3.0  # one copy in memory, on machines under load; without it, 8 s
     figures(
         f"unpublish with one slow reader and nobody else: {took_s:.2f} s, {cluster.shard_bytes >> 20} MiB offloaded"
+    )
+
+
+def test_a_trainer_beside_spot_replicas_copies_while_it_rests(start, figures):
+    """Each version is in its host memory before `unpublish` is called, which then copies nothing."""
+    cluster = start(retain=1)
+    (trainer,) = cluster.replicas("trainer")
+    (spot,) = cluster.replicas("rollout-1", reliable=False)
+    took_s = []
+    cluster.write(trainer, 1)
+    for version in range(1, 5):
+        assert trainer.call("publish", version=version) == version
+        assert spot.call("update", spec="latest") == version
+        eventually(lambda: versions(cluster)[version].host_copies == ("trainer",), "it is copied ahead")  # noqa: B023
+        before = offloaded_bytes(trainer)
+        assert before == version * cluster.size_bytes
+        took_s.append(timed(trainer, "unpublish", gives=None))
+        assert offloaded_bytes(trainer) == before
+        cluster.write(trainer, version + 1)
+        cluster.judge(spot, version)
+    spot.kill()
+    (late,) = cluster.replicas("rollout-2", reliable=False)
+    assert late.call("replicate", spec="latest") == 4
+    cluster.judge(late, 4)
+    figures(
+        f"unpublish of what was copied ahead: {took_s[0]:.3f} s the first time, then at most {max(took_s[1:]):.3f} s"
     )
 
 

@@ -33,7 +33,15 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("state", "facts", "decisions"),
         # rules: facts in, decisions out
         *("rules", "rules.selection", "rules.admission", "rules.claims", "rules.witness", "rules.election"),
-        *("rules.established", "rules.retention", "rules.draining", "rules.wanted", "rules.sources", "rules.progress"),
+        *(
+            "rules.established",
+            "rules.resting",
+            "rules.retention",
+            "rules.draining",
+            "rules.wanted",
+            "rules.sources",
+            "rules.progress",
+        ),
         *("rules.moving", "rules.grants", "rules.interests", "rules.calls"),
         *("rules.numbering", "rules.held"),
         # what changes the state, and the machine, which alone says when

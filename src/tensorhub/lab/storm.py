@@ -144,9 +144,10 @@ class StormRun(ElasticRun):
     def _nothing_left(self) -> list[Finding]:
         text = ", ".join(f"{name} {self.open_before[name]} → {count}" for name, count in self.open_after.items())
         fits = all(count <= self.open_before[name] for name, count in self.open_after.items())
-        kept = ", ".join(f"{name}: {copies}" for name, copies in self.copies_after.items())
+        older = {name: [v for v in found if v != self.last] for name, found in self.copies_after.items()}
+        kept = ", ".join(f"{name}: {found}" for name, found in older.items() if found)
         return [
             Finding("open descriptors, before the first rollout and after the last", "no more", text, fits),
-            Finding("host copies left once all have the latest version", "none", kept or "none", not kept),
+            Finding("host copies of older versions once all have the latest", "none", kept or "none", not kept),
             Finding("processes that nobody knows of", "none", str(self.left_over or "none"), not self.left_over),
         ]

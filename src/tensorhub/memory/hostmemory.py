@@ -13,14 +13,11 @@ Never: take memory beyond the limit, or hand out memory that somebody else has; 
 the memory has.
 """
 
-import ctypes
-import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
@@ -32,9 +29,8 @@ from .host import HostStream, Piece
 from .in_place import InPlace
 from .parallel import in_parallel
 from .registration import Registration
-from .room import HINT, STEP_BYTES, Footing, Room, copies_that_fit, room, size_text
+from .room import HINT, SPARE_BYTES, Footing, Room, copies_that_fit, room, size_text
 
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 MOST_THREADS = 4  # for one copy: more only fight for the memory bus
 
 
@@ -76,8 +72,11 @@ class HostMemory:
         with self._lock:
             self._free, self._is_retired = None, True
 
-    def take(self) -> Registration:
-        """Memory for one copy, as a registration of the same layout. Raises `HostMemoryFull`."""
+    def take(self, *, is_ahead: bool = False) -> Registration:
+        """Memory for one copy, as a registration of the same layout. Raises `HostMemoryFull`.
+
+        Ahead of need only where as much again is left: others of this host may want memory before it is needed.
+        """
         with self._lock:
             free, self._free = self._free, None
             if free is None and self._used >= self.most:
@@ -86,7 +85,7 @@ class HostMemory:
         if free is not None:
             return free
         try:
-            return on_host(self._shape, self._look)
+            return on_host(self._shape, self._look, self._shape.size_bytes if is_ahead else 0)
         except (HostMemoryFull, MemoryError) as error:
             with self._lock:
                 self._used -= 1
@@ -94,27 +93,6 @@ class HostMemory:
                 raise
             text = f"this process may have no {size_text(self._shape.size_bytes)} more for a host copy"
             raise HostMemoryFull(text, hint=HINT) from error
-
-    def warm(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Touch the pages of one copy ahead, so that the first is made as fast as every other. Blocks; any thread may.
-
-        It gives way to whoever takes memory meanwhile, and does nothing where there is none to spare.
-        """
-        size_bytes = self._shape.size_bytes
-        with self._lock:
-            if self._free is not None or self._used or not self.most:
-                return
-        try:
-            stream = _copy_stream(size_bytes, self._look)
-            for start in range(0, size_bytes, STEP_BYTES):
-                if is_over() or self._used or self._is_retired:
-                    return
-                stream.touch(start, min(start + STEP_BYTES, size_bytes))
-        except (HostMemoryFull, MemoryError):
-            return  # whoever needs it is told
-        with self._lock:
-            if not self._used and not self._is_retired:
-                self._free = self._free or _over(self._shape, stream, stream.pieces)
 
     @property
     def cost(self) -> str:
@@ -154,30 +132,18 @@ class CopyStream(HostStream):
         self._footing.step(stop - start)
         return super().writing(start, stop)
 
-    def touch(self, start: int, stop: int) -> None:
-        """Have the pages of these bytes there; what is in them is of no account. Raises `HostMemoryFull`."""
-        with self.writing(start, stop) as views:
-            for (address, size_bytes), view in zip(self.ranges(start, stop), views, strict=True):
-                first = address - address % mmap.PAGESIZE
-                if _madvise()(first, address + size_bytes - first, POPULATE_WRITE):  # before Linux 5.14: one by one
-                    np.frombuffer(view, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
 
+def on_host(registration: Registration, look: Callable[[], Room | None] = room, left_bytes: int = 0) -> Registration:
+    """The same layout over new host memory, beside which so much is left; nothing is copied.
 
-@cache
-def _madvise() -> Callable[[int, int, int], int]:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
-
-
-def on_host(registration: Registration, look: Callable[[], Room | None] = room) -> Registration:
-    """The same layout over new host memory; nothing is copied. Raises `HostMemoryFull`, `MemoryError`."""
-    stream = _copy_stream(registration.size_bytes, look)
+    Raises `HostMemoryFull`, `MemoryError`.
+    """
+    stream = _copy_stream(registration.size_bytes, look, left_bytes)
     return _over(registration, stream, stream.pieces)
 
 
-def _copy_stream(size_bytes: int, look: Callable[[], Room | None]) -> CopyStream:
-    footing = Footing(size_bytes, look)
+def _copy_stream(size_bytes: int, look: Callable[[], Room | None], left_bytes: int) -> CopyStream:
+    footing = Footing(size_bytes, look, SPARE_BYTES + left_bytes)
     address, owner = _memory(size_bytes)
     pieces = (Piece(0, size_bytes, address, "cpu", 0, (owner,)),) if size_bytes else ()
     return CopyStream(pieces, footing)

@@ -63,12 +63,13 @@ def copies_that_fit(size_bytes: int, found: Room | None) -> int:
 class Footing:
     """Memory that was allocated and is touched part by part: each part only while there is room for it."""
 
-    def __init__(self, size_bytes: int, look: Callable[[], Room | None] = room) -> None:
-        """Raises `HostMemoryFull` if all of it does not fit now."""
+    def __init__(self, size_bytes: int, look: Callable[[], Room | None] = room, spare_bytes: int = SPARE_BYTES) -> None:
+        """Raises `HostMemoryFull` if all of it does not fit now, or if less than `spare_bytes` would be left."""
         self.is_short = False  # once there was no room, there is none for this
         self._left_bytes = size_bytes  # not touched yet
         self._granted_bytes = 0
         self._look = look
+        self._spare_bytes = spare_bytes
         self._lock = Lock()
         self._check(size_bytes)
 
@@ -88,11 +89,11 @@ class Footing:
 
     def _check(self, size_bytes: int) -> None:
         found = self._look()
-        if found is not None and found.left_bytes < size_bytes + SPARE_BYTES:
+        if found is not None and found.left_bytes < size_bytes + self._spare_bytes:
             self.is_short = True
             needs, leaves = size_text(size_bytes), size_text(found.left_bytes)
             text = f"a host copy needs {needs} more, and {found.limit} leaves {leaves}"
-            raise HostMemoryFull(f"{text} ({size_text(SPARE_BYTES)} of that for all else)", hint=HINT)
+            raise HostMemoryFull(f"{text} ({size_text(self._spare_bytes)} of that for all else)", hint=HINT)
 
 
 def _host(proc: Path) -> Iterator[Room]:

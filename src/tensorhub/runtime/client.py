@@ -20,7 +20,6 @@ from ..core.errors import (
     HostMemoryFull,
     InvariantViolation,
     NotDrained,
-    TensorHubError,
     UsageError,
 )
 from ..core.manifest import Manifest
@@ -36,8 +35,8 @@ from .callers import Callers
 from .codec import encode
 from .config import Options
 from .driver import AFTER_DEADLINE_S, Driver, failed
-from .loops import in_thread, report_end
-from .questions import check_held, fetch_status, wait_for_holders, wait_for_version
+from .loops import in_thread
+from .questions import check_held, wait_for_holders, wait_for_version
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ T = TypeVar("T")
 
 IN_PLACE = "change tensors in place (copy_, load_state_dict without assign=True), or register() again after replacing"
 
-STATUS_S = 5.0  # nobody waits for it
 
 living: "WeakSet[Client]" = WeakSet()  # of this process; kept alive by the loop
 
@@ -61,7 +59,6 @@ class Client:
         self._hello = hello
         self._calling = ""
         self._closing: asyncio.Task[None] | None = None
-        self._warming: asyncio.Task[None] | None = None  # once for each register()
 
     async def start(self, deadline: float) -> None:
         """Connect. Raises `ServerUnreachable`, `ShardTaken`, `Refused`, `UsageError`."""
@@ -74,7 +71,6 @@ class Client:
         if self._calling or not worker.may_register:
             why = f"{self._calling} has not ended" if self._calling else f"version {worker.held} is held"
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
-        self._warming = None
         layout = LayoutInfo.of(registration.layout)
         length = len(encode(layout))
         if length > MAX_LAYOUT_BYTES:
@@ -169,9 +165,6 @@ class Client:
             published = await self.driver.call(Called("publish", version, deadline, manifest.root()))
             if self.driver.data.unserved is not None:
                 raise self.driver.data.unserved
-            if self._warming is None and self._hello.reliable:
-                self._warming = asyncio.get_running_loop().create_task(self._warm_up())
-                self._warming.add_done_callback(report_end)
             return published
 
     async def wait_for(self, spec: Spec, deadline: float) -> Version:
@@ -234,6 +227,7 @@ class Client:
             "sent_bytes": data.get("sent_bytes", 0),
             "host_bytes": driver.data.copies.used_bytes,
             "host_bytes_limit": driver.data.copies.limit_bytes,
+            "offloaded_bytes": driver.data.copies.offloaded_bytes,
             "connects": driver.line.connects,
             "is_connected": driver.line.is_connected,
             "transport": data,
@@ -254,15 +248,6 @@ class Client:
         if not await self.driver.until(lambda: worker.acknowledged >= number, deadline):
             text = f"{self.me}: the reference server has not heard of the pins {list(pins)} in time"
             raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
-
-    async def _warm_up(self) -> None:
-        """While what was published rests: if nobody else is reliable, this worker will have to make a copy of it."""
-        with contextlib.suppress(TensorHubError):  # then it is done when it is ordered
-            found = await fetch_status(self.options, model=self.me.model, deadline=time.monotonic() + STATUS_S)
-            replicas = [replica for model in found.models for replica in model.replicas]
-            others = [replica for replica in replicas if replica.name != self.me.replica]
-            if not any(worker.reliable for replica in others for worker in replica.workers):
-                await self.driver.data.copies.warm_up()
 
     def _why_in_vain(self) -> UsageError | None:
         """A call has waited long for shards that do not come: the mistake, where it waits for its own thread."""

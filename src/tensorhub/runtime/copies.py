@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-from ..core.errors import CorruptTransfer, TensorHubError, UsageError
+from ..core.errors import CorruptTransfer, HostMemoryFull, TensorHubError, UsageError
 from ..core.manifest import Manifest
 from ..core.messages import Failure
 from ..core.names import Digest, Version, WorkerId
@@ -55,6 +55,7 @@ class HostCopies:
         self._former: list[HostMemory] = []  # of tensors registered before, while there are copies of those
         self._contents: dict[Version, tuple[HostMemory, Content]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.offloaded_bytes = 0  # copied from registered memory, in all
         self.spoiled: Failure | None = None  # why what the tensors held could not be kept: they were freed
         self._is_closed = threading.Event()
         self._copying = threading.Lock()  # held by the thread that copies: one at a time, as the machine has it
@@ -71,12 +72,6 @@ class HostCopies:
             _log.info("%s: readers of this host cannot map them: %s", self.me, reason)
         return self._pool.most
 
-    async def warm_up(self) -> None:
-        """Have memory for a copy ready before one is ordered: its first touch takes ten times as long as the copy."""
-        pool = self._pool
-        if pool is not None:
-            await in_thread(lambda: pool.warm(self._is_closed.is_set), name="warm")
-
     @property
     def why_short(self) -> str:
         """What keeps it from making a copy, as far as that can be seen from here; empty if nothing does."""
@@ -87,13 +82,13 @@ class HostCopies:
         """What all copies together may take."""
         return self._pool.limit_bytes if self._pool is not None else 0
 
-    def content(self, version: Version, root: Digest) -> Content:
-        """What is there of that version, or memory for it. Raises `HostMemoryFull`."""
+    def content(self, version: Version, root: Digest, *, is_ahead: bool = False) -> Content:
+        """What is there of that version, or memory for it (ahead: if it can be spared). Raises `HostMemoryFull`."""
         found = self._contents.get(version)
         if found is not None:
             return found[1]
         assert self._pool is not None, "a host copy before register()"
-        content = Content(version, root, self.key(version), self._pool.take())
+        content = Content(version, root, self.key(version), self._pool.take(is_ahead=is_ahead))
         self._contents[version] = (self._pool, content)
         return content
 
@@ -114,8 +109,8 @@ class HostCopies:
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
-    def copy_out(self, held: Content) -> None:
-        """Offload what the registered memory holds."""
+    def copy_out(self, held: Content, *, is_ahead: bool = False) -> None:
+        """Offload what the registered memory holds; ahead of need where nobody waits for that."""
         manifest = held.manifest
         assert manifest is not None, "offload of what has no manifest"
 
@@ -145,15 +140,17 @@ class HostCopies:
                 raise CorruptTransfer(text, hint=UNPUBLISH)
 
         async def run() -> None:
-            failure = await self._try(copy)
+            failure = await self._try(copy, is_ahead=is_ahead)
             if failure is None:
+                self.offloaded_bytes += manifest.size_bytes
                 failure = self._served(content, manifest)
             self.spoiled = failure if gone else None
             self._tell(CopiedOut(held.version, failure))
 
         try:
-            content = self.content(held.version, held.root)
+            content = self.content(held.version, held.root, is_ahead=is_ahead)
         except TensorHubError as error:
+            self._say(error, is_ahead=is_ahead)
             failure = Failure(error.code, str(error), error.hint or "")
             asyncio.get_running_loop().call_soon(self._tell, CopiedOut(held.version, failure))
             return
@@ -215,7 +212,7 @@ class HostCopies:
         fill.begin(manifest.encode())
         return fill.accept
 
-    async def _try(self, work: Callable[[], None]) -> Failure | None:
+    async def _try(self, work: Callable[[], None], *, is_ahead: bool = False) -> Failure | None:
         def alone() -> None:
             with self._copying:
                 work()
@@ -229,9 +226,14 @@ class HostCopies:
             hint = error.hint or ""
             if isinstance(error, CorruptTransfer) and not hint:
                 hint = "were the published tensors changed in place? weights.check() tells"
-            _log.warning("%s: %s", self.me, error)
+            self._say(error, is_ahead=is_ahead)
             return Failure(error.code, str(error), hint)
         return None
+
+    def _say(self, error: TensorHubError, *, is_ahead: bool) -> None:
+        """Where there was no room for a copy that nobody needs yet, it is tried again when somebody does."""
+        is_harmless = is_ahead and isinstance(error, HostMemoryFull)
+        _log.log(logging.INFO if is_harmless else logging.WARNING, "%s: %s", self.me, error)
 
     def _served(self, content: Content, manifest: Manifest) -> Failure | None:
         """Let peers read a whole copy. A copy that nobody can read keeps nothing: then why."""

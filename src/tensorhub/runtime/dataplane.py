@@ -120,10 +120,10 @@ class DataPlane:
         self.registration = registration
         return self.copies.register(registration)
 
-    def copy_out(self, version: Version) -> None:
+    def copy_out(self, version: Version, *, is_ahead: bool) -> None:
         assert self.content is not None, "offload of nothing"
         assert self.content.version == version, "offload of another version"
-        self.copies.copy_out(self.content)
+        self.copies.copy_out(self.content, is_ahead=is_ahead)
 
     def copy_in(self, version: Version) -> None:
         assert self.registration is not None, "filling without registered memory"

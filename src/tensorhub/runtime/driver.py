@@ -232,8 +232,8 @@ class Driver:
                 self.data.start_serving(version, root)
             case StopServing(version=version):
                 self.data.stop_serving(version)
-            case CopyOut(version=version):
-                self.data.copy_out(version)
+            case CopyOut(version=version, is_ahead=is_ahead):
+                self.data.copy_out(version, is_ahead=is_ahead)
             case CopyIn(version=version):
                 self.data.copy_in(version)
             case DropCopy(version=version):

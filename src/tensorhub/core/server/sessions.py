@@ -1,7 +1,7 @@
 """How a session begins and ends in the server's tables. Called by the server machine, whose tables these are."""
 
 from ..messages import Hello, Report
-from ..names import Version
+from ..names import Shard, Version
 from . import apply, intake, rollcall
 from .catalog import Model, versions_in
 from .groups import Replica
@@ -25,6 +25,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     rollcall.begin(state, model, member, report)
     model.take_place(member.worker, hello.site, hello.host)
     if hello.reliable:
+        _note_company(state, model, hello.shard)
         model.reliable.setdefault(hello.shard, {})[member.worker] = None
     model.retain = max(state.settings.default_retain, model.retain, hello.retain)
     state.counters["sessions"] += 1
@@ -39,6 +40,7 @@ def end(state: State, member: Member, why: str) -> None:
     model.move(member.worker, member.content, None)
     replica.lose(member.shard, why)
     model.forget(member.worker)
+    _note_company(state, model, member.shard)
     model.leave_place(member.worker, member.hello.site, member.hello.host)
     state.members.remove(member.worker)
     rollcall.end(state, model, member)
@@ -53,6 +55,14 @@ def end(state: State, member: Member, why: str) -> None:
     state.mark_concerned_dirty(model, member, versions)
     state.mark_readers_dirty(member.worker)
     apply.offer_keeper(state, model, member)
+
+
+def _note_company(state: State, model: Model, shard: Shard) -> None:
+    """The only reliable worker of a shard will not be, or is now: what it has to copy ahead may be something else."""
+    reliable = model.reliable.get(shard, {})
+    member = state.members.get(next(iter(reliable))) if len(reliable) == 1 else None
+    if member is not None and (member.content.copies or member.report.copies_left):
+        state.mark_dirty(member.worker)
 
 
 def connect(state: State, hello: Hello, sender: str) -> None:

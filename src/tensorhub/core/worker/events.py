@@ -252,6 +252,7 @@ class CopyOut:
     """Copy the version from the registered memory to host memory and serve it there; answer with `CopiedOut`."""
 
     version: Version
+    is_ahead: bool = False  # nobody waits for it yet: only memory that can be spared is taken
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class HostCopies:
             return None
         self.copying, self.error = ("out", buffer.version), None
         self._make(buffer.version, buffer.root, published=buffer.published)
-        return CopyOut(buffer.version)
+        return CopyOut(buffer.version, is_ahead=isinstance(buffer, Holding))
 
     def copied_out(self, version: Version, failure: Failure | None) -> None:
         """The offload has ended."""

@@ -25,7 +25,7 @@ from ..groups import Replica
 from ..membership import Member
 from ..open_reads import OpenRead
 from ..state import State
-from . import election, established, witness
+from . import election, established, resting, witness
 
 
 class HostCopyOrders(NamedTuple):
@@ -81,7 +81,9 @@ def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
 
 def _ahead(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy ahead, while it holds it: when all leave it at once, nobody may have the time."""
-    return model.newest_established if established.is_keeper(model, member) else None
+    if established.is_keeper(model, member):
+        return model.newest_established
+    return resting.version_to_copy(model, member) if not state.is_recovering else None
 
 
 def _not_needed(state: State, model: Model, replica: Replica, member: Member) -> list[int]:
@@ -313,15 +315,11 @@ def _is_kept_elsewhere(
 
 
 def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRecord, member: Member) -> bool:
-    """It is the one copy of the newest established version, made ahead; what is fetched ahead comes before it."""
+    """It is the one copy of the newest established version, made ahead."""
     if member.report.closing or member.worker.replica in record.publishers:
         return False
-    if not _counts(state, model, member, record.version):
+    if not _counts(state, model, member, record.version) or _is_in_the_way(state, model, replica, record, member):
         return False
-    if member.stays(record.version) and not member.report.copies_left:
-        wished = _wanted_copies(state, model, replica, member)
-        if any(version != record.version and member.copy(version) is None for version in wished):
-            return False
     for worker in record.whole.get(member.shard, {}):
         other = state.members.get(worker)
         if other is None or worker.replica in record.publishers or other.report.closing:
@@ -330,6 +328,14 @@ def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRe
         if other.has_whole_copy(record.version) and rank < (not member.hello.reliable, member.worker):
             return False
     return True
+
+
+def _is_in_the_way(state: State, model: Model, replica: Replica, record: VersionRecord, member: Member) -> bool:
+    """There is no room for what is fetched ahead, which comes before what is copied ahead."""
+    if member.report.copies_left or not member.stays(record.version):
+        return False
+    wished = _wanted_copies(state, model, replica, member)
+    return any(version != record.version and member.copy(version) is None for version in wished)
 
 
 def _is_needed(
@@ -352,6 +358,8 @@ def _is_needed(
         return True
     record = model.look_up(version)
     if version == model.newest_established and not is_squeezed and _is_the_copy(state, model, replica, record, member):
+        return True
+    if resting.is_used(model, member, version) and not _is_in_the_way(state, model, replica, record, member):
         return True
     if not copy.whole:
         return False

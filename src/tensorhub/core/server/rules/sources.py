@@ -134,14 +134,15 @@ def _candidate(
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
     if not has_all and (not is_filling or (not from_host and retention.leaves_last(state, member))):
         return None  # it waits for a source itself, or for those who would read behind it
-    buffer, here, there = member.content.buffer, reader.hello, member.hello
+    buffer, copy, here, there = member.content.buffer, member.copy(version), reader.hello, member.hello
+    its_own = copy if from_host else buffer if isinstance(buffer, Holding | Withdrawing) else None
     avoided = reader.avoided.get(worker)
     return Candidate(
         worker=worker,
         load=state.reads.load(worker),
         is_full=has_all,
         done=0 if has_all else member.done(from_host=from_host, version=version),
-        published=not from_host and has_all and isinstance(buffer, Holding | Withdrawing) and buffer.published,
+        published=has_all and its_own is not None and its_own.published,
         is_withdrawing=facts.is_leaving(member, version, from_host),
         is_doubtful=facts.is_doubtful(state, member) or reader.left.get(worker, -inf) > state.now,
         is_slow=member.slow_until > state.now,

@@ -1,0 +1,46 @@
+"""What a publisher copies to its own host memory while what it has published rests.
+
+Where no other worker of its shard is reliable it will be the last reliable holder when it withdraws the version, and
+would have to offload it then, while its caller waits. So it makes the copy before it is needed, and `unpublish` copies
+nothing.
+
+Rules:
+- It is ordered only where there is room beside what is there, and beside what the caller wants fetched ahead.
+- The copy goes when another reliable worker has all of the version; when the version need not be kept any more; or when
+  another reliable worker has come and there is no more room, for the publisher may have to be its heir.
+"""
+
+from ...messages import Holding
+from ...names import Version
+from ..catalog import Model
+from ..membership import Member
+
+
+def version_to_copy(model: Model, member: Member) -> Version | None:
+    """What it is to copy now, or has copied, because nobody else reliable is there who could have it in time."""
+    version = _kept_here(model, member)
+    if version is None or len(model.reliable.get(member.shard, {})) > 1 or member.report.copy_error is not None:
+        return None
+    spare = 1 if member.report.prefetch is not None else 0
+    return version if member.copy(version) is not None or member.report.copies_left > spare else None
+
+
+def is_used(model: Model, member: Member, version: Version) -> bool:
+    """The copy that it has made, or is making, will spare it an offload."""
+    if version != _kept_here(model, member):
+        return False
+    reliable = model.reliable.get(member.shard, {})
+    if len(reliable) > 1 and not member.report.copies_left:
+        return False
+    whole = model.look_up(version).whole.get(member.shard, {})
+    return not any(other in whole and other not in model.closing for other in reliable if other != member.worker)
+
+
+def _kept_here(model: Model, member: Member) -> Version | None:
+    """The version that it has published, holds and would have to keep."""
+    buffer = member.content.buffer
+    if not isinstance(buffer, Holding) or not member.hello.reliable or member.report.closing:
+        return None
+    version = buffer.version
+    is_publisher = member.worker.replica in model.look_up(version).publishers
+    return version if is_publisher and version in model.retained() else None

@@ -1,0 +1,87 @@
+"""What a publisher is told to copy while its version rests, of which the transcripts show one case each."""
+
+from tensorhub.core.messages import Failure, Holding, HostCopy, Spec
+from tensorhub.core.names import Digest, Version
+from tensorhub.core.server.rules import resting
+
+from .kit import worker
+from .test_grants import ONE, ROOT, Town
+
+TRAINER, HEIR, SPOT = worker("trainer"), worker("heir"), worker("spot")
+HELD = {"buffer": Holding(ONE, ROOT, published=True)}
+COPY = HostCopy(1, ONE, ROOT, done=1, chunks=1, whole=True, published=True)
+
+
+def ordered(town: Town) -> Version | None:
+    """What the trainer is to copy, as it was last told."""
+    return town.orders[TRAINER].offload
+
+
+def lone(*, reliable: bool = True, **more: object) -> Town:
+    """A trainer that holds what it has published, beside a spot replica; room for one copy unless told otherwise."""
+    town = Town()
+    town.joins(SPOT, reliable=False)
+    town.joins(TRAINER, reliable=reliable)
+    town.says(TRAINER, **{**HELD, "copies_left": 1, **more})
+    return town
+
+
+def kept(town: Town) -> bool:
+    """Its copy will spare it an offload."""
+    model = town.server.state.models[TRAINER.model]
+    return resting.is_used(model, town.server.state.known(TRAINER), ONE)
+
+
+def test_the_only_reliable_holder_is_told_to_copy() -> None:
+    assert ordered(lone()) == ONE
+
+
+def test_a_holder_on_whom_nobody_relies_copies_nothing() -> None:
+    assert ordered(lone(reliable=False)) is None
+
+
+def test_where_there_is_no_room_nothing_is_ordered() -> None:
+    assert ordered(lone(copies_left=0)) is None
+
+
+def test_what_the_caller_wants_fetched_ahead_has_its_room() -> None:
+    wish: Spec = "latest"
+    assert ordered(lone(prefetch=wish)) is None
+    assert ordered(lone(prefetch=wish, copies_left=2)) == ONE
+
+
+def test_what_could_not_be_copied_is_not_ordered_again() -> None:
+    assert ordered(lone(copy_error=Failure("host-memory-full", "no room"))) is None
+
+
+def test_a_reliable_worker_that_comes_takes_the_order_back_and_one_that_goes_brings_it() -> None:
+    town = lone()
+    town.joins(HEIR)
+    assert ordered(town) is None
+    town.says(HEIR, leaving=True)
+    assert ordered(town) == ONE
+
+
+def test_the_copy_stays_until_another_reliable_worker_has_the_version() -> None:
+    town = lone(copies=(COPY,))
+    town.joins(HEIR)
+    assert kept(town)
+    town.says(HEIR, buffer=Holding(ONE, ROOT))
+    assert not kept(town)
+    assert town.orders[TRAINER].release == (1,)
+
+
+def test_without_more_room_the_copy_gives_way_to_what_a_reliable_worker_may_leave() -> None:
+    town = lone(copies=(COPY,), copies_left=0)
+    assert kept(town)
+    town.joins(HEIR)
+    assert not kept(town)
+
+
+def test_what_need_not_be_kept_is_not_copied() -> None:
+    town = lone()
+    other = worker("other")
+    town.joins(other, reliable=False)
+    town.says(other, buffer=Holding(Version(2), Digest("s"), published=True))
+    town.says(TRAINER, **HELD, copies_left=1)
+    assert ordered(town) is None
