@@ -322,10 +322,10 @@ def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRe
         return False
     for worker in record.whole.get(member.shard, {}):
         other = state.members.get(worker)
-        if other is None or worker.replica in record.publishers or other.report.closing:
+        if other is None or not other.has_whole_copy(record.version):
             continue
-        rank = (not other.hello.reliable, worker)
-        if other.has_whole_copy(record.version) and rank < (not member.hello.reliable, member.worker):
+        comes_first = (not other.hello.reliable, worker) < (not member.hello.reliable, member.worker)
+        if comes_first and established.may_keep(state, model, record, other):
             return False
     return True
 
