@@ -67,6 +67,14 @@ calls = st.one_of(
         st.just(Digest("")),
         st.none() | versions,
     ),
+    st.builds(
+        CallReport,
+        st.integers(0, 4),
+        st.just("update"),
+        st.just("prefetched"),
+        st.just(Digest("")),
+        st.none() | versions,
+    ),
 )
 failures = st.builds(
     TicketFailure,

@@ -35,7 +35,7 @@ def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refu
             return refusal
     if member is not None and member.hello.life != hello.life:
         return taken(state, member)
-    if report is not None and member is None and len(state.members) >= state.settings.most_workers:
+    if report is not None and len(state.members) >= state.settings.most_workers:
         return Refusal("refused", f"{len(state.members)} workers is the most here", "raise most_workers")
     return None
 

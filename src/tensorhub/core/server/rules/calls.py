@@ -215,10 +215,7 @@ def _prefetched(
     state: State, model: Model, replica: Replica, held: Version | None
 ) -> tuple[Version | None, Failure | None]:
     """The newest version of which each shard of the replica has a whole copy; or what they hold; or the latest."""
-    members = [state.known(worker) for worker in replica.members.values()]
-    if len(members) < replica.shards:
-        text = f"not all shards of {replica.name} are here: nobody knows what they have fetched ahead"
-        return None, _missing(replica) or Failure("group-incomplete", text, "is every shard running?")
+    members = [state.known(worker) for worker in replica.members.values()]  # all of them: it is of an update
     for version in sorted(model.versions, reverse=True):  # what somebody has a whole copy of exists
         if all(member.fills_itself(version) for member in members):
             return version, None
