@@ -128,6 +128,14 @@ def test_after_a_restart_who_lived_before_comes_before_somebody_new() -> None:
     assert code(town.joins("late", 0, 4, session=Number(6))) == "layout-mismatch"
 
 
+def test_after_a_restart_somebody_new_does_not_give_way_to_somebody_new() -> None:
+    town = Town(fresh=False)
+    assert town.joins("new", 0, 4) is None
+    assert town.hello("newer", 0, 2) is None, "a hello does not show yet who has lived before"
+    assert code(town.report("newer", 0)) == "layout-mismatch"
+    assert town.lives == [("new", 4)]
+
+
 def test_the_limit_on_models_holds_for_hellos_that_met() -> None:
     town = Town()
     for model in ("a", "b", "c"):

@@ -1,12 +1,23 @@
 """Boxes: what may be said of a tensor, and what is refused by name."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tensorhub.core.boxes import Box, GlobalTensor, boxes_of, checked, item_bytes, part_text, refuse_difference, whole
 from tensorhub.core.errors import LayoutMismatch, UsageError
 from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.placements import Replicated, Sharded, StridedSharded, boxes_of_placements, runs_of_placements
+from tensorhub.core.placements import (
+    Placement,
+    Replicated,
+    Sharded,
+    StridedSharded,
+    boxes_of_placements,
+    runs_of_placements,
+)
 from tensorhub.core.tile_manifest import TileManifest, decode_tile_manifest
 
 QKV = TensorSpec("qkv", "bfloat16", (12, 4), (4, 1), 0, 96)
@@ -120,6 +131,42 @@ def test_a_strided_shard_of_many_pieces_is_as_many_boxes() -> None:
     ]
 
 
+def pieces_of(indices: list[int], count: int) -> list[list[int]]:
+    """As `torch.chunk` cuts: pieces of ceil(length / count), the last ones shorter or empty."""
+    each = max(1, -(-len(indices) // count))
+    return [indices[each * piece : each * (piece + 1)] for piece in range(count)]
+
+
+def indices_of(extent: int, mesh: list[int], coordinate: list[int], placements: list[Placement]) -> list[int]:
+    """What the placements mean, one index after another."""
+    found = list(range(extent))
+    for count, rank, placement in zip(mesh, coordinate, placements, strict=True):
+        match placement:
+            case Sharded():
+                found = pieces_of(found, count)[rank]
+            case StridedSharded(split_factor=factor):
+                found = [each for piece in pieces_of(found, factor) for each in pieces_of(piece, count)[rank]]
+    return found
+
+
+PLACEMENTS = st.one_of(
+    st.just(Replicated()), st.just(Sharded(0)), st.builds(StridedSharded, st.just(0), st.integers(1, 5))
+)
+
+
+@given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), PLACEMENTS), max_size=3))
+@example(12, [(2, 1, StridedSharded(0, 3)), (2, 0, Sharded(0))])
+@example(6, [(1, 0, StridedSharded(0, 2))])  # every piece: one run
+def test_placements_mean_what_cutting_index_by_index_gives(extent: int, cuts: list[tuple[int, int, Placement]]) -> None:
+    mesh, coordinate = [count for count, _, _ in cuts], [rank % count for count, rank, _ in cuts]
+    placements = [placement for _, _, placement in cuts]
+    (runs,) = runs_of_placements("w", (extent,), mesh, coordinate, placements)
+    found = [first + each for first, count in runs for each in range(count)]
+    assert found == indices_of(extent, mesh, coordinate, placements)
+    assert all(count > 0 for _, count in runs)
+    assert all(first + count != following for (first, count), (following, _) in pairwise(runs)), "two runs that are one"
+
+
 def test_a_manifest_of_tiles_travels_and_is_judged() -> None:
     manifest = TileManifest("layout", "grid", "xxh3-128", 2, bytes(range(32)))
     assert decode_tile_manifest(manifest.encode()) == manifest
@@ -129,8 +176,11 @@ def test_a_manifest_of_tiles_travels_and_is_judged() -> None:
         TileManifest("l", "g", "xxh3-128", 3, bytes(32)),
         TileManifest("l", "g", "none", 1, bytes(16)),
         TileManifest("l", "g", "xxh3-128", -1, b""),
+        TileManifest("l", "g", "none", -1, b""),
     ):
         with pytest.raises(UsageError, match="manifest of"):
             decode_tile_manifest(wrong.encode())
+    nothing = TileManifest("l", "g", "xxh3-128", 0, b"")  # of a shard that has no part of any tensor
+    assert decode_tile_manifest(nothing.encode()) == nothing
     with pytest.raises(UsageError, match="malformed"):
         decode_tile_manifest(b"\x93")

@@ -336,6 +336,14 @@ def test_whatever_is_not_in_the_table_is_our_bug_and_says_what_was_to_happen(tri
     assert it.buffer == buffer
 
 
+@pytest.mark.parametrize("is_stopping", [True, False])
+def test_only_what_is_being_stopped_may_have_stopped(is_stopping: bool) -> None:
+    it = RegisteredMemory(worker("rollout"), Withdrawing(ONE, ROOT), serving=ONE, is_stopping=is_stopping)
+    with pytest.raises(InvariantViolation, match="stopped, but it serves 1"):
+        it.serving_stopped(TWO if is_stopping else ONE, is_leaving=False)
+    assert (it.buffer, it.serving) == (Withdrawing(ONE, ROOT), ONE)
+
+
 def test_every_trigger_is_tried_where_it_may_not_happen() -> None:
     assert sorted(TRIGGERS) == sorted({trigger for trigger, _, _ in TABLE})
 

@@ -82,6 +82,14 @@ def test_latest_counts_back_over_versions_that_exist() -> None:
         assert failure.code == "version-unavailable"
 
 
+def test_a_version_that_was_held_before_it_existed_is_the_latest_once_it_does() -> None:
+    found = model()
+    found.move(worker("a"), content(Empty()), content(Holding(Version(7), ROOT)))
+    assert found.latest is None, "not all shards have published it"
+    assert found.note_exists(Version(7))
+    assert found.latest == Version(7)
+
+
 def test_what_nobody_has_is_lost_and_not_the_latest() -> None:
     found = model()
     hold(found, 3, "a")

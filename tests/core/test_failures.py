@@ -5,6 +5,7 @@ import pytest
 from tensorhub.core.messages import CallReport, Filling, Holding, Orders, Report, TicketFailure
 from tensorhub.core.names import Digest, Ticket, Version, WorkerId
 from tensorhub.core.server import Server, facts
+from tensorhub.core.server.rules import sources
 from tensorhub.core.settings import Settings
 
 from .kit import hello, worker
@@ -26,7 +27,7 @@ class Cluster:
         self.done, self.orders = 0, None
         self.heard: dict[WorkerId, Orders] = {}
         for who in (*holders, READER):
-            self.server.handle(hello(who), sender=str(who), now=self.now)
+            self.server.handle(hello(who, host=who.replica), sender=str(who), now=self.now)
         for who in holders:
             self.hold(who)
         self.tell()
@@ -157,6 +158,18 @@ def test_a_reset_of_the_one_that_lives_is_no_end_among_the_dead() -> None:
     assert cluster.error is None
     cluster.pass_time(3)
     assert cluster.source == TRAINER
+
+
+def test_among_very_many_one_that_failed_keeps_nobody_from_the_others() -> None:
+    """Not all of them are looked at then."""
+    many = [worker(f"relay-{number:03}") for number in range(sources.MAX_ALL + 4)]
+    cluster = Cluster(*many)
+    asked = []
+    for _ in range(3):
+        asked.append(cluster.source)
+        cluster.fail()
+        cluster.hold(asked[-1])  # it lives, and says so
+    assert asked == many[:3]
 
 
 def test_what_one_reader_has_learned_of_a_source_helps_the_next() -> None:

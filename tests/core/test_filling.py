@@ -41,3 +41,13 @@ def test_a_buffer_that_had_begun_to_be_read_is_filled_from_the_copy() -> None:
     assert it.wants(events.CopyIn(ONE))
     it.tell(events.CopiedIn(ONE))
     assert it.worker.buffer == Holding(ONE, Digest("r"))
+
+
+def test_a_copy_that_only_the_call_wanted_is_read_no_more_once_that_is_over() -> None:
+    it = Conversation.begun(max_copies=1)
+    it.tell(events.Called("replicate", "latest", deadline=60.0))
+    ahead = replace(grant(2), to_host=True)
+    it.tell(events.Received(orders(2, grant=ahead, answer=it.resolved(1))))
+    assert it.wants(events.StartRead(ahead))
+    it.tell(events.Cancelled())
+    assert it.wants(events.StopRead(Ticket(2)))

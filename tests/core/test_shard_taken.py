@@ -63,3 +63,14 @@ def test_another_shard_of_the_replica_is_somebody_else() -> None:
     for shard in (0, 1):
         outbox = server.handle(hello(worker("trainer", shard), shards=2), sender=str(shard), now=0.0)
         assert outbox == []
+
+
+def test_of_two_that_said_hello_together_the_second_does_not_speak_for_the_first() -> None:
+    server = Server(SETTINGS, 0.0, 1, fresh=True)
+    for life in ("first", "second"):
+        server.handle(hello(ME, life=life), sender=life, now=0.0)
+    server.handle(report(1), sender="first", now=0.0)
+    for number in (2, 3):  # whatever it says, the same as the first one too
+        outbox = server.handle(report(number), sender="second", now=1.0)
+        assert [message.code for _, message in outbox if isinstance(message, Refusal)] == ["shard-taken"]
+    assert server.state.known(ME).lease_end == SETTINGS.lease_s, "its own silence is not hidden by another's words"

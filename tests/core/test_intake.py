@@ -1,0 +1,191 @@
+"""What a report changes, and what one changes that a lost or late message came before."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from tensorhub.core.messages import (
+    CallReport,
+    Failure,
+    Filling,
+    Grant,
+    Holding,
+    HostCopy,
+    Reading,
+    Report,
+    Roster,
+    TicketFailure,
+    Withdrawing,
+)
+from tensorhub.core.names import Digest, Number, Ticket, Version
+from tensorhub.core.server import intake
+
+from .kit import worker
+from .town import Town
+
+ONE, TWO, ROOT = Version(1), Version(2), Digest("r")
+TRAINER, READER, SPOT = worker("trainer"), worker("reader"), worker("spot")
+
+
+def granted(town: Town) -> Grant:
+    grant = town.orders[READER].grant
+    assert grant is not None
+    return grant
+
+
+def begins_to_read(town: Town) -> Reading:
+    """The reader is in `replicate(1)`, and reads that from whoever is the best source."""
+    call = CallReport(1, "replicate", 1)
+    town.says(READER, call=call)
+    grant = granted(town)
+    reading = Reading(grant.ticket, grant.source, ONE)
+    town.says(READER, buffer=Filling(ONE), call=replace(call, resolved=ONE), reading=reading)
+    return reading
+
+
+# --- what is news -----------------------------------------------------------------------------------------------------
+
+WITH_EVERY_REPORT = ("number", "seen", "closed", "received_bytes", "ceiling", "ceiling_receipt", "roster")
+NEWS: dict[str, Any] = {
+    "session": Number(2),
+    "buffer": Filling(ONE),
+    "layout": Digest("other"),
+    "size_bytes": 1,
+    "call": CallReport(1, "replicate", 1),
+    "ended": 1,
+    "finished": 1,
+    "reading": Reading(Ticket(1), TRAINER, ONE),
+    "newest": ONE,
+    "failures": (TicketFailure(Ticket(1), TRAINER, "source-lost", "reset"),),
+    "cross_site_bytes": {1: 100},
+    "copies": (HostCopy(1, ONE, ROOT),),
+    "copies_left": 1,
+    "copy_error": Failure("internal", "no memory"),
+    "pins": (ONE,),
+    "prefetch": "latest",
+    "newest_receipt": "receipt",
+    "receipts": {1: "receipt"},
+    "closing": True,
+    "leaving": True,
+    "claim": ONE,
+    "stops": True,
+}
+
+
+@pytest.mark.parametrize("field", NEWS)
+def test_whatever_a_worker_says_anew_is_more_than_that_it_lives(field: str) -> None:
+    said = replace(Report(2), **{field: NEWS[field]})
+    assert not intake.is_same(said, Report(1))
+    if field != "leaving":  # which is said once
+        assert intake.is_same(replace(said, number=3), said)
+
+
+def test_what_changes_with_every_report_is_no_news() -> None:
+    said = Report(
+        2, Number(0), Number(5), closed=Ticket(3), received_bytes={"a": 7}, ceiling=Number(9), ceiling_receipt="receipt"
+    )
+    assert intake.is_same(replace(said, roster=Roster(Number(4), 1, "digest", "receipt")), Report(1))
+
+
+def test_every_field_of_a_report_is_one_or_the_other() -> None:
+    assert sorted([*WITH_EVERY_REPORT, *NEWS]) == sorted(Report.__struct_fields__)
+
+
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_read_that_its_session_did_not_outlive_does_not_come_back_with_its_reader() -> None:
+    town = Town(lease_s=4.0, report_s=1.0)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER)
+    reading, session = begins_to_read(town), town.orders[READER].session
+    for second in range(1, 6):
+        town.until(float(second))
+        town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    assert READER not in town.server.state.members
+    call = CallReport(1, "replicate", 1, resolved=ONE)
+    town.says(READER, buffer=Filling(ONE), call=call, reading=reading)
+    assert town.orders[READER].session > session
+    assert [read.ticket for read in town.server.state.reads.of(READER)] == [granted(town).ticket]
+    assert granted(town).ticket > reading.ticket, "nothing granted before counts"
+
+
+def test_what_came_before_its_buffer_was_free_is_no_measure_of_a_read() -> None:
+    town = Town(default_retain=0, report_s=1.0, slow_s=3.0)
+    town.joins(SPOT, buffer=Holding(TWO, ROOT))
+    town.joins(READER, buffer=Holding(ONE, ROOT))
+    call = CallReport(1, "update", 2)
+    town.says(READER, buffer=Holding(ONE, ROOT), call=call)
+    call, reading = replace(call, resolved=TWO), Reading(granted(town).ticket, SPOT, TWO)
+    rates: list[float | None] = []
+    for second in range(1, 8):
+        town.until(float(second))
+        town.says(SPOT, buffer=Holding(TWO, ROOT))
+        if second <= 3:
+            opened = replace(reading, is_opened=True)
+            town.says(READER, buffer=Withdrawing(ONE, ROOT), call=call, reading=opened)
+        else:
+            arrived = replace(reading, arrived_bytes=4 * (second - 3))
+            town.says(READER, buffer=Filling(TWO, second - 3, 100), call=call, reading=arrived)
+        (read,) = town.server.state.reads.of(READER)
+        rates.append(read.pace.rate)
+    assert rates == [None] * 6 + [4.0], "it has been filled for 3 s only by then"
+
+
+def test_a_read_whose_source_is_gone_by_its_end_is_no_measure_of_others() -> None:
+    """Over what distance it came nobody knows any more: from its own host it would be many times as fast."""
+    town = Town(lease_s=4.0, report_s=1.0)
+    town.joins(SPOT, host="h", reliable=False, buffer=Holding(ONE, ROOT))
+    town.joins(READER, host="h")
+    reading = begins_to_read(town)
+    call = CallReport(1, "replicate", 1, resolved=ONE)
+    for second in range(1, 6):
+        town.until(float(second))
+        town.says(READER, buffer=Filling(ONE, second, 6), call=call, reading=reading)
+    assert SPOT not in town.server.state.members
+    town.says(READER, buffer=Holding(ONE, ROOT), call=call, closed=reading.ticket)
+    assert town.orders[READER].answer.finished
+    assert town.server.state.models[READER.model].lately == {}
+
+
+def test_a_chunk_that_came_is_counted_though_reads_had_failed_before_there_was_a_buffer_for_it() -> None:
+    town = Town(most_failures=2, avoid_s=0.5, report_s=1.0)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER)
+    call, failures = CallReport(1, "replicate", 1), []
+    town.says(READER, call=call)
+    for second, buffer in enumerate((None, None, Filling(ONE, 1, 4), Filling(ONE, 1, 4)), start=1):
+        ticket = granted(town).ticket
+        failures.append(TicketFailure(ticket, TRAINER, "source-lost", "reset by peer"))
+        more = {"buffer": buffer} if buffer is not None else {}
+        said = {"call": replace(call, resolved=ONE), "closed": ticket, "failures": tuple(failures), **more}
+        town.says(READER, **said)
+        assert town.orders[READER].answer.error is None, f"the failure number {second}"
+        town.until(float(second))
+        town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+        town.says(READER, **said)
+
+
+# --- what a worker has ------------------------------------------------------------------------------------------------
+
+
+def test_that_one_version_was_drained_is_no_word_about_the_next() -> None:
+    """The worker may leave what came next before the server hears that it had come."""
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), copies_left=1)
+    town.joins(READER, buffer=Holding(ONE, ROOT))
+    town.says(TRAINER, buffer=Withdrawing(ONE, ROOT, published=True), copies_left=1)
+    assert town.orders[TRAINER].drained == ONE
+    town.says(TRAINER, buffer=Withdrawing(TWO, ROOT, published=True), copies_left=1)
+    assert (town.orders[TRAINER].drained, town.orders[TRAINER].offload) == (None, TWO)
+
+
+def test_what_came_from_other_sites_is_counted_once_and_to_the_byte() -> None:
+    town = Town()
+    town.joins(TRAINER, site="a", buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, site="b")
+    for received in (100, 100, 150):
+        town.says(READER, cross_site_bytes={1: received})
+    (version,) = town.server.status(now=town.now).models[0].versions
+    assert version.cross_site_bytes == {"b": 150}

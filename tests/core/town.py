@@ -1,0 +1,56 @@
+"""A reference server, and workers that say whatever a test has them say."""
+
+from msgspec.structs import replace
+
+from tensorhub.core.messages import LayoutInfo, Orders
+from tensorhub.core.names import Number, WorkerId
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
+
+from .kit import LAYOUT, hello, report
+
+MOST_CALLS = 20  # in a second
+
+
+class Town:
+    """A server and workers that report what the test says."""
+
+    def __init__(self, *, default_retain: int = 1, **settings: object) -> None:
+        chosen = Settings(default_retain=default_retain, **settings)  # type: ignore[arg-type]
+        self.server = Server(chosen, 0.0, 1, fresh=True)
+        self.now = 0.0
+        self.numbers: dict[WorkerId, int] = {}
+        self.orders: dict[WorkerId, Orders] = {}
+        self.told: dict[WorkerId, dict] = {}
+
+    def joins(self, who: WorkerId, *, site: str = "", host: str = "", reliable: bool = True, **more: object) -> None:
+        me = replace(hello(who, site=site, host=host), reliable=reliable, prefetch="never")
+        for message in (me, LayoutInfo.of(LAYOUT)):
+            self._hear(self.server.handle(message, sender=str(who), now=self.now))
+        self.says(who, **more)
+
+    def says(self, who: WorkerId, **more: object) -> None:
+        self.numbers[who], self.told[who] = self.numbers.get(who, 0) + 1, more
+        heard = self.orders.get(who)
+        known = {"session": heard.session, "roster": heard.roster} if heard is not None else {"session": Number(0)}
+        more = {**known, "layout": LAYOUT.digest(), "size_bytes": LAYOUT.size_bytes, **more}
+        told = report(self.numbers[who], **more)
+        self._hear(self.server.handle(told, sender=str(who), now=self.now))
+
+    def until(self, now: float) -> None:
+        for _ in range(MOST_CALLS):
+            if self.server.next_deadline() > now:
+                break
+            self.now = max(self.now, self.server.next_deadline())
+            self._hear(self.server.tick(now=self.now))
+        else:
+            raise AssertionError(f"{self.server.next_deadline()} again and again")
+        self.now = now
+
+    def _hear(self, said: list) -> None:
+        for sender, message in said:
+            assert isinstance(message, Orders)
+            self.orders.update({who: message for who in self.numbers if str(who) == sender})
+        self.server.check_invariants()
+        for who in [who for who in self.numbers if str(who) in dict(said) and self.orders[who].witness]:
+            self.says(who, **self.told[who])
