@@ -28,6 +28,9 @@ C_NAMES = {
     shapes.StreamState: "stream_t",
     shapes.ServeState: "serve_t",
     shapes.DigestState: "digest_t",
+    shapes.Loop: "loop_t",
+    shapes.Keep: "keep_t",
+    shapes.Parcels: "parcels_t",
 }
 
 

@@ -279,7 +279,7 @@ def test_connections_may_begin_and_end_while_others_are_counted(
     server, (first, second) = TcpServer(TcpSettings()), wires
     served, ended = cast(Served, SimpleNamespace(sent_bytes=0)), []
     other = threading.Thread(
-        target=lambda: ended.append(server._serve_natively(second, served, cast(Conversation, Moving()))), daemon=True
+        target=lambda: ended.append(server.serve_natively(second, served, cast(Conversation, Moving()))), daemon=True
     )
 
     def begin() -> None:

@@ -34,8 +34,12 @@ class AnnouncingServer(TcpServer):
         end = start + 1
         while end < stop and progress.has(end):
             end += 1
-        wire.send_frame(READY, start, [COUNT.pack(end - start)])
+        self.announce(wire, start, end)
         return end
+
+    def announce(self, wire: Wire, start: int, stop: int) -> None:
+        """Say that chunks, or parcels, [start, stop) are there."""
+        wire.send_frame(READY, start, [COUNT.pack(stop - start)])
 
     def heard(self, wire: Wire, served: Served, number: int) -> None:
         """The reader has read that many bytes on this connection, so it says."""

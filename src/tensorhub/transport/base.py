@@ -12,16 +12,21 @@ contract suite checks for each:
 3. No wait is unbounded: a peer that says nothing for `silence_s` is lost. A source that has nothing to send says so at
    least every `silence_s / 4`.
 4. Whatever a peer sends, nothing but its own connection suffers.
+
+A sink that is `Piecewise` (`parcels`) reads parts of what is exported: what is said of chunks holds for its parcels.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..core.errors import TensorHubError
 from .gates import Gate, Until
 from .progress import Progress
+
+if TYPE_CHECKING:
+    from .parcels import Scatter
 
 MOST_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
 
@@ -109,6 +114,7 @@ class Terms:
     progress: Progress  # marked with every chunk that counts
     gates: tuple[Gate, ...]  # while all are open, chunks count
     until: Until | None = None  # and not from this moment on
+    scatter: "Scatter | None" = None  # of a read of pieces: `digests` are of its tiles, `progress` of its parcels
 
 
 @runtime_checkable

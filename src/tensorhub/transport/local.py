@@ -29,8 +29,10 @@ from ..core.errors import TransportMissing
 from .base import OnEnd, Sink
 from .local_host import allow_readers, here, parse_endpoint
 from .local_memory import probe_self
-from .local_reader import LocalRead
+from .local_pieces import LocalPieces
+from .local_reader import LocalRead, LocalStream
 from .local_server import LocalServer
+from .parcels import Piecewise
 from .tcp import TcpTransport
 from .tcp_reader import TcpRead
 from .tcp_server import TcpServer
@@ -88,7 +90,8 @@ class LocalTransport(TcpTransport):
             raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
-        return LocalRead(self.settings, endpoint, key, sink, ending, self._place, maps=self._maps)
+        streams = LocalPieces if isinstance(sink, Piecewise) else LocalStream
+        return LocalRead(self.settings, endpoint, key, sink, ending, self._place, maps=self._maps, streams=streams)
 
     def why_not(self, endpoint: str) -> str | None:
         try:

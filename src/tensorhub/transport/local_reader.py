@@ -29,7 +29,8 @@ from .local_memory import REFUSED, Call, Lost, Process, Token, refused
 from .local_server import SEAL, credentials_of
 from .located import Located
 from .native import shapes
-from .native_read import LOCAL_TILE_BYTES, Mover, mover_for, table_of
+from .native_read import LOCAL_TILE_BYTES, Mover, mover_for
+from .rows import Placed, table_of
 from .sealed import Unmappable, moved_to
 from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
@@ -59,7 +60,7 @@ class Remote:
     ) -> None:
         """`bridged` is given if that is the faster way to read it; `is_mapped` if the addresses are of ours."""
         self._process = process
-        self._addresses = addresses
+        self.addresses = addresses
         self._bridged = bridged
         self._token = Token(seal_address, seal)
         self._call = Call(process.pid)
@@ -69,13 +70,13 @@ class Remote:
         """The same for another thread."""
         token = self._token
         return Remote(
-            self._process, self._addresses, self._bridged, token.address, token.value, is_mapped=self.is_mapped
+            self._process, self.addresses, self._bridged, token.address, token.value, is_mapped=self.is_mapped
         )
 
     def read_view(self, start: int, view: memoryview, ours: Addresses, look: Look | None) -> None:
         """What is now at `start` of the stream into the view that is there in ours; both may lie in several pieces."""
         stop = start + len(view)
-        theirs_at, ours_at = self._addresses.whole(start, stop), ours.whole(start, stop)
+        theirs_at, ours_at = self.addresses.whole(start, stop), ours.whole(start, stop)
         if not theirs_at or not ours_at:
             self.read(start, stop, ours)
             if look is not None:
@@ -85,16 +86,24 @@ class Remote:
             self._process.read_piece(theirs_at, ours_at, view, look, self._call)
 
     @property
+    def is_native(self) -> bool:
+        """The mover can read it."""
+        return self._process.pidfd >= 0
+
+    @property
     def is_sealed(self) -> bool:
         """The export has not ended, and this is still the process that made it."""
         return self._process.has(self._token, self._call)
 
-    def read(self, start: int, stop: int, ours: Addresses) -> None:
-        """Copy what is there now; `is_sealed` tells if it counts. Raises `TransportMissing` if it never can work."""
+    def read(self, start: int, stop: int, ours: Addresses, theirs: Addresses | None = None) -> None:
+        """Copy what is there now, or at `theirs`; `is_sealed` tells if it counts.
+
+        Raises `TransportMissing` if it never can work.
+        """
         with self._explained():
-            if self._bridged is not None:
+            if self._bridged is not None and theirs is None:
                 start = self._process.read_bridged(start, stop, self._bridged)
-            self._process.read(start, stop, self._addresses, ours, self._call)
+            self._process.read(start, stop, theirs or self.addresses, ours, self._call)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -109,7 +118,7 @@ class Remote:
         """For the mover, which must not outlive this."""
         state.is_local, state.pid, state.pidfd = 1, self._process.pid, self._process.pidfd
         state.is_mapped = self.is_mapped
-        state.theirs = table_of(self._addresses)
+        state.theirs = table_of(self.addresses)
         state.seal_address = self._token.address
         state.seal[:] = self._token.value
 
@@ -130,6 +139,7 @@ class LocalJob(Job):
         self.remote: Remote | None = None
         self.process: Process | None = None
         self.mapped: Mapped | None = None
+        self.placed: Placed | None = None  # of a read of pieces: where they lie at the source
 
     def refused(self, refusal: Refusal) -> TensorHubError:
         if refusal.code in _CANNOT:
@@ -158,16 +168,18 @@ class LocalRead(TcpRead):
         place: Place,
         *,
         maps: bool,
+        streams: "type[LocalStream]",
     ) -> None:
         self._place = place
         self._maps = maps
+        self._kind = streams
         super().__init__(settings, endpoint, key, sink, ending)
 
     def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
         return LocalJob(settings, endpoint, key, sink, maps=self._maps)
 
     def opened(self, index: int) -> AbstractContextManager[Stream]:
-        return opened(self.job, index, self._dial, LocalStream)
+        return opened(self.job, index, self._dial, self._kind)
 
     @property
     def path(self) -> str:
@@ -289,11 +301,10 @@ class LocalStream(Stream):
         return remote
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
-        remote, process = self._its.remote, self._its.process
-        if remote is None or process is None or process.pidfd < 0:
+        if self._its.remote is None or not self._its.remote.is_native:
             return None
         job = self.job
-        return mover_for(job.settings, job.sink, wanted, streams, LOCAL_TILE_BYTES)
+        return mover_for(job.settings, job.sink, wanted, streams, LOCAL_TILE_BYTES, job.parcels)
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
         """With whose memory is read, and where."""
@@ -330,10 +341,7 @@ class LocalStream(Stream):
 
     def transfer(self, start: int, stop: int, views: Sequence[memoryview], look: Look | None) -> None:
         """Large pieces one by one and through the core's cache; small ones all in one call."""
-        if self._remote is None:
-            assert self._its.remote is not None, "bytes before addresses"
-            self._remote = self._its.remote.again()
-        remote, ours = self._remote, self._its.ours
+        remote, ours = self._have_remote(), self._its.ours
         try:
             if ours is None or len(views) > 1 + (stop - start) // SMALL_BYTES:
                 super().transfer(start, stop, views, look)
@@ -343,6 +351,13 @@ class LocalStream(Stream):
                 start += len(view)
         except Lost as error:
             raise self._left() from error
+
+    def _have_remote(self) -> Remote:
+        """The source's memory, for this thread."""
+        if self._remote is None:
+            assert self._its.remote is not None, "bytes before addresses"
+            self._remote = self._its.remote.again()
+        return self._remote
 
     def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         assert self._remote is not None
@@ -355,6 +370,9 @@ class LocalStream(Stream):
                 raise self._left()
         except Lost as error:
             raise self._left() from error
+        self._count_read(size_bytes)
+
+    def _count_read(self, size_bytes: int) -> None:
         self._read_bytes += size_bytes
         if not self.asked and self._read_bytes > self._told_bytes:  # perhaps the last: nothing may be left to ask for
             self._tell()

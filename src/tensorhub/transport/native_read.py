@@ -16,8 +16,10 @@ from ..core.manifest import DIGEST_BYTES, chunk_count
 from .base import Sink, Terms, Trusting
 from .located import bare_addresses
 from .native import load, shapes
+from .native_pieces import Goal, goal_of_parcels
+from .parcels import Parcels
+from .rows import table_of
 from .tcp_settings import TcpSettings
-from .vectors import Addresses
 
 TELL_EVERY_S = 0.05  # 20 times a second is as fast as anybody looks
 WAIT_S = 60.0  # nothing happens at its end
@@ -32,29 +34,30 @@ class Mover:
         self,
         library: load.Library,
         settings: TcpSettings,
-        sink: Sink,
         terms: Terms,
         wanted: Sequence[int],
-        ours: Addresses,
+        goal: Goal,
         streams: int,
         tile_bytes: int,
     ) -> None:
-        chunk_bytes = sink.chunk_bytes
-        count = chunk_count(ours.stop, chunk_bytes)
+        chunk_bytes = goal.chunk_bytes
         most = max(2, min(settings.ahead_bytes // chunk_bytes, shapes.MAX_AHEAD))
         self._library = library
         self._told_bytes = 0
         self._wanted = array("Q", wanted)
-        self._doubted = (ctypes.c_ubyte * count)()
+        self._doubted = (ctypes.c_ubyte * goal.count)()
         self._digests = ctypes.c_char_p(terms.digests) if terms.digests is not None else None
-        self._held = (ours, terms, sink.stream)
+        self._held = (goal, terms)
+        self._scratch_bytes = goal.scratch_bytes
+        self._scratch: list[ctypes.Array[ctypes.c_ubyte]] = []
         assert terms.progress.marks is not None, "the mover without its marks"
         self.state = shapes.ReadState(
-            ours=table_of(ours),
+            ours=goal.table,
             chunk_bytes=chunk_bytes,
             wanted=self._wanted.buffer_info()[0],
             wanted_count=len(wanted),
             digests=ctypes.cast(self._digests, ctypes.c_void_p) if self._digests is not None else None,
+            parcels=ctypes.pointer(goal.parcels) if goal.parcels is not None else None,
             progress=ctypes.pointer(terms.progress.marks),
             until=terms.until.address if terms.until is not None else None,
             doubted=ctypes.addressof(self._doubted),
@@ -76,7 +79,11 @@ class Mover:
 
     def stream(self, descriptor: int) -> shapes.StreamState:
         """One more connection; whoever runs it keeps the descriptor open until it has ended."""
-        return shapes.StreamState(read=ctypes.pointer(self.state), descriptor=descriptor, pidfd=-1, status=-1)
+        state = shapes.StreamState(read=ctypes.pointer(self.state), descriptor=descriptor, pidfd=-1, status=-1)
+        if self._scratch_bytes:
+            self._scratch.append((ctypes.c_ubyte * self._scratch_bytes)())
+            state.scratch = ctypes.addressof(self._scratch[-1])
+        return state
 
     def start(self, stream: shapes.StreamState) -> None:
         """In a thread of the library's. Raises `RuntimeError` if the process may start no more."""
@@ -120,6 +127,7 @@ def mover_for(
     wanted: Sequence[int],
     streams: int,
     tile_bytes: int,
+    parcels: Parcels | None = None,
 ) -> Mover | None:
     """The mover for this read; None where Python brings the bytes: no library, or a sink that wants to see each chunk.
 
@@ -131,16 +139,17 @@ def mover_for(
     terms = sink.terms()
     if terms is None or terms.progress.marks is None or len(terms.gates) > shapes.MAX_GATES:
         return None
-    ours = bare_addresses(sink.stream)
-    count = chunk_count(sink.stream.size_bytes, sink.chunk_bytes)
-    if ours is None or ours.stop != sink.stream.size_bytes or terms.progress.chunk_count != count:
+    goal = _goal_of_chunks(sink) if parcels is None else goal_of_parcels(terms, parcels)
+    if goal is None or terms.progress.chunk_count != goal.count:
         return None
-    if terms.digests is not None and len(terms.digests) != count * DIGEST_BYTES:
+    if terms.digests is not None and len(terms.digests) != goal.digest_count * DIGEST_BYTES:
         return None
-    return Mover(library, settings, sink, terms, wanted, ours, streams, tile_bytes)
+    return Mover(library, settings, terms, wanted, goal, streams, tile_bytes)
 
 
-def table_of(addresses: Addresses) -> shapes.Table:
-    """For the library. `addresses` must outlive its use."""
-    pairs, starts = addresses.pairs.buffer_info()[0], addresses.starts.buffer_info()[0]
-    return shapes.Table(pairs=pairs, starts=starts, count=addresses.count, size=addresses.stop)
+def _goal_of_chunks(sink: Sink) -> Goal | None:
+    stream, chunk_bytes = sink.stream, sink.chunk_bytes
+    ours, count = bare_addresses(stream), chunk_count(stream.size_bytes, chunk_bytes)
+    if ours is None or ours.stop != stream.size_bytes:
+        return None
+    return Goal(table_of(ours), count, chunk_bytes, count, (ours, stream))

@@ -13,12 +13,12 @@ import os
 from . import tcp_wire
 from .located import bare_addresses
 from .native import load, shapes
-from .native_read import table_of
+from .parcels import Parcels
+from .rows import BadRow, Placed, table_of
 from .tcp_lend import Pipe, Unlendable
 from .tcp_served import Served
 from .tcp_settings import TcpSettings
 from .tcp_wire import Garbled, Silent, Vanished, Wire
-from .vectors import Addresses
 from .wire_errors import WireError, lost
 
 
@@ -30,13 +30,13 @@ class Conversation:
         library: load.Library,
         wire: Wire,
         served: Served,
-        addresses: Addresses | None,
+        held: object,
         state: shapes.ServeState,
     ) -> None:
         self._library = library
         self._wire = wire
         self._served = served
-        self._addresses = addresses
+        self._held = held
         self._state = state
 
     def run(self) -> str:
@@ -88,7 +88,7 @@ class Conversation:
         if state.length > tcp_wire.MAX_WANT_BYTES:
             return Garbled(f"a frame of {state.length} B, where {tcp_wire.MAX_WANT_BYTES} B are the limit")
         try:
-            ranges = self._wire.decode_want(bytes(state.words[: state.length]), self._served.chunk_count)
+            ranges = self._wire.decode_want(bytes(state.words[: state.length]), int(state.chunk_count))
         except Garbled as error:
             return error.with_traceback(None)
         if len(ranges) > shapes.MAX_RANGES:
@@ -97,21 +97,42 @@ class Conversation:
 
 
 def conversation_for(
-    settings: TcpSettings, wire: Wire, served: Served, keepalive_s: float, *, is_announcing: bool
+    settings: TcpSettings,
+    wire: Wire,
+    served: Served,
+    keepalive_s: float,
+    *,
+    is_announcing: bool,
+    parcels: Parcels | None = None,
 ) -> Conversation | None:
-    """The mover for this connection; None where Python serves it: no library, or memory that its owner must show."""
+    """The mover for this connection; None where Python serves it: no library, or memory that its owner must show.
+
+    `parcels` are what the reader wants in place of the export's chunks.
+    """
     library, export = load.library(), served.export
     marks = export.progress.marks
     if library is None or marks is None:
         return None
-    addresses = None if is_announcing else bare_addresses(export.stream)
-    if not is_announcing and (addresses is None or addresses.stop != export.stream.size_bytes):
+    is_touched = not is_announcing or (parcels is not None and any(parcels.flags))
+    addresses = bare_addresses(export.stream) if is_touched else None
+    if is_touched and (addresses is None or addresses.stop != export.stream.size_bytes):
         return None
     table = table_of(addresses) if addresses is not None else shapes.Table(size=export.stream.size_bytes)
+    held: tuple[object, ...] = (addresses,)
+    wanted = _state_of(parcels) if parcels is not None else None
+    if parcels is not None and addresses is not None:
+        try:
+            there = Placed(parcels.rows, addresses)
+        except BadRow:
+            return None  # of several pieces of memory: Python asks the stream, run by run
+        table, held = there.table, (addresses, there)
+    elif parcels is not None:
+        table = shapes.Table(size=parcels.size_bytes)
     state = shapes.ServeState(
         table=table,
         chunk_bytes=export.chunk_bytes,
-        chunk_count=served.chunk_count,
+        chunk_count=served.chunk_count if parcels is None else len(parcels),
+        parcels=ctypes.pointer(wanted) if wanted is not None else None,
         progress=ctypes.pointer(marks),
         ended=ctypes.pointer(served.gate.state),
         descriptor=wire.sock.fileno(),
@@ -125,4 +146,14 @@ def conversation_for(
         lend_bytes_per_s=settings.lend_rate_bytes_per_s,
         lend_piece_bytes=settings.lend_piece_bytes,
     )
-    return Conversation(library, wire, served, addresses, state)
+    return Conversation(library, wire, served, (held, parcels, wanted), state)
+
+
+def _state_of(parcels: Parcels) -> shapes.Parcels:
+    return shapes.Parcels(
+        bounds=parcels.bounds.buffer_info()[0],
+        flags=ctypes.cast(ctypes.c_char_p(parcels.flags), ctypes.c_void_p).value,
+        count=len(parcels),
+        first_row=parcels.first_row.buffer_info()[0],
+        needs=parcels.rows.needs.buffer_info()[0],
+    )

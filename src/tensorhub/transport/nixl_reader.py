@@ -165,6 +165,10 @@ class NixlStream(Stream):
         self._prove()
         return manifest
 
+    def send_parcels(self) -> None:
+        if self.job.parcels is not None:
+            raise TransportMissing("pieces of another layout are not read over nixl yet", hint=USE_TCP)
+
     def mover_for(self, wanted: Sequence[int], streams: int) -> None:
         """NIXL brings the bytes, in threads of its own."""
 

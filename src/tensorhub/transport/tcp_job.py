@@ -7,8 +7,10 @@ import threading
 from collections.abc import Sequence
 
 from ..core.errors import Refused, SourceLost, TensorHubError
+from ..core.manifest import chunk_count
 from .base import Sink
 from .native_read import Mover
+from .parcels import Parcels, Piecewise
 from .tcp_claims import Claims
 from .tcp_settings import TcpSettings
 from .tcp_wire import Refusal, Wire
@@ -35,6 +37,7 @@ class Job:
         self.sink = sink
         self.generation = 0  # 0 until the first stream has been welcomed
         self.claims = Claims((), 1)
+        self.parcels: Parcels | None = None  # what is wanted, where that is not the source's chunks
         self.mover: Mover | None = None  # if it brings the bytes, it also counts them
         self.is_over = False
         self._missing: int | None = None
@@ -44,6 +47,38 @@ class Job:
         self._wires: dict[Wire, None] = {}
         self._heard_bytes = 0  # on wires that were left
         self._lock = threading.Lock()
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """Where a chunk, or parcel, begins in the sink's stream, and where it ends."""
+        if self.parcels is not None:
+            return self.parcels.span(chunk)
+        start, chunk_bytes = chunk * self.sink.chunk_bytes, self.sink.chunk_bytes
+        return start, min(start + chunk_bytes, self.sink.stream.size_bytes)
+
+    def note_wanted(self, wanted: Sequence[int], *, size_bytes: int, chunk_bytes: int) -> int:
+        """The sink has begun. Returns how many of them its chunks, or parcels, are worth in full chunks.
+
+        `size_bytes` and `chunk_bytes` are the source's. Raises `SourceLost` if that is another content.
+        """
+        sink = self.sink
+        if isinstance(sink, Piecewise):
+            self.parcels = sink.parcels if wanted else None
+            mine, count = (sink.parcels.source_bytes, chunk_bytes), len(sink.parcels)
+            full = -(-sink.parcels.size_bytes // max(1, sink.chunk_bytes))
+        else:
+            mine, count = (
+                (sink.stream.size_bytes, sink.chunk_bytes),
+                chunk_count(sink.stream.size_bytes, sink.chunk_bytes),
+            )
+            full = len(wanted)
+        if (size_bytes, chunk_bytes) != mine:
+            raise SourceLost(
+                f"{self.endpoint} offers {self.key!r} as {size_bytes} B in chunks of {chunk_bytes} B,"
+                f" but {mine[0]} B in chunks of {mine[1]} B are expected"
+            )
+        if not all(0 <= chunk < count for chunk in wanted):
+            raise TensorHubError(f"the sink wants chunks of {self.key!r} that are not within 0..{count - 1}")
+        return min(full, len(wanted))
 
     def begin(self, wanted: Sequence[int], streams: int, mover: Mover | None) -> None:
         """It is known what is wanted, and who brings it."""

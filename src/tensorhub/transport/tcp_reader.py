@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ..core.errors import SourceLost, TensorHubError, Unavailable
-from ..core.manifest import chunk_count
+from ..core.errors import TensorHubError, Unavailable
 from .base import OnEnd, Read, Sink, Trusting
 from .native import shapes
 from .native_read import Mover
@@ -20,7 +19,6 @@ from .signals import block_sigpipe
 from .tcp_job import Job, NoRoom
 from .tcp_settings import TcpSettings
 from .tcp_stream import Stream, dial, opened
-from .tcp_wire import Welcome
 from .threads import Thread, start
 
 
@@ -155,11 +153,10 @@ class TcpRead(Read):
         with self.opened(index) as stream:
             welcome = stream.greet(wants_manifest=True)
             wanted = tuple(sink.begin(stream.receive_manifest()))
-            self._check(welcome, wanted)
+            full = job.note_wanted(wanted, size_bytes=welcome.size_bytes, chunk_bytes=welcome.chunk_bytes)
             settings = job.settings
-            streams = max(
-                1, min(settings.streams, len(wanted) * sink.chunk_bytes // settings.stream_bytes, len(wanted))
-            )
+            streams = max(1, min(settings.streams, full * sink.chunk_bytes // settings.stream_bytes, len(wanted)))
+            stream.send_parcels()
             job.generation = welcome.generation
             job.begin(wanted, streams, stream.mover_for(wanted, streams))
             if job.mover is not None:
@@ -230,6 +227,7 @@ class TcpRead(Read):
         mover = self.job.mover
         with contextlib.suppress(NoRoom), self.opened(index) as stream:
             stream.greet(wants_manifest=False)
+            stream.send_parcels()
             if mover is None:
                 stream.pump()
                 return
@@ -237,18 +235,6 @@ class TcpRead(Read):
             mover.run(state)
             stream.left(state)
             stream.conclude(state)
-
-    def _check(self, welcome: Welcome, wanted: tuple[int, ...]) -> None:
-        sink = self.job.sink
-        size_bytes, chunk_bytes = sink.stream.size_bytes, sink.chunk_bytes
-        if (welcome.size_bytes, welcome.chunk_bytes) != (size_bytes, chunk_bytes):
-            raise SourceLost(
-                f"{self.job.endpoint} offers {self.job.key!r} as {welcome.size_bytes} B in chunks of "
-                f"{welcome.chunk_bytes} B, but {size_bytes} B in chunks of {chunk_bytes} B are expected"
-            )
-        count = chunk_count(size_bytes, chunk_bytes)
-        if not all(0 <= chunk < count for chunk in wanted):
-            raise TensorHubError(f"the sink wants chunks of {self.job.key!r} that are not within 0..{count - 1}")
 
 
 def counted(number: int, noun: str) -> str:

@@ -22,6 +22,8 @@ from . import shortages, tcp_wire
 from .base import Export
 from .forks import tracked
 from .native_serve import Conversation, conversation_for
+from .parcels import Room
+from .pieces_server import serve_pieces
 from .signals import block_sigpipe
 from .tcp_door import Door
 from .tcp_lend import Lending
@@ -56,6 +58,7 @@ class TcpServer:
         self._door = Door(settings.max_connections)
         self._moving: dict[Wire, Conversation] = {}  # by the native mover, which counts by itself until they end
         self._counts = dict.fromkeys(_COUNTED, 0)
+        self._room = Room()
         self._is_closed = False
         self._closing = threading.Event()
         self._listener = tracked(self.listen())
@@ -144,8 +147,7 @@ class TcpServer:
         if len(export.manifest) > tcp_wire.MAX_MANIFEST_BYTES:
             raise UsageError(f"export {export.key!r}: a manifest of {len(export.manifest)} B is over 64 MiB")
         served = self.make_served(export)
-        if served.chunk_count != export.progress.chunk_count:
-            theirs = export.progress.chunk_count
+        if served.chunk_count != (theirs := export.progress.chunk_count):
             raise UsageError(f"export {export.key!r}: {served.chunk_count} chunks, but {theirs} in its progress")
         with self._changed:
             if self._is_closed:
@@ -310,8 +312,7 @@ class TcpServer:
             return Refusal("stranger", str(error))
         if not isinstance(hello, Hello):
             return Refusal("malformed", "a reader begins with Hello")
-        refusal = self.why_refused(wire, hello)
-        if refusal is not None:
+        if (refusal := self.why_refused(wire, hello)) is not None:
             return refusal
         with self._changed:
             if not self._door.welcome(wire):
@@ -324,8 +325,7 @@ class TcpServer:
                 return Refusal("gone", "it was withdrawn or replaced")
             if served is None:
                 return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
-            refusal = self.why_not(served) if served.ended is None else Refusal("gone", served.ended)
-            if refusal is not None:
+            if (refusal := self.why_not(served) if served.ended is None else Refusal("gone", served.ended)) is not None:
                 return refusal
             served.inside[wire] = 0
             return served, hello
@@ -339,9 +339,11 @@ class TcpServer:
                 self.introduce(wire, served, hello)
             wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
             keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
+            if hello.has_pieces:
+                return serve_pieces(self, settings, self._room, wire, served, keepalive_s)
             conversation = conversation_for(settings, wire, served, keepalive_s, is_announcing=self.is_announcing)
             if conversation is not None:
-                return "gone", self._serve_natively(wire, served, conversation)
+                return "gone", self.serve_natively(wire, served, conversation)
             for start, stop in self._asked(wire, served):
                 reason = self._serve_range(wire, served, start, stop, keepalive_s)
                 if reason is not None:
@@ -358,7 +360,7 @@ class TcpServer:
             return "failed", f"the source cannot read its memory: {error!r}"
         return ("gone", served.ended) if served.ended is not None else None
 
-    def _serve_natively(self, wire: Wire, served: Served, conversation: Conversation) -> str:
+    def serve_natively(self, wire: Wire, served: Served, conversation: Conversation) -> str:
         """The same by the mover, to the end of the export or of its chunks. Returns which."""
         with self._changed:
             self._moving[wire] = conversation

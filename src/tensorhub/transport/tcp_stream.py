@@ -21,6 +21,7 @@ from .base import Look, Trusting
 from .located import Scattered
 from .native import shapes
 from .native_read import TCP_TILE_BYTES, Mover, mover_for
+from .parcels import PIECES, Piecewise
 from .tcp_claims import Ahead
 from .tcp_job import Job
 from .tcp_settings import parse_endpoint
@@ -96,7 +97,7 @@ class Stream:
         self.index = index
         self.asked = deque[tuple[int, float]]()  # chunks asked for and not there yet, and when
         self.chunk_bytes = 0  # until the read has begun
-        self._scattered = Scattered(job.sink.stream)
+        self._scattered = Scattered(job.sink.stream)  # of a sink that wants pieces it knows nothing
         self._on_fast: Callable[[], None] | None = None
         self._is_lent = False  # the chunk that comes: its source may have changed it on the way
         self._doubted = set[int]()  # came so, and wrong: asked for once more
@@ -108,7 +109,8 @@ class Stream:
             silence_ms = round(job.settings.silence_s * 1000)
             token, is_checking = job.settings.token or "", job.sink.is_checking
             can_map = wants_manifest and self.can_map
-            hello = Hello(token, job.key, job.generation, silence_ms, wants_manifest, is_checking, can_map)
+            wishes = (wants_manifest, is_checking, can_map, isinstance(job.sink, Piecewise))
+            hello = Hello(token, job.key, job.generation, silence_ms, *wishes)
             self.wire.send_greeting(hello)
         answer = self.wire.receive_greeting(job.settings.silence_s)
         if isinstance(answer, Refusal):
@@ -123,12 +125,19 @@ class Stream:
             raise Garbled(f"a frame of kind {kind} where the manifest was due")
         return bytes(self.wire.receive_body(length, tcp_wire.MAX_MANIFEST_BYTES))
 
+    def send_parcels(self) -> None:
+        """Say what is wanted, where that is not the source's chunks."""
+        parcels = self.job.parcels
+        if parcels is not None:
+            with suppress(Vanished):  # it may have said farewell: what it said can still be read
+                self.wire.send_frame(PIECES, payload=[parcels.encode()])
+
     # -- by the mover --------------------------------------------------------------------------------------------------
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
         """The mover, if it can bring this read's chunks over connections like this one."""
         job = self.job
-        return mover_for(job.settings, job.sink, wanted, streams, TCP_TILE_BYTES)
+        return mover_for(job.settings, job.sink, wanted, streams, TCP_TILE_BYTES, job.parcels)
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
         """This connection as the mover sees it."""
@@ -155,7 +164,7 @@ class Stream:
             case shapes.SAID_GONE:
                 raise self.job.refused(self.wire.decode_gone(bytes(state.words[: state.length])))
             case shapes.CORRUPT:
-                self._say_what_is_wrong(state.chunk)
+                self._say_what_is_wrong(state.chunk, state.tile)
             case shapes.UNTRUSTED:
                 sink = self.job.sink
                 if isinstance(sink, Trusting):
@@ -171,16 +180,15 @@ class Stream:
         if state.kind == tcp_wire.GONE:
             return f"a farewell of {state.length} B, where {tcp_wire.MAX_GONE_BYTES} B are the limit"
         came = f"frame {state.kind} with {state.length} B of chunk {state.number}"
-        return f"{came}, where {self._size_of(state.chunk)} B of chunk {state.chunk} were due"
+        start, stop = self.job.span(state.chunk)
+        return f"{came}, where {stop - start} B of chunk {state.chunk} were due"
 
-    def _size_of(self, chunk: int) -> int:
-        start = chunk * self.job.sink.chunk_bytes
-        return min(self.job.sink.chunk_bytes, self.job.sink.stream.size_bytes - start)
-
-    def _say_what_is_wrong(self, chunk: int) -> None:
+    def _say_what_is_wrong(self, chunk: int, tile: int) -> None:
         """Let the sink say what is wrong with it."""
-        sink, start = self.job.sink, chunk * self.job.sink.chunk_bytes
-        with sink.stream.writing(start, start + self._size_of(chunk)) as views:
+        sink = self.job.sink
+        if isinstance(sink, Piecewise):
+            raise sink.wrong_tile(tile)
+        with sink.stream.writing(*self.job.span(chunk)) as views:
             sink.accept(chunk, views)
         raise CorruptTransfer(f"chunk {chunk} was wrong when it came, and was changed since")
 
@@ -262,8 +270,7 @@ class Stream:
 
     def _receive_chunk(self, chunk: int) -> None:
         job, sink = self.job, self.job.sink
-        start = chunk * self.chunk_bytes
-        stop = min(start + self.chunk_bytes, sink.stream.size_bytes)
+        start, stop = job.span(chunk)
         self.await_chunk(chunk, stop - start)
         sink.touch()
         try:

@@ -82,6 +82,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     wants_manifest: bool
     is_checking: bool = False
     can_map: bool = False
+    has_pieces: bool = False  # PIECES follows (`parcels`)
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

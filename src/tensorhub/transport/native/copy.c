@@ -64,7 +64,7 @@ static int failed(stream_t *stream, int error) {
     return status;
 }
 
-static void see(stream_t *stream, const both_t *both, uint64_t start) {
+static void see(stream_t *stream, const table_t *into, const both_t *both, uint64_t start) {
     struct iovec vectors[MAX_VECTORS / 4];
     uint64_t stop = start + both->stream_bytes, bytes;
     if (both->bytes == both->stream_bytes) { /* no gaps: what was read into is what is looked at */
@@ -73,22 +73,24 @@ static void see(stream_t *stream, const both_t *both, uint64_t start) {
         return;
     }
     for (; start < stop; start += bytes) {
-        int count = vectors_of(&stream->read->ours, start, stop, MAX_VECTORS / 4, vectors, &bytes);
+        int count = vectors_of(into, start, stop, MAX_VECTORS / 4, vectors, &bytes);
         for (int i = 0; i < count; i++)
             digest_update(&stream->digest, vectors[i].iov_base, vectors[i].iov_len);
     }
 }
 
-static int fetch(stream_t *stream, uint64_t start, uint64_t stop) {
+int copy_begin(stream_t *stream) { return stream->is_mapped || is_there(stream) ? 0 : LOST; }
+
+int copy_bytes(stream_t *stream, const table_t *into, uint64_t start, uint64_t stop) {
     read_t *read = stream->read;
     both_t both;
-    if (!is_there(stream))
-        return LOST;
+    if (stream->is_mapped)
+        return copy_mapped(stream, into, start, stop);
     while (start < stop) {
         uint64_t end = stop - start < read->tile_bytes ? stop : start + read->tile_bytes;
         if (atomic_load(&read->is_over))
             return OVER;
-        vectors_of_both(&read->ours, &stream->theirs, start, end, stream->is_bridging, &both);
+        vectors_of_both(into, &stream->theirs, start, end, stream->is_bridging, &both);
         ssize_t moved = process_vm_readv(stream->pid, both.ours, (unsigned long)both.ours_count, both.theirs,
                                          (unsigned long)both.theirs_count, 0);
         if (moved <= 0 || (uint64_t)moved != both.bytes) {
@@ -99,18 +101,22 @@ static int fetch(stream_t *stream, uint64_t start, uint64_t stop) {
             return failed(stream, moved < 0 ? errno : EFAULT);
         }
         if (read->digests)
-            see(stream, &both, start);
+            see(stream, into, &both, start);
         start += both.stream_bytes;
     }
-    return is_sealed(stream) ? 0 : LOST;
+    return 0;
 }
 
-int copy_chunk(stream_t *stream, uint64_t start, uint64_t stop) {
-    int status = stream->is_mapped ? copy_mapped(stream, start, stop) : fetch(stream, start, stop);
-    if (status)
-        return status;
-    stream->read_bytes += stop - start;
-    if (!stream->count) /* perhaps the last: nothing may be left to ask for, and the source counts what was read */
-        return ask_for(stream, NULL, 0, stream->read_bytes);
-    return 0;
+/* So many bytes more have come, which the source counts; it is told with the next request, or now if there is none. */
+int tell_read(stream_t *stream, uint64_t size) {
+    stream->read_bytes += size;
+    return stream->count ? 0 : ask_for(stream, NULL, 0, stream->read_bytes);
+}
+
+int copy_end(stream_t *stream, uint64_t size) {
+    if (stream->is_mapped)
+        stream->error = 0;
+    if (stream->is_mapped ? !is_sealed_here(stream) : !is_sealed(stream))
+        return LOST;
+    return tell_read(stream, size);
 }

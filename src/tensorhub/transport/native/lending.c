@@ -102,8 +102,7 @@ static int shall_lend(serve_t *serve, uint64_t start, uint64_t stop) {
 static int is_called_out(serve_t *serve) { return th_swap(serve->lent, 0, 1) == 2; }
 
 int send_chunk(serve_t *serve, uint64_t chunk) {
-    uint64_t start = chunk * serve->chunk_bytes, left = serve->table.size - start;
-    uint64_t size = left < serve->chunk_bytes ? left : serve->chunk_bytes;
+    uint64_t start, size = span_of(serve->parcels, serve->chunk_bytes, serve->table.size, chunk, &start);
     int is_lent = shall_lend(serve, start, start + size);
     if (is_lent && serve->pipe_in < 0)
         return NEEDS_PIPE;
@@ -114,6 +113,8 @@ int send_chunk(serve_t *serve, uint64_t chunk) {
     if (status)
         return status;
     window_sent(serve, size);
+    if (serve->is_announcing)
+        return 0; /* the reader says what it has read, this too */
     atomic_fetch_add(&serve->sent_bytes, size);
     atomic_fetch_add(&serve->sent_chunks, 1);
     if (is_lent)

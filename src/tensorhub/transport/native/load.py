@@ -16,7 +16,7 @@ from . import build, shapes
 
 _log = logging.getLogger(__name__)
 
-ABI = 2
+ABI = 3
 VARIABLE = "TENSORHUB_NATIVE"
 OFF = ("no", "false", "off", "0")
 COST = "beside a busy Python thread of the same process bytes then move many times more slowly"
@@ -70,6 +70,11 @@ class Library:
         self.digest_take_best = _typed(lib.th_digest_take_best, None, c_void_p, c_void_p, c_uint64, c_uint32)
         store = (c_uint32, c_void_p, c_void_p, c_void_p, c_uint64, c_uint32)
         self.digest_store = _typed(lib.th_digest_store, c_int, *store)
+        table = POINTER(shapes.Table)
+        rows = (c_void_p, c_uint64)
+        self.check_rows = _typed(lib.th_check_rows, c_uint64, *rows, c_uint64, c_uint64, c_void_p, c_void_p)
+        self.place_rows = _typed(lib.th_place_rows, c_uint64, *rows, table, c_void_p, c_void_p)
+        self.digest_tiles = _typed(lib.th_digest_tiles, c_int, table, c_void_p, c_uint64, c_char_p)
 
 
 def _typed(function: "ctypes._NamedFuncPointer", result: object, *arguments: object) -> "ctypes._NamedFuncPointer":

@@ -32,7 +32,7 @@ static uint64_t populate(const table_t *theirs, uint64_t start, uint64_t stop) {
 }
 
 /* The seal is a word of its owner's in memory that both see: broken before anything else there is changed. */
-static int is_sealed(const stream_t *stream) {
+int is_sealed_here(const stream_t *stream) {
     atomic_thread_fence(memory_order_acquire); /* what was copied was loaded before */
     const volatile unsigned char *seal = (const volatile unsigned char *)(uintptr_t)stream->seal_address;
     unsigned char different = 0;
@@ -57,7 +57,7 @@ static void copy_pieces(stream_t *stream, const both_t *both) {
     }
 }
 
-int copy_mapped(stream_t *stream, uint64_t start, uint64_t stop) {
+int copy_mapped(stream_t *stream, const table_t *into, uint64_t start, uint64_t stop) {
     read_t *read = stream->read;
     both_t both;
     uint64_t populated = start;
@@ -65,7 +65,7 @@ int copy_mapped(stream_t *stream, uint64_t start, uint64_t stop) {
         uint64_t end = stop - start < read->tile_bytes ? stop : start + read->tile_bytes;
         if (atomic_load(&read->is_over))
             return OVER;
-        vectors_of_both(&read->ours, &stream->theirs, start, end, 0, &both);
+        vectors_of_both(into, &stream->theirs, start, end, 0, &both);
         if (!both.stream_bytes)
             return LOST;
         if (start >= populated)
@@ -73,6 +73,5 @@ int copy_mapped(stream_t *stream, uint64_t start, uint64_t stop) {
         copy_pieces(stream, &both);
         start += both.stream_bytes;
     }
-    stream->error = 0;
-    return is_sealed(stream) ? 0 : LOST;
+    return 0;
 }

@@ -19,7 +19,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    ABI = 2, /* raised with every change of a structure or a function that Python knows */
+    ABI = 3, /* raised with every change of a structure or a function that Python knows */
     MAX_RANGES = 1024,
     MAX_WANT_BYTES = 64 * 1024,
     WANT_BYTES = 16 + 3 + MAX_RANGES * 19, /* what we send: header, count, and two numbers of 9 bytes for each range */
@@ -65,11 +65,43 @@ typedef struct {
     _Atomic uint32_t changed, waiters, has_failed, unused;
 } progress_t;
 
+/* Two loops around a run of bytes: `counts` times, each time `count` times. */
+typedef struct {
+    uint64_t count, stride, counts, strides;
+} loop_t;
+
 /* Where the bytes of a stream lie: address and length of each piece, and where in the stream it begins. */
 typedef struct {
     const uint64_t *pairs, *starts;
     uint64_t count, size;
+    const loop_t *loops; /* around each piece, which is their first run then; NULL: a piece is one run */
 } table_t;
+
+/* Part of a parcel that lies in scratch memory, and where it is kept: a run in two loops, on both sides. */
+typedef struct {
+    uint64_t from, to, run, count, from_stride, to_stride, counts, from_strides, to_strides;
+} keep_t;
+
+/* A stream made of what a reader wants of another one: parcels, which take the place of chunks. Each is some whole
+ * tiles, one after another; a tile has a digest of its own. */
+typedef struct {
+    const uint64_t *bounds;     /* [count + 1] where each parcel begins in the stream */
+    const unsigned char *flags; /* [count] */
+    uint64_t count;
+    /* at a source */
+    const uint64_t *first_row; /* [count + 1] */
+    const uint64_t *needs;     /* [rows] the first and the last chunk of the export that it takes bytes from */
+    /* at a reader */
+    const uint64_t *first_tile; /* [count + 1] */
+    const uint64_t *tiles;      /* [tiles + 1] where each begins in the stream */
+    const uint64_t *first_keep; /* [count + 1] */
+    const keep_t *keeps;
+} parcels_t;
+
+enum { IS_SENT = 1, IS_KEPT = 2 }; /* parcels_t.flags: over the socket by any transport; by way of scratch memory */
+enum { ROW_WORDS = 6 };            /* place, run, count, stride, counts, strides */
+#define MAX_PARCEL_BYTES (1ull << 30)
+#define NOTHING UINT64_MAX
 
 /* What the streams of one read share. */
 typedef struct {
@@ -77,7 +109,8 @@ typedef struct {
     uint64_t chunk_bytes;
     const uint64_t *wanted;
     uint64_t wanted_count;
-    const unsigned char *digests; /* of every chunk; NULL: nothing is checked */
+    const unsigned char *digests; /* of every chunk, or tile; NULL: nothing is checked */
+    const parcels_t *parcels;     /* NULL: the stream is cut into chunks */
     progress_t *progress;
     gate_t *gates[MAX_GATES];
     const double *until; /* the lease's end on the monotonic clock; NULL: none */
@@ -106,9 +139,10 @@ typedef struct {
     table_t theirs;
     uint64_t seal_address; /* in the other process; mapped: here */
     unsigned char seal[SEAL_BYTES];
+    unsigned char *scratch; /* for the largest parcel that is kept in part */
     /* how it ended */
     int32_t status, error;
-    uint64_t kind, length, number, chunk;
+    uint64_t kind, length, number, chunk, tile;
     /* what changes */
     _Atomic uint64_t heard_bytes;
     uint64_t read_bytes;
@@ -125,7 +159,8 @@ typedef struct {
 /* One connection of a source. */
 typedef struct {
     table_t table;
-    uint64_t chunk_bytes, chunk_count;
+    uint64_t chunk_bytes, chunk_count; /* or how many parcels there are */
+    const parcels_t *parcels;          /* NULL: the stream is cut into chunks */
     progress_t *progress;
     gate_t *ended;
     int32_t descriptor, is_announcing;
@@ -183,12 +218,29 @@ int may_write(stream_t *stream);
 int ask_for(stream_t *stream, const uint64_t *chunks, uint64_t count, uint64_t number);
 int next_frame(stream_t *stream);
 
-/* take.c, copy.c */
+/* take.c, copy.c, mapped.c: `into` is where the stream's bytes belong */
 int take_chunk(stream_t *stream, uint64_t chunk);
+int is_as_announced(const stream_t *stream, uint64_t at);
 int await_ready(stream_t *stream, uint64_t chunk);
-int copy_chunk(stream_t *stream, uint64_t start, uint64_t stop);
-int copy_mapped(stream_t *stream, uint64_t start, uint64_t stop);
-int receive_chunk(stream_t *stream, uint64_t start, uint64_t stop);
+int copy_begin(stream_t *stream);
+int copy_bytes(stream_t *stream, const table_t *into, uint64_t start, uint64_t stop);
+int copy_end(stream_t *stream, uint64_t size);
+int copy_mapped(stream_t *stream, const table_t *into, uint64_t start, uint64_t stop);
+int is_sealed_here(const stream_t *stream);
+int tell_read(stream_t *stream, uint64_t size);
+int receive_bytes(stream_t *stream, const table_t *into, uint64_t start, uint64_t stop);
+
+/* parcels.c */
+uint64_t span_of(const parcels_t *parcels, uint64_t chunk_bytes, uint64_t size, uint64_t chunk, uint64_t *start);
+int is_sent(const parcels_t *parcels, uint64_t chunk);
+int has_parcel(const serve_t *serve, uint64_t parcel);
+int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wrong);
+void keep_parts(const stream_t *stream, uint64_t parcel);
+EXPORT uint64_t th_check_rows(const uint64_t *rows, uint64_t count, uint64_t size, uint64_t chunk_bytes,
+                              uint64_t *starts, uint64_t *needs);
+EXPORT uint64_t th_place_rows(const uint64_t *rows, uint64_t count, const table_t *memory, uint64_t *pairs,
+                              loop_t *loops);
+EXPORT int th_digest_tiles(const table_t *memory, const uint64_t *tiles, uint64_t count, unsigned char *out);
 
 /* lending.c */
 int send_chunk(serve_t *serve, uint64_t chunk);

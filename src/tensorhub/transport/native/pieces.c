@@ -16,42 +16,81 @@ uint64_t piece_at(const table_t *table, uint64_t at) {
     return low;
 }
 
+/* A place in a table, run by run. */
+typedef struct {
+    const table_t *table;
+    uint64_t piece, inner, outer, address, left;
+} cursor_t;
+
+static void enter_run(cursor_t *cursor, uint64_t inside) {
+    const table_t *table = cursor->table;
+    cursor->address = table->pairs[2 * cursor->piece] + inside;
+    cursor->left = table->pairs[2 * cursor->piece + 1] - inside;
+    if (table->loops) {
+        const loop_t *loop = table->loops + cursor->piece;
+        cursor->address += cursor->outer * loop->strides + cursor->inner * loop->stride;
+    }
+}
+
+static cursor_t cursor_at(const table_t *table, uint64_t at) {
+    cursor_t cursor = {.table = table, .piece = piece_at(table, at)};
+    uint64_t inside = at - table->starts[cursor.piece];
+    if (table->loops) {
+        uint64_t run = table->pairs[2 * cursor.piece + 1], count = table->loops[cursor.piece].count;
+        cursor.inner = inside / run % count;
+        cursor.outer = inside / run / count;
+        inside %= run;
+    }
+    enter_run(&cursor, inside);
+    return cursor;
+}
+
+static int is_inside(const cursor_t *cursor) { return cursor->piece < cursor->table->count; }
+
+static void advance(cursor_t *cursor, uint64_t length) {
+    const loop_t *loop = cursor->table->loops ? cursor->table->loops + cursor->piece : NULL;
+    cursor->address += length;
+    cursor->left -= length;
+    if (cursor->left)
+        return;
+    if (loop && ++cursor->inner < loop->count)
+        return enter_run(cursor, 0);
+    cursor->inner = 0;
+    if (loop && ++cursor->outer < loop->counts)
+        return enter_run(cursor, 0);
+    cursor->outer = 0;
+    if (++cursor->piece < cursor->table->count)
+        enter_run(cursor, 0);
+}
+
 /* The first bytes of [start, stop) in at most `most` pieces; how many pieces, and how many bytes they are. */
 int vectors_of(const table_t *table, uint64_t start, uint64_t stop, int most, struct iovec *out, uint64_t *bytes) {
     int count = 0;
-    uint64_t at = start;
-    for (uint64_t piece = piece_at(table, start); at < stop && count < most && piece < table->count; piece++) {
-        uint64_t inside = at - table->starts[piece], left = table->pairs[2 * piece + 1] - inside;
-        uint64_t length = left < stop - at ? left : stop - at;
-        out[count++] = (struct iovec){(void *)(uintptr_t)(table->pairs[2 * piece] + inside), (size_t)length};
+    uint64_t at = start, end = 0;
+    for (cursor_t cursor = cursor_at(table, start); at < stop && is_inside(&cursor);) {
+        uint64_t length = cursor.left < stop - at ? cursor.left : stop - at;
+        if (count && cursor.address == end)
+            out[count - 1].iov_len += (size_t)length;
+        else if (count < most)
+            out[count++] = (struct iovec){(void *)(uintptr_t)cursor.address, (size_t)length};
+        else
+            break;
+        end = cursor.address + length;
         at += length;
+        advance(&cursor, length);
     }
     *bytes = at - start;
     return count;
 }
 
-/* Whether [start, stop) lies in at most so many pieces. */
+/* Whether [start, stop) lies in at most so many pieces. Of loops all runs count, also those outside. */
 int pieces_in(const table_t *table, uint64_t start, uint64_t stop, uint64_t most) {
-    return start == stop || piece_at(table, stop - 1) - piece_at(table, start) < most;
-}
-
-typedef struct {
-    const table_t *table;
-    uint64_t piece, address, left;
-} cursor_t;
-
-static cursor_t cursor_at(const table_t *table, uint64_t at) {
-    uint64_t piece = piece_at(table, at), inside = at - table->starts[piece];
-    return (cursor_t){table, piece, table->pairs[2 * piece] + inside, table->pairs[2 * piece + 1] - inside};
-}
-
-static void advance(cursor_t *cursor, uint64_t length) {
-    cursor->address += length;
-    cursor->left -= length;
-    if (cursor->left || ++cursor->piece >= cursor->table->count)
-        return;
-    cursor->address = cursor->table->pairs[2 * cursor->piece];
-    cursor->left = cursor->table->pairs[2 * cursor->piece + 1];
+    if (start == stop)
+        return 1;
+    uint64_t first = piece_at(table, start), last = piece_at(table, stop - 1), runs = last - first + 1;
+    for (uint64_t piece = first; table->loops && piece <= last && runs <= most; piece++)
+        runs += table->loops[piece].count * table->loops[piece].counts - 1;
+    return runs <= most;
 }
 
 /* The first bytes of [start, stop), theirs and ours. Small pieces of theirs that lie near each other are asked for in

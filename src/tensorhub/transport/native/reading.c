@@ -221,7 +221,7 @@ static int pump(stream_t *stream) {
 /* Ask and receive until nothing is left to ask for, or the read is over; in the calling thread. */
 EXPORT void th_stream_run(stream_t *stream) {
     stream->ahead = stream->read->ahead_first;
-    stream->is_bridging = 1;
+    stream->is_bridging = !stream->read->parcels; /* what lies between rows is a tensor's too */
     stream->status = pump(stream);
     raise_event(stream->read, HAS_ENDED);
 }

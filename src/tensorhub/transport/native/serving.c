@@ -13,6 +13,14 @@ static int say_waiting(serve_t *serve) {
     return send_all(serve->descriptor, header, sizeof header, &serve->error);
 }
 
+static int is_there(const serve_t *serve, uint64_t chunk) {
+    return serve->parcels ? has_parcel(serve, chunk) : has_chunk(serve->progress, chunk);
+}
+
+static int is_announced(const serve_t *serve, uint64_t chunk) {
+    return serve->is_announcing && !is_sent(serve->parcels, chunk);
+}
+
 /* Until the chunk is there; the reader hears four times as often as it needs to that nothing is lost. */
 static int await_there(serve_t *serve, uint64_t chunk) {
     progress_t *progress = serve->progress;
@@ -21,7 +29,7 @@ static int await_there(serve_t *serve, uint64_t chunk) {
         uint32_t seen = atomic_load(&progress->changed);
         if (atomic_load(&serve->ended->is_shut))
             return ENDED;
-        if (has_chunk(progress, chunk))
+        if (is_there(serve, chunk))
             return 0;
         if (atomic_load(&progress->has_failed))
             return FAILED;
@@ -41,7 +49,7 @@ static int await_there(serve_t *serve, uint64_t chunk) {
 static int announce(serve_t *serve, uint64_t start, uint64_t stop) {
     unsigned char frame[HEADER_BYTES + sizeof(uint64_t)];
     uint64_t end = start + 1;
-    while (end < stop && has_chunk(serve->progress, end))
+    while (end < stop && is_announced(serve, end) && is_there(serve, end))
         end++;
     uint64_t count = end - start;
     put_header(frame, READY, sizeof count, start);
@@ -53,12 +61,12 @@ static int announce(serve_t *serve, uint64_t start, uint64_t stop) {
 static int serve_range(serve_t *serve) {
     uint64_t stop = serve->ranges[2 * serve->range_next + 1];
     while (serve->at < stop) {
-        int status = await_there(serve, serve->at);
+        int is_told = is_announced(serve, serve->at), status = await_there(serve, serve->at);
         if (!status)
-            status = serve->is_announcing ? announce(serve, serve->at, stop) : send_chunk(serve, serve->at);
+            status = is_told ? announce(serve, serve->at, stop) : send_chunk(serve, serve->at);
         if (status)
             return status;
-        if (!serve->is_announcing)
+        if (!is_told)
             serve->at++;
     }
     return 0;

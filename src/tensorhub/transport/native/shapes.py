@@ -13,6 +13,9 @@ MAX_RANGES = 1024
 MAX_GATES = 4
 MAX_AHEAD = 1024
 MAX_WANT_BYTES = 64 * 1024
+MAX_PARCEL_BYTES = 1 << 30
+NOTHING = (1 << 64) - 1
+IS_SENT, IS_KEPT = 1, 2  # flags of a parcel
 WORDS_BYTES = 16 + 3 + MAX_RANGES * 19
 
 # How a stream or a conversation ended.
@@ -43,10 +46,54 @@ class Marks(Structure):
     )
 
 
+class Loop(Structure):
+    """Two loops around a run of bytes."""
+
+    _fields_ = (("count", c_uint64), ("stride", c_uint64), ("counts", c_uint64), ("strides", c_uint64))
+
+
 class Table(Structure):
     """Where the bytes of a stream lie."""
 
-    _fields_ = (("pairs", c_void_p), ("starts", c_void_p), ("count", c_uint64), ("size", c_uint64))
+    _fields_ = (
+        ("pairs", c_void_p),
+        ("starts", c_void_p),
+        ("count", c_uint64),
+        ("size", c_uint64),
+        ("loops", c_void_p),
+    )
+
+
+class Keep(Structure):
+    """Part of a parcel in scratch memory, and where it is kept."""
+
+    _fields_ = (
+        ("from", c_uint64),
+        ("to", c_uint64),
+        ("run", c_uint64),
+        ("count", c_uint64),
+        ("from_stride", c_uint64),
+        ("to_stride", c_uint64),
+        ("counts", c_uint64),
+        ("from_strides", c_uint64),
+        ("to_strides", c_uint64),
+    )
+
+
+class Parcels(Structure):
+    """What a reader wants of a stream, parcel by parcel."""
+
+    _fields_ = (
+        ("bounds", c_void_p),
+        ("flags", c_void_p),
+        ("count", c_uint64),
+        ("first_row", c_void_p),
+        ("needs", c_void_p),
+        ("first_tile", c_void_p),
+        ("tiles", c_void_p),
+        ("first_keep", c_void_p),
+        ("keeps", c_void_p),
+    )
 
 
 class ReadState(Structure):
@@ -58,6 +105,7 @@ class ReadState(Structure):
         ("wanted", c_void_p),
         ("wanted_count", c_uint64),
         ("digests", c_void_p),
+        ("parcels", POINTER(Parcels)),
         ("progress", POINTER(Marks)),
         ("gates", c_void_p * MAX_GATES),
         ("until", c_void_p),
@@ -111,12 +159,14 @@ class StreamState(Structure):
         ("theirs", Table),
         ("seal_address", c_uint64),
         ("seal", c_ubyte * 16),
+        ("scratch", c_void_p),
         ("status", c_int32),
         ("error", c_int32),
         ("kind", c_uint64),
         ("length", c_uint64),
         ("number", c_uint64),
         ("chunk", c_uint64),
+        ("tile", c_uint64),
         ("heard_bytes", c_uint64),
         ("read_bytes", c_uint64),
         ("ready", c_uint64),
@@ -143,6 +193,7 @@ class ServeState(Structure):
         ("table", Table),
         ("chunk_bytes", c_uint64),
         ("chunk_count", c_uint64),
+        ("parcels", POINTER(Parcels)),
         ("progress", POINTER(Marks)),
         ("ended", POINTER(Gate)),
         ("descriptor", c_int32),
@@ -173,7 +224,10 @@ class ServeState(Structure):
     )
 
 
-ALL: tuple[type[Structure], ...] = (Gate, Marks, Table, ReadState, StreamState, ServeState, DigestState)
+ALL: tuple[type[Structure], ...] = (
+    *(Gate, Marks, Table, ReadState, StreamState, ServeState, DigestState),
+    *(Loop, Keep, Parcels),
+)
 
 
 def address_of(field: Structure) -> int:

@@ -29,12 +29,12 @@ static ssize_t receive_some(int descriptor, struct iovec *vectors, int count) {
     return got;
 }
 
-int receive_chunk(stream_t *stream, uint64_t start, uint64_t stop) {
+int receive_bytes(stream_t *stream, const table_t *into, uint64_t start, uint64_t stop) {
     read_t *read = stream->read;
     struct iovec vectors[RECEIVE_VECTORS];
     while (start < stop) {
         uint64_t most = stop - start < read->tile_bytes ? stop - start : read->tile_bytes, bytes;
-        int count = vectors_of(&read->ours, start, start + most, RECEIVE_VECTORS, vectors, &bytes);
+        int count = vectors_of(into, start, start + most, RECEIVE_VECTORS, vectors, &bytes);
         if (atomic_load(&read->is_over))
             return OVER;
         ssize_t got = receive_some(stream->descriptor, vectors, count);
@@ -53,11 +53,12 @@ int receive_chunk(stream_t *stream, uint64_t start, uint64_t stop) {
     return 0;
 }
 
-static int is_as_announced(const stream_t *stream, uint64_t chunk) {
+/* The digest of what has just come is that of this chunk, or tile. */
+int is_as_announced(const stream_t *stream, uint64_t at) {
     unsigned char found[DIGEST_BYTES];
     const unsigned char *announced = stream->read->digests;
     return !announced ||
-           (digest_end(&stream->digest, found) && !memcmp(found, announced + chunk * DIGEST_BYTES, DIGEST_BYTES));
+           (digest_end(&stream->digest, found) && !memcmp(found, announced + at * DIGEST_BYTES, DIGEST_BYTES));
 }
 
 static void enter(read_t *read, uint32_t one) {
@@ -82,23 +83,43 @@ static int count_chunk(stream_t *stream, uint64_t chunk, uint64_t size) {
     return 0;
 }
 
+/* Bytes [start, stop), which are a chunk. `wrong` is what is not as announced, or NOTHING. */
+static int bring_chunk(stream_t *stream, uint64_t chunk, uint64_t start, uint64_t stop, uint64_t *wrong) {
+    read_t *read = stream->read;
+    if (read->digests)
+        digest_begin(&stream->digest, stop - start);
+    int status = stream->is_local ? copy_bytes(stream, &read->ours, start, stop)
+                                  : receive_bytes(stream, &read->ours, start, stop);
+    *wrong = status || is_as_announced(stream, chunk) ? NOTHING : chunk;
+    return status;
+}
+
 int take_chunk(stream_t *stream, uint64_t chunk) {
     read_t *read = stream->read;
-    uint64_t start = chunk * read->chunk_bytes, left = read->ours.size - start;
-    uint64_t size = left < read->chunk_bytes ? left : read->chunk_bytes;
-    int status = stream->is_local ? await_ready(stream, chunk) : await_chunk(stream, chunk, size);
+    const parcels_t *parcels = read->parcels;
+    uint64_t start, size = span_of(parcels, read->chunk_bytes, read->ours.size, chunk, &start);
+    int is_fetched = stream->is_local && !is_sent(parcels, chunk);
+    int status = is_fetched ? await_ready(stream, chunk) : await_chunk(stream, chunk, size);
     if (!status)
         status = may_write(stream);
-    if (status)
-        return status;
-    if (read->digests)
-        digest_begin(&stream->digest, size);
-    status = stream->is_local ? copy_chunk(stream, start, start + size) : receive_chunk(stream, start, start + size);
+    if (!status && is_fetched)
+        status = copy_begin(stream);
+    uint64_t wrong = NOTHING;
+    if (!status)
+        status = parcels ? bring_tiles(stream, chunk, is_fetched, &wrong)
+                         : bring_chunk(stream, chunk, start, start + size, &wrong);
+    if (!status && stream->is_local)
+        status = is_fetched ? copy_end(stream, size) : tell_read(stream, size);
     if (status)
         return status;
     atomic_fetch_add(&read->received_bytes, size);
     atomic_fetch_add(&read->received_chunks, 1);
     if (!is_trusted(read))
         return UNTRUSTED;
-    return is_as_announced(stream, chunk) ? count_chunk(stream, chunk, size) : CORRUPT;
+    stream->tile = wrong;
+    if (wrong != NOTHING)
+        return CORRUPT;
+    if (parcels)
+        keep_parts(stream, chunk);
+    return count_chunk(stream, chunk, size);
 }

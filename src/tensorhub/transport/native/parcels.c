@@ -1,0 +1,142 @@
+/* Streams that are made of parts of other ones: rows of runs, tiles that are judged one by one, and scratch memory.
+ *
+ * `rows.py` says what a row is. What a reader wants comes from a peer: `th_check_rows` looks at every number of it. */
+#include "mover.h"
+
+#include <string.h>
+
+/* Where a chunk, or parcel, begins; returns how long it is. */
+uint64_t span_of(const parcels_t *parcels, uint64_t chunk_bytes, uint64_t size, uint64_t chunk, uint64_t *start) {
+    if (parcels) {
+        *start = parcels->bounds[chunk];
+        return parcels->bounds[chunk + 1] - *start;
+    }
+    *start = chunk * chunk_bytes;
+    return size - *start < chunk_bytes ? size - *start : chunk_bytes;
+}
+
+/* A parcel that comes over the socket, also where its reader could fetch it. */
+int is_sent(const parcels_t *parcels, uint64_t chunk) { return parcels && parcels->flags[chunk] & IS_SENT; }
+
+/* -- at a source -------------------------------------------------------------------------------------------------- */
+
+/* All chunks that it takes bytes from are there. */
+int has_parcel(const serve_t *serve, uint64_t parcel) {
+    const parcels_t *parcels = serve->parcels;
+    const progress_t *progress = serve->progress;
+    if (atomic_load(&progress->prefix) == progress->count)
+        return 1;
+    for (uint64_t row = parcels->first_row[parcel]; row < parcels->first_row[parcel + 1]; row++)
+        for (uint64_t chunk = parcels->needs[2 * row]; chunk <= parcels->needs[2 * row + 1]; chunk++)
+            if (!has_chunk(progress, chunk))
+                return 0;
+    return 1;
+}
+
+/* -- rows --------------------------------------------------------------------------------------------------------- */
+
+/* How many bytes lie from the first to behind the last of a row; 0: its numbers cannot be. */
+static uint64_t reach_of(const uint64_t *row, uint64_t *bytes) {
+    uint64_t run = row[1], count = row[2], stride = row[3], counts = row[4], strides = row[5], inner, outer, reach;
+    if (!run || !count || !counts)
+        return 0;
+    if (__builtin_mul_overflow(run, count, bytes) || __builtin_mul_overflow(*bytes, counts, bytes))
+        return 0;
+    if (__builtin_mul_overflow(count - 1, stride, &inner) || __builtin_mul_overflow(counts - 1, strides, &outer))
+        return 0;
+    if (__builtin_add_overflow(inner, outer, &reach) || __builtin_add_overflow(reach, run, &reach))
+        return 0;
+    return *bytes <= MAX_PARCEL_BYTES ? reach : 0;
+}
+
+/* Whether rows lie within a stream of `size` bytes: 0, or 1 and the number of the first that does not. Says where each
+ * begins in the stream that they make, `count` + 1 places, and which chunks it takes bytes from. */
+uint64_t th_check_rows(const uint64_t *rows, uint64_t count, uint64_t size, uint64_t chunk_bytes, uint64_t *starts,
+                       uint64_t *needs) {
+    uint64_t at = 0;
+    starts[0] = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        const uint64_t *row = rows + ROW_WORDS * i;
+        uint64_t bytes = 0, reach = reach_of(row, &bytes);
+        if (!reach || row[0] > size || reach > size - row[0] || __builtin_add_overflow(at, bytes, &at))
+            return i + 1;
+        starts[i + 1] = at;
+        needs[2 * i] = row[0] / chunk_bytes;
+        needs[2 * i + 1] = (row[0] + reach - 1) / chunk_bytes;
+    }
+    return 0;
+}
+
+/* Where rows lie in memory: 0, or 1 and the number of the first that lies in several pieces of it. */
+uint64_t th_place_rows(const uint64_t *rows, uint64_t count, const table_t *memory, uint64_t *pairs, loop_t *loops) {
+    for (uint64_t i = 0; i < count; i++) {
+        const uint64_t *row = rows + ROW_WORDS * i;
+        uint64_t bytes, reach = reach_of(row, &bytes), piece = memory->count ? piece_at(memory, row[0]) : 0;
+        if (!reach || !memory->count || row[0] < memory->starts[piece])
+            return i + 1;
+        uint64_t inside = row[0] - memory->starts[piece], length = memory->pairs[2 * piece + 1];
+        if (inside > length || reach > length - inside)
+            return i + 1;
+        pairs[2 * i] = memory->pairs[2 * piece] + inside;
+        pairs[2 * i + 1] = row[1];
+        loops[i] = (loop_t){row[2], row[3], row[4], row[5]};
+    }
+    return 0;
+}
+
+/* The digests of tiles of a stream, each from tiles[i] to tiles[i + 1]. 0: the memory ends before the stream does. */
+int th_digest_tiles(const table_t *memory, const uint64_t *tiles, uint64_t count, unsigned char *out) {
+    struct iovec vectors[MAX_VECTORS / 4];
+    digest_t digest;
+    for (uint64_t tile = 0; tile < count; tile++) {
+        digest_begin(&digest, tiles[tile + 1] - tiles[tile]);
+        for (uint64_t at = tiles[tile], bytes; at < tiles[tile + 1]; at += bytes) {
+            int found = vectors_of(memory, at, tiles[tile + 1], MAX_VECTORS / 4, vectors, &bytes);
+            if (!bytes)
+                return 0;
+            for (int i = 0; i < found; i++)
+                digest_update(&digest, vectors[i].iov_base, vectors[i].iov_len);
+        }
+        if (!digest_end(&digest, out + tile * DIGEST_BYTES))
+            return 0;
+    }
+    return 1;
+}
+
+/* -- at a reader -------------------------------------------------------------------------------------------------- */
+
+/* A parcel comes, straight to where it belongs or into scratch memory. `wrong` is its first tile that is not as
+ * announced: the caller judges it, for what the source took back while it was read is not wrong, but lost. */
+int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wrong) {
+    const read_t *read = stream->read;
+    const parcels_t *parcels = read->parcels;
+    uint64_t start = parcels->bounds[parcel], stop = parcels->bounds[parcel + 1];
+    uint64_t pair[2] = {(uint64_t)(uintptr_t)stream->scratch, stop - start};
+    table_t scratch = {.pairs = pair, .starts = &start, .count = 1, .size = stop};
+    const table_t *into = parcels->flags[parcel] & IS_KEPT ? &scratch : &read->ours;
+    for (uint64_t tile = parcels->first_tile[parcel]; tile < parcels->first_tile[parcel + 1]; tile++) {
+        uint64_t from = parcels->tiles[tile], to = parcels->tiles[tile + 1];
+        if (read->digests)
+            digest_begin(&stream->digest, to - from);
+        int status = is_fetched ? copy_bytes(stream, into, from, to) : receive_bytes(stream, into, from, to);
+        if (status)
+            return status;
+        if (*wrong == NOTHING && !is_as_announced(stream, tile))
+            *wrong = tile;
+    }
+    return 0;
+}
+
+/* Put the parts of a parcel that are kept where they belong. */
+void keep_parts(const stream_t *stream, uint64_t parcel) {
+    const parcels_t *parcels = stream->read->parcels;
+    if (!(parcels->flags[parcel] & IS_KEPT))
+        return;
+    for (uint64_t at = parcels->first_keep[parcel]; at < parcels->first_keep[parcel + 1]; at++) {
+        const keep_t *keep = parcels->keeps + at;
+        for (uint64_t i = 0; i < keep->counts; i++)
+            for (uint64_t j = 0; j < keep->count; j++)
+                memcpy((void *)(uintptr_t)(keep->to + i * keep->to_strides + j * keep->to_stride),
+                       stream->scratch + keep->from + i * keep->from_strides + j * keep->from_stride, keep->run);
+    }
+}

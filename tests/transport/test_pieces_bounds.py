@@ -1,0 +1,280 @@
+"""What a peer may want of a source, made up and mutated: it is refused with its reason, or served to the byte.
+
+`FUZZ_ROUNDS=200000` runs more of it. It runs with the sanitizers, too (`test_native_sanitized.py`).
+"""
+
+import contextlib
+import os
+import random
+import socket
+import threading
+from array import array
+from collections.abc import Iterator
+
+import pytest
+
+from tensorhub.transport import parcels as module
+from tensorhub.transport import pieces_server, tcp_wire
+from tensorhub.transport.base import Export
+from tensorhub.transport.native import load
+from tensorhub.transport.parcels import MAX_ROWS, PIECES, BadPieces, Parcels, Room
+from tensorhub.transport.progress import Progress
+from tensorhub.transport.rows import RowStream, placed
+from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_served import Served
+from tensorhub.transport.tcp_server import TcpServer
+from tensorhub.transport.tcp_settings import TcpSettings, parse_endpoint
+from tensorhub.transport.tcp_wire import HEADER, Hello, Refusal, Welcome, Wire, WireError
+
+from . import kit
+from .kit import DEADLINE_S
+
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1500"))
+SIZE, CHUNK = 5000, 700
+RIGHT = kit.content(SIZE, seed=9)
+SETTINGS = TcpSettings(silence_s=5.0)
+TOP = (1 << 64) - 1
+
+
+@pytest.fixture(params=["native", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Numbers are looked at by the mover, or by Python."""
+    if request.param == "native" and load.library() is None:
+        pytest.skip(f"no native mover: {load.why_not()}")
+    if request.param == "python":
+        monkeypatch.setenv(load.VARIABLE, "no")
+        load.forget()
+    yield request.param
+    monkeypatch.undo()
+    load.forget()
+
+
+def body(counts: list[int], *rows: list[int], count: int | None = None, row_count: int | None = None) -> bytes:
+    heads = [len(counts) if count is None else count, len(rows) if row_count is None else row_count]
+    return array("Q", [*heads, *counts, *(number for row in rows for number in row)]).tobytes()
+
+
+GOOD = [10, 4, 3, 8, 2, 100]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "no numbers"),
+        (b"1234567", "no numbers"),
+        (body([1], GOOD, count=2), "2 parcels of 1 rows"),
+        (body([1], GOOD, row_count=2), "1 parcels of 2 rows"),
+        (body([1], GOOD, row_count=TOP), f"{TOP} rows"),
+        (body([1], GOOD, count=TOP), f"{TOP} parcels"),
+        (body([1], GOOD, row_count=MAX_ROWS + 1), "are the limit"),
+        (body([2], GOOD), "parcels of 2 rows, but 1 rows"),
+        (body([1, 0], GOOD, GOOD), "parcel 1 has no rows"),
+        (body([1 | 1 << 33], GOOD), "flags"),
+        (body([1], [0, 0, 1, 0, 1, 0]), "row 0 has no bytes"),
+        (body([2], GOOD, [0, 1, 0, 0, 1, 0]), "row 1 has no bytes"),
+        (body([1], [SIZE, 1, 1, 0, 1, 0]), f"bytes {SIZE} to {SIZE + 1} of a stream of {SIZE} B"),
+        (body([1], [0, 4, 2, SIZE - 3, 1, 0]), f"bytes 0 to {SIZE + 1}"),
+        (body([1], [0, 4, 1, 0, 2, SIZE - 3]), f"bytes 0 to {SIZE + 1}"),
+        (body([1], [TOP, 1, 1, 0, 1, 0]), f"bytes {TOP} to {TOP + 1}"),
+        (body([1], [TOP - 3, 8, 1, 0, 1, 0]), "of a stream of"),
+        (body([1], [0, 1, 2, TOP, 1, 0]), "of a stream of"),
+        (body([1], [0, 1, 2, TOP, 2, 2]), "of a stream of"),
+        (body([1], [0, 1, 3, 1 << 63, 1, 0]), "of a stream of"),
+        (body([1], [0, TOP, 1, 0, 1, 0]), "are the limit"),
+        (body([1], [0, 1, TOP, 0, 1, 0]), "are the limit"),
+        (body([1], [0, 1, 1 << 40, 0, 1 << 40, 0]), "are the limit"),
+        (body([1], [0, 1 << 32, 1 << 32, 0, 1, 0]), "are the limit"),
+        (body([2], [0, 1, 1 << 30, 0, 1, 0], [0, 1, 1, 0, 1, 0]), "a parcel of 1073741825 B"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(way: str, data: bytes, why: str) -> None:
+    with pytest.raises(BadPieces) as failure:
+        Parcels.decode(data, SIZE, CHUNK)
+    assert why in str(failure.value)
+
+
+def test_what_can_be_survives_the_way(way: str) -> None:
+    parcels = Parcels.of(array("Q", [*GOOD, 0, SIZE, 1, 0, 1, 0]), [1, 1], SIZE).sending([False, True])
+    found = Parcels.decode(parcels.encode(), SIZE, CHUNK)
+    assert (found.rows.words, found.bounds, found.flags) == (parcels.rows.words, parcels.bounds, parcels.flags)
+    assert list(found.bounds) == [0, 24, 24 + SIZE]
+    assert list(found.rows.needs) == [0, 0, 0, SIZE // CHUNK]
+
+
+def drawn_rows(chance: random.Random) -> tuple[list[int], array]:
+    """Rows that can be, in parcels."""
+    words, counts = array("Q"), []
+    for _ in range(1 + chance.randrange(4)):
+        counts.append(1 + chance.randrange(3))
+        for _ in range(counts[-1]):
+            run, count, counts_ = chance.randint(1, 40), chance.randint(1, 6), chance.randint(1, 4)
+            stride, strides = chance.randint(0, 60), chance.randint(0, 300)
+            reach = run + (count - 1) * stride + (counts_ - 1) * strides
+            words.extend([chance.randrange(SIZE - reach), run, count, stride, counts_, strides])
+    return counts, words
+
+
+def bytes_of(words: array, first: int, last: int) -> bytes:
+    """What the definition of a row says."""
+    found = bytearray()
+    for row in range(first, last):
+        place, run, count, stride, counts, strides = words[6 * row : 6 * row + 6]
+        for i in range(counts):
+            for j in range(count):
+                at = place + i * strides + j * stride
+                found += RIGHT[at : at + run]
+    return bytes(found)
+
+
+def test_rows_are_what_their_definition_says(way: str) -> None:
+    for seed in range(ROUNDS // 5):
+        chance = random.Random(seed)
+        counts, words = drawn_rows(chance)
+        parcels = Parcels.of(words, counts, SIZE, chunk_bytes=CHUNK)
+        expected = bytes_of(words, 0, len(words) // 6)
+        assert parcels.size_bytes == len(expected)
+        start = chance.randrange(len(expected) + 1)
+        stop = chance.randint(start, len(expected))
+        for piece_bytes in (0, 37):
+            stream = kit.Pieces(RIGHT, piece_bytes)
+            with RowStream(stream, parcels.rows).reading(start, stop) as views:
+                assert b"".join(views) == expected[start:stop], seed
+        ranges = RowStream.ranges_of(parcels.rows, start, stop)
+        assert b"".join(bytes(RIGHT[at : at + length]) for at, length in ranges) == expected[start:stop]
+        there = placed(parcels.rows, kit.Pieces(RIGHT))
+        assert (there is not None) == (way == "native")
+        if there is not None:
+            assert there.table.size == len(expected)
+
+
+def requests(chance: random.Random) -> tuple[bytes, bytes]:
+    """What a reader wants, and asks for, mutated."""
+    counts, words = drawn_rows(chance)
+    data = bytearray(array("Q", [len(counts), len(words) // 6, *counts]).tobytes() + words.tobytes())
+    for _ in range(chance.choice((0, 0, 0, 1, 2))):
+        at = 8 * chance.randrange(len(data) // 8)
+        value = chance.choice((0, 1, SIZE, 1 << 31, 1 << 32, 1 << 62, TOP, chance.randrange(SIZE)))
+        data[at : at + 8] = value.to_bytes(8, "little")
+    if chance.random() < 0.1:
+        del data[chance.randrange(len(data)) :]
+    wants = bytearray()
+    for _ in range(1 + chance.randrange(3)):
+        first = chance.randrange(len(counts) + (chance.random() < 0.1))
+        ranges = tcp_wire._encode([[first, first + 1]])
+        wants += HEADER.pack(tcp_wire.WANT, len(ranges), 0) + ranges
+    for _ in range(chance.choice((0, 0, 0, 1))):
+        wants[chance.randrange(len(wants))] = chance.randrange(256)
+    return bytes(data), bytes(wants)
+
+
+def hear(sock: socket.socket, into: bytearray) -> None:
+    with contextlib.suppress(ConnectionResetError):  # it was hung up on before all its words were heard
+        while piece := sock.recv(65536):
+            into += piece
+
+
+def test_whatever_a_reader_wants(way: str) -> None:
+    """A conversation after the greetings: refused, or served to the byte, and nothing else."""
+    served = Served(Export("k", b"", CHUNK, kit.Pieces(RIGHT), Progress(-(-SIZE // CHUNK), complete=True)))
+    server = TcpServer(SETTINGS)
+    failures, frames = set[str](), 0
+    for seed in range(ROUNDS // 3):
+        data, wants = requests(random.Random(seed))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            wire, came = Wire(ours, SETTINGS), bytearray()
+            hearing = threading.Thread(target=hear, args=(theirs, came))
+            hearing.start()
+            theirs.sendall(HEADER.pack(PIECES, len(data), 0) + data + wants)
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(WireError) as failure:
+                pieces_server.serve_pieces(server, SETTINGS, Room(), wire, served, 5.0)
+            failures.add(type(failure.value).__name__)
+            wire.close()
+            hearing.join()
+        if not came:
+            continue
+        parcels, at = Parcels.decode(data, SIZE, CHUNK), 0
+        while at < len(came):
+            kind, length, number = HEADER.unpack_from(came, at)
+            found = came[at + HEADER.size : at + HEADER.size + length]
+            at += HEADER.size + length
+            assert kind == tcp_wire.CHUNK
+            expected = bytes_of(parcels.rows.words, *parcels.first_row[number : number + 2])
+            assert found == expected[: len(found)], seed
+            assert len(found) == len(expected) or at > len(came), seed
+            frames += 1
+    server.close()
+    assert failures == {"Vanished", "Garbled"}
+    assert frames
+
+
+# -- over a real connection --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source() -> Iterator[TcpTransport]:
+    transport = TcpTransport(SETTINGS)
+    transport.export(kit.full("k", RIGHT, CHUNK))
+    yield transport
+    transport.close()
+
+
+def wanting(source: TcpTransport, data: bytes, *, kind: int = PIECES, length: int | None = None) -> Wire:
+    """A reader that has said what it wants."""
+    wire = Wire(socket.create_connection(parse_endpoint(source.endpoint)), SETTINGS)
+    wire.limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
+    wire.send_greeting(Hello("", "k", 0, 5000, False, has_pieces=True))
+    assert isinstance(wire.receive_greeting(DEADLINE_S), Welcome)
+    wire.send([HEADER.pack(kind, len(data) if length is None else length, 0), data])
+    return wire
+
+
+def farewell(wire: Wire) -> Refusal:
+    kind, length, _ = wire.receive_header()
+    assert kind == tcp_wire.GONE
+    found = wire.receive_gone(length)
+    wire.close()
+    return found
+
+
+def test_a_reader_hears_why_and_nobody_else_suffers(source: TcpTransport) -> None:
+    said = [
+        farewell(wanting(source, body([1], [SIZE, 1, 1, 0, 1, 0]))),
+        farewell(wanting(source, b"", length=module.MAX_PIECES_BYTES + 1)),
+        farewell(wanting(source, b"", kind=tcp_wire.CHUNK)),
+    ]
+    assert [refusal.code for refusal in said] == ["malformed"] * 3
+    assert "row 0 has bytes 5000 to 5001 of a stream of 5000 B" in said[0].message
+    assert "ask for them in several reads" in said[1].message
+    assert "where pieces were due" in said[2].message
+    target = kit.Target(RIGHT, CHUNK)
+    assert kit.read_all(source, source.endpoint, "k", target) is None
+    assert target.buffer == RIGHT
+
+
+def test_a_source_has_room_for_so_much_only(source: TcpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = body([1], GOOD)
+    monkeypatch.setattr(source._server, "_room", Room(3 * len(good)))
+    first = wanting(source, good)
+    first.send_want([0])
+    assert first.receive_header() == (tcp_wire.CHUNK, 24, 0)
+    assert farewell(wanting(source, good)).code == "busy"
+    first.close()
+
+    def is_room() -> bool:
+        with source._server._room.taken(2 * len(good)) as found:
+            return found
+
+    kit.until(is_room, "who has left takes no room any more")
+
+
+def test_what_is_wanted_lasts_no_longer_than_its_export(source: TcpTransport) -> None:
+    """A source that waits for what a reader wants, and for what it asks for, can be called away."""
+    waiting = Wire(socket.create_connection(parse_endpoint(source.endpoint)), SETTINGS)
+    waiting.limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
+    waiting.send_greeting(Hello("", "k", 0, 5000, False, has_pieces=True))
+    assert isinstance(waiting.receive_greeting(DEADLINE_S), Welcome)
+    asking = wanting(source, body([1], GOOD))
+    assert source.withdraw("k", timeout_s=DEADLINE_S)
+    assert farewell(waiting).code == farewell(asking).code == "gone"
