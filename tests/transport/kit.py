@@ -142,6 +142,11 @@ def forget() -> None:
     use(None)
 
 
+def maps() -> bool:
+    """Content lies in memory that readers map."""
+    return _has_sealed_memory
+
+
 def memory(size_bytes: int) -> bytearray:
     """Zeros. What can be mapped is not a bytearray, and does for one in all that is done here."""
     if not _has_sealed_memory or not size_bytes:

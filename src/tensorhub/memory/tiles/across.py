@@ -1,0 +1,147 @@
+"""Fills registered tensors with one version out of sources that are cut in other ways, tile by tile.
+
+    across = Across(registration, tiles, manifest)      the reader's tiles, and its manifest, derived from the sources'
+    for leg in across.legs(sources): ...                what is missing, planned over these sources
+        transport.read(endpoint, key, leg, on_end)      each leg is a sink, reads from one source, and fails by itself
+    on_end: across.ended(leg)                           what it has not brought is missing again: `legs` of others
+
+Rules:
+1. The reader's manifest is known before the first byte, and its root is what the server named: the caller has compared
+   it. A tile counts only with the digest that this manifest has for it, whoever sends it.
+2. A source that offers another manifest than the plan was made from is refused (`CorruptTransfer`) before a byte comes.
+3. `progress` is by the reader's own chunks: readers of its layout may read behind it. A chunk counts once all its tiles
+   do. What a leg has brought is noted when it is told, at most every 50 ms, and when it ends.
+4. After `revoke` has returned, nothing more counts.
+5. What is in no box is never written.
+
+Called from several transport threads at once. Never: choose sources, wait for a transport.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ...core.errors import TensorHubError, UsageError
+from ...core.tile_manifest import TileManifest
+from ...transport.gates import Gate
+from ...transport.progress import Progress
+from ..digests import NO_ALGORITHM, Verify, check_verify
+from ..registration import Registration
+from .arrays import Ints
+from .cells import Tiles
+from .chunks import chunks_of
+from .derive import Source
+from .legs import Leg
+from .orders import PARCEL_BYTES, orders_of
+from .plan import plan_reads
+
+
+class Across:
+    """One fill of one registration, from as many sources as it takes. Thread-safe."""
+
+    def __init__(
+        self,
+        registration: Registration,
+        tiles: Tiles,
+        manifest: TileManifest,
+        *,
+        verify: Verify = "full",
+        on_stored: Callable[[int], None] | None = None,
+        parcel_bytes: int = PARCEL_BYTES,
+    ) -> None:
+        """`on_stored` is told the prefix of chunks, one call at a time, in a transport's thread."""
+        check_verify(verify)
+        if verify == "full" and manifest.algorithm == NO_ALGORITHM:
+            raise UsageError(
+                'this version was published with verify="none": its bytes cannot be verified',
+                hint='publish it with verify="full", or say verify="none" here as well',
+            )
+        self.registration = registration
+        self.tiles = tiles
+        self.manifest = manifest
+        self.is_checking = verify == "full"
+        self.gate = Gate()  # shut once it is revoked
+        self._parcel_bytes = parcel_bytes
+        self._chunks = chunks_of(tiles)
+        self._chunk_of = self._chunks.of_tiles(len(tiles))
+        self.progress = Progress(len(self._chunks))
+        self._left = np.bincount(
+            self._chunk_of[self._chunk_of >= 0], minlength=len(self._chunks)
+        )  # tiles of each chunk
+        self._is_open = np.ones(len(tiles), np.bool_)  # neither there nor on its way
+        self._missing = len(tiles)
+        self._on_stored = on_stored
+        self._revoked: TensorHubError | None = None
+        self._is_settled = False
+        self._lock = threading.RLock()
+        self._telling = threading.Lock()
+
+    @property
+    def missing(self) -> int:
+        """Tiles that are not there."""
+        return self._missing
+
+    def legs(self, sources: Sequence[Source]) -> list[Leg]:
+        """Reads that bring all that is missing and not on its way already. Raises as `plan_reads` does."""
+        with self._lock:
+            self.check()
+            mine = np.flatnonzero(self._is_open)
+            if not len(mine):
+                return []
+            plan = plan_reads(self.tiles.only(mine), sources)
+            stream = self.registration.stream
+            found = [
+                Leg(self, source, number, plan, order, mine)
+                for number, source in enumerate(sources)
+                for order in orders_of(plan, number, source.table.size_bytes, stream, parcel_bytes=self._parcel_bytes)
+            ]
+            self._is_open[:] = False
+            return found
+
+    def ended(self, leg: Leg) -> int:
+        """The transport has done with it. Returns how many tiles it leaves missing."""
+        leg.note()
+        with self._lock:
+            left = leg.take_rest()
+            self._is_open[left] = True
+            return len(left)
+
+    def filled(self, tiles: Ints) -> None:
+        """These are in place."""
+        with self._telling:
+            with self._lock:
+                self.check()
+                self._missing -= len(tiles)
+                chunks = self._chunk_of[tiles]
+                touched = np.unique(chunks[chunks >= 0])
+                np.subtract.at(self._left, chunks[chunks >= 0], 1)
+                done = touched[self._left[touched] == 0].tolist()
+                for chunk in done:
+                    self.progress.mark(chunk)
+            if done and self._on_stored is not None:
+                self._on_stored(self.progress.prefix)
+
+    def mark(self, progress: Progress, parcel: int) -> None:
+        """This parcel of a leg counts, unless the fill was revoked."""
+        with self._lock:
+            self.check()
+            progress.mark(parcel)
+
+    def settle(self) -> None:
+        """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
+        with self._lock:
+            if not self._is_settled:
+                self.registration.settle()
+                self._is_settled = True
+
+    def revoke(self, error: TensorHubError) -> None:
+        """From now on nothing is taken: the permission to read has ended."""
+        with self._lock:
+            self._revoked = self._revoked or error
+        self.gate.shut()
+
+    def check(self) -> None:
+        """Raises once it is revoked."""
+        if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it
+            raise type(self._revoked)(str(self._revoked), hint=self._revoked.hint)

@@ -1,0 +1,142 @@
+"""Part of a plan as a transport wants to hear it: what one source is asked for, in parcels, and where that belongs.
+
+Rules:
+1. A parcel is some fetches that follow each other in the plan, whole tiles, as many as fit `parcel_bytes`. A tile that
+   is longer is a parcel of its own. Tiles that are kept in part are not put together with others.
+2. What a source is asked for are runs of its stream, joined where they follow each other there; where they belong is
+   said apart from it, in runs of the reader's stream. Both go through a tile in its row-major order.
+3. An order has at most `MAX_ROWS` rows; what needs more is several orders.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...transport.base import ByteStream
+from ...transport.parcels import MAX_ROWS, Parcels, Scatter
+from ...transport.rows import Rows
+from .arrays import Ints, ranks_of, starts_of
+from .copies import (
+    COUNT,
+    COUNTS,
+    RUN,
+    SOURCE,
+    SOURCE_STRIDE,
+    SOURCE_STRIDES,
+    TARGET,
+    TARGET_STRIDE,
+    TARGET_STRIDES,
+    Copies,
+)
+from .plan import Plan
+
+PARCEL_BYTES = 1 << 20  # what is read again when a source dies, of each stream; its header and seal cost 5 us
+THEIRS = (SOURCE, RUN, COUNT, SOURCE_STRIDE, COUNTS, SOURCE_STRIDES)
+OURS = (TARGET, RUN, COUNT, TARGET_STRIDE, COUNTS, TARGET_STRIDES)
+_RUN, _COUNT, _STRIDE, _COUNTS, _STRIDES = 1, 2, 3, 4, 5  # of the six
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Order:
+    """What one source is asked for by one read."""
+
+    parcels: Parcels
+    scatter: Scatter
+    fetches: Ints  # of the plan, in order: fetch n is tile n of the read
+
+    def tiles_of(self, parcel: int) -> range:
+        """Which of `fetches` it has."""
+        return range(self.scatter.first_tile[parcel], self.scatter.first_tile[parcel + 1])
+
+
+def orders_of(
+    plan: Plan, source: int, source_bytes: int, stream: ByteStream, *, parcel_bytes: int = PARCEL_BYTES
+) -> Iterator[Order]:
+    """All that a plan wants of one source, whose stream has so many bytes; `stream` is the reader's."""
+    mine = np.flatnonzero(plan.source == source)
+    rows = _counts(plan.copies, len(plan))[mine]
+    at = 0
+    ends = np.cumsum(rows)
+    while at < len(mine):
+        before = int(ends[at - 1]) if at else 0
+        stop = max(at + 1, int(np.searchsorted(ends, before + MAX_ROWS, "right")))
+        yield _order(plan, mine[at:stop], source_bytes, stream, parcel_bytes)
+        at = stop
+
+
+def _order(plan: Plan, fetches: Ints, source_bytes: int, stream: ByteStream, parcel_bytes: int) -> Order:
+    sizes, is_direct = plan.size_bytes[fetches], plan.is_direct[fetches]
+    first_tile = _parcels(sizes, is_direct, parcel_bytes)
+    tiles = starts_of(sizes)
+    picked, of = _rows_of(plan.copies, fetches)
+    per_tile = np.bincount(of, minlength=len(fetches))
+    theirs = _joined(picked[:, THEIRS])
+    counts = np.add.reduceat(per_tile, first_tile[:-1]) if len(fetches) else per_tile
+    parcels = Parcels.of(words(theirs), counts.tolist(), source_bytes)
+    is_kept = ~is_direct[first_tile[:-1]]
+    bytes_of = picked[:, RUN] * picked[:, COUNT] * picked[:, COUNTS]
+    starts = starts_of(bytes_of)
+    direct = np.flatnonzero(is_direct[of])
+    ours = Rows.at(words(_joined(picked[direct][:, OURS])), words(np.append(starts[direct], starts[-1])))
+    keeps, kept = _rows_of(plan.keeps, fetches)
+    parcel_of = np.searchsorted(first_tile, kept, "right") - 1
+    keeps[:, SOURCE] += tiles[kept] - tiles[first_tile[parcel_of]]
+    first_keep = np.searchsorted(parcel_of, np.arange(len(first_tile)))
+    scatter = Scatter(
+        stream=stream,
+        ours=ours,
+        first_tile=words(first_tile),
+        tiles=words(tiles),
+        is_kept=is_kept.astype(np.uint8).tobytes(),
+        keeps=words(keeps),
+        first_keep=words(first_keep),
+    )
+    return Order(parcels, scatter, fetches)
+
+
+def words(numbers: Ints) -> "array[int]":
+    """As a transport takes them."""
+    found = array("Q")
+    found.frombytes(np.ascontiguousarray(numbers, np.int64).tobytes())
+    return found
+
+
+def _counts(copies: Copies, fetches: int) -> Ints:
+    return np.bincount(copies.of, minlength=fetches)
+
+
+def _rows_of(copies: Copies, fetches: Ints) -> tuple[Ints, Ints]:
+    """The rows of these fetches, in order, and which of `fetches` each belongs to."""
+    first, last = np.searchsorted(copies.of, fetches), np.searchsorted(copies.of, fetches, "right")
+    counts = last - first
+    of = np.repeat(np.arange(len(fetches)), counts)
+    return copies.rows[np.repeat(first, counts) + ranks_of(counts)], of
+
+
+def _joined(rows: Ints) -> Ints:
+    """The same, where runs follow each other as longer runs."""
+    rows = rows.copy()
+    for _ in range(2):
+        is_one = (rows[:, _COUNT] == 1) | (rows[:, _STRIDE] == rows[:, _RUN])
+        rows[is_one, _RUN] *= rows[is_one, _COUNT]
+        rows[is_one, _COUNT], rows[is_one, _STRIDE] = rows[is_one, _COUNTS], rows[is_one, _STRIDES]
+        rows[is_one, _COUNTS], rows[is_one, _STRIDES] = 1, 0
+    return rows
+
+
+def _parcels(sizes: Ints, is_direct: npt.NDArray[np.bool_], most: int) -> Ints:
+    """The first fetch of each parcel, and behind the last one how many there are."""
+    ends = np.cumsum(sizes)
+    changes = np.flatnonzero(is_direct[1:] != is_direct[:-1]) + 1
+    limits = np.append(changes, len(sizes))
+    first, at = [], 0
+    while at < len(sizes):
+        first.append(at)
+        before = int(ends[at - 1]) if at else 0
+        fitting = int(np.searchsorted(ends, before + most, "right"))
+        limit = int(limits[np.searchsorted(limits, at, "right")])
+        at = min(max(fitting, at + 1), limit)
+    return np.array([*first, len(sizes)], np.int64)

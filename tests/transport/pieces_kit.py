@@ -1,0 +1,134 @@
+"""Readers and sources of other layouts, for the tests of reads of pieces."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from memory.cutting import Model, Shard, draw_layout, draw_model
+from tensorhub.core.errors import TensorHubError
+from tensorhub.memory.hostmemory import copy_stream, on_host
+from tensorhub.memory.tiles.across import Across
+from tensorhub.memory.tiles.cells import tiles_of
+from tensorhub.memory.tiles.derive import Source, derive_manifest
+from tensorhub.memory.tiles.exported import Cut, export_of, publish_cut
+from tensorhub.memory.tiles.grid import Cutting, Grid
+from tensorhub.memory.tiles.legs import Leg
+from tensorhub.memory.tiles.wire import grid_digest, layout_digest
+from tensorhub.transport.base import Read, Transport
+from tensorhub.transport.progress import Progress
+
+from . import kit
+from .kit import Ended
+
+BAND_BYTES = 48  # so that even small tensors are cut further
+CHUNK = 64
+
+
+class Columns(NamedTuple):
+    """A model, its publishers, a reader of it that is cut in another way, and the grid."""
+
+    model: Model
+    publisher: list[Shard]
+    reader: Shard
+    grid: Grid
+
+
+def drawn(chance: Random, *, is_known: bool = True) -> Columns:
+    """A model, the shards of its publisher, filled, one shard of a reader, and the grid.
+
+    A layout that is not known when the version is published holds tiles in part; tied tensors must be known.
+    """
+    model = draw_model(chance, has_tie=is_known and chance.random() < 0.3)
+    publisher = draw_layout(chance, model, chance.randint(1, 3))
+    reader = draw_layout(chance, model, chance.randint(1, 2))[0]
+    for shard in publisher:
+        shard.fill(model)
+    reader.spoil(chance)
+    cutting = Cutting(BAND_BYTES, fewest_tiles=1 << 20)
+    for shard in publisher:
+        cutting.add_publisher(shard.table)
+    if is_known:
+        cutting.add_other(reader.table)
+    return Columns(model, publisher, reader, cutting.grid())
+
+
+def cuts_of(publisher: Sequence[Shard], grid: Grid) -> list[Cut]:
+    return [publish_cut(shard.registration, tiles_of(shard.table, grid)) for shard in publisher]
+
+
+def exported(transport: Transport, key: str, shard: Shard, cut: Cut, progress: Progress | None = None) -> None:
+    """What the shard has now; a host copy of it where the kind under test maps such."""
+    registration = shard.registration
+    progress = progress or Progress(-(-registration.size_bytes // CHUNK), complete=True)
+    if kit.maps():
+        tensors, registration = registration, on_host(registration)
+        copy_stream(tensors.stream, registration.stream, 1 << 20, lambda *_: None)
+    transport.export(export_of(key, cut, registration, CHUNK, progress))
+
+
+def sources_of(cuts: Sequence[Cut]) -> list[Source]:
+    return [Source(f"trainer[{number}]", cut.table, cut.manifest) for number, cut in enumerate(cuts)]
+
+
+def across_for(reader: Shard, grid: Grid, sources: Sequence[Source], **options: object) -> Across:
+    tiles = tiles_of(reader.table, grid)
+    manifest = derive_manifest(tiles, sources, layout=layout_digest(reader.table), grid=grid_digest(grid))
+    return Across(reader.registration, tiles, manifest, **options)
+
+
+class Reading:
+    """A leg under way."""
+
+    def __init__(self, across: Across, leg: Leg, transport: Transport, endpoint: str, key: str) -> None:
+        self.across, self.leg = across, leg
+        self.ended = Ended()
+        self.read: Read = transport.read(endpoint, key, leg, self.ended)
+
+    def wait(self) -> TensorHubError | None:
+        """How it ended, once what it has brought is noted."""
+        error = self.ended.wait()
+        self.left = self.across.ended(self.leg)
+        return error
+
+
+def read_all(across: Across, sources: Sequence[Source], transport: Transport, endpoints: Sequence[str]) -> None:
+    """All of it; the source with number n exports as "n"."""
+    readings = [Reading(across, leg, transport, endpoints[leg.number], str(leg.number)) for leg in across.legs(sources)]
+    errors = [reading.wait() for reading in readings]
+    assert errors == [None] * len(errors), [repr(e.__cause__) for e in errors if e]
+    kit.until(lambda: across.missing == 0, "every tile is noted")
+    assert across.progress.is_complete
+
+
+ROWS, COLUMNS = 1024, 4096
+
+
+def columns(sources: int = 2, *, array: np.ndarray | None = None, run: int = COLUMNS // 2) -> Columns:
+    """One matrix of 4 MiB, which its publishers hold whole each, and a reader of its last `run` columns."""
+    chance = Random(7)
+    model = {"w": np.frombuffer(chance.randbytes(ROWS * COLUMNS), np.uint8).reshape(ROWS, COLUMNS)}
+    publisher = []
+    for number in range(sources):
+        shard = Shard()
+        memory = np.zeros((ROWS, COLUMNS), np.uint8) if array is None or number else array
+        shard.add_array("w", memory, [("w", (ROWS, COLUMNS), ((0, 0), (ROWS, COLUMNS)), memory)])
+        publisher.append(shard.finish())
+        shard.fill(model)
+    reader, memory = Shard(), np.zeros((ROWS, run), np.uint8)
+    reader.add_array("part", memory, [("w", (ROWS, COLUMNS), ((0, COLUMNS - run), (ROWS, run)), memory)])
+    reader.finish()
+    cutting = Cutting(1 << 18, fewest_tiles=1 << 20)
+    for shard in publisher:
+        cutting.add_publisher(shard.table)
+    cutting.add_other(reader.table)
+    return Columns(model, publisher, reader, cutting.grid())
+
+
+def half_of(shard: Shard) -> Progress:
+    """What a source that is itself filling has."""
+    progress = Progress(-(-shard.registration.size_bytes // CHUNK))
+    for chunk in range(progress.chunk_count // 2):
+        progress.mark(chunk)
+    return progress

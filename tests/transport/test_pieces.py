@@ -1,0 +1,49 @@
+"""Reads of pieces, over every transport: what comes is what plain indexing says, and nothing else is touched."""
+
+from random import Random
+
+import pytest
+
+from tensorhub.transport import local_pieces
+
+from . import kit
+from .conftest import Make
+from .pieces_kit import across_for, cuts_of, drawn, exported, read_all, sources_of
+
+SEEDS = 12
+
+
+@pytest.fixture(autouse=True)
+def only_those_that_read_pieces(kind: kit.Kind) -> None:
+    if "nixl" in kind.name:
+        pytest.skip("pieces are not read over nixl yet")
+
+
+@pytest.fixture(params=[False, True], ids=["", "fetched"])
+def is_fetched(request: pytest.FixtureRequest, kind: kit.Kind, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a local reader fetches short runs as well, which it would rather be sent."""
+    if request.param and "local" not in kind.name:
+        pytest.skip("only where a reader can fetch")
+    if request.param:
+        monkeypatch.setattr(local_pieces, "SENT_BELOW_BYTES", 0)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("is_fetched")
+@pytest.mark.parametrize("is_known", [True, False], ids=["cut", "uncut"])
+def test_any_layout_from_any_layout(make: Make, is_known: bool) -> None:
+    source, reader = make(), make()
+    for seed in range(SEEDS):
+        chance = Random(seed)
+        model, publisher, target, grid = drawn(chance, is_known=is_known)
+        cuts = cuts_of(publisher, grid)
+        for number, (shard, cut) in enumerate(zip(publisher, cuts, strict=True)):
+            exported(source, str(number), shard, cut)
+        before = target.outside()
+        sources = sources_of(cuts)
+        across = across_for(target, grid, sources, parcel_bytes=chance.choice((1, 100, 1 << 20)))
+        read_all(across, sources, reader, [source.endpoint] * len(sources))
+        assert not target.wrong(model), seed
+        assert all((one == other).all() for one, other in zip(target.outside(), before, strict=True)), seed
+        for number in range(len(publisher)):
+            assert source.withdraw(str(number), timeout_s=kit.DEADLINE_S)

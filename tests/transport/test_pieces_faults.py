@@ -1,0 +1,229 @@
+"""Reads of pieces when something goes wrong: the rest goes on, and what counts is right."""
+
+import ctypes
+import mmap
+
+import numpy as np
+import pytest
+
+from tensorhub.core.errors import CorruptTransfer, SessionLost, SourceLost, TransportMissing
+from tensorhub.memory.host import host_view
+from tensorhub.memory.tiles.across import Across
+from tensorhub.memory.tiles.derive import Source
+from tensorhub.transport import local_pieces
+from tensorhub.transport.base import Transport
+from tensorhub.transport.native import load
+
+from . import kit
+from .conftest import Make
+from .kit import DEADLINE_S
+from .pieces_kit import COLUMNS, ROWS, Columns, Reading, across_for, columns, cuts_of, exported, half_of
+from .pieces_kit import sources_of as sources_of_cuts
+
+PARCEL = 64 * 1024
+
+
+@pytest.fixture(autouse=True)
+def only_those_that_read_pieces(kind: kit.Kind) -> None:
+    if "nixl" in kind.name:
+        pytest.skip("pieces are not read over nixl yet")
+
+
+@pytest.fixture(params=["short", "long"])
+def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Columns:
+    """With runs that a local reader would rather be sent, and with runs that it fetches."""
+    monkeypatch.setattr(local_pieces, "SENT_BELOW_BYTES", COLUMNS if request.param == "short" else 0)
+    return columns()
+
+
+class Scene:
+    """Two sources that have the same, and a fill that reads from the first."""
+
+    def __init__(self, found: Columns, source: Transport, reader: Transport) -> None:
+        self.found, self.source, self.reader = found, source, reader
+        self.cuts = cuts_of(found.publisher, found.grid)
+        self.sources = sources_of_cuts(self.cuts)
+        self.across: Across = across_for(found.reader, found.grid, self.sources, parcel_bytes=PARCEL)
+
+    def export(self, number: int, **options: object) -> None:
+        exported(self.source, str(number), self.found.publisher[number], self.cuts[number], **options)
+
+    def read(self, number: int) -> Reading:
+        """All that is missing, from that source."""
+        source: Source = self.sources[number]
+        (leg,) = self.across.legs([source])
+        return Reading(self.across, leg, self.reader, self.source.endpoint, str(number))
+
+    def finish(self) -> None:
+        """What is missing comes from the other one, and then all of it is right."""
+        self.export(1)
+        if self.across.missing:
+            assert self.read(1).wait() is None
+        assert self.across.missing == 0
+        assert self.across.progress.is_complete
+        assert not self.found.reader.wrong(self.found.model)
+
+
+def test_a_source_that_is_filling_sends_what_it_has(make: Make, found: Columns) -> None:
+    scene = Scene(found, make(0.3), make(0.3))  # and it says often enough that it waits
+    progress = half_of(found.publisher[0])
+    scene.export(0, progress=progress)
+    reading = scene.read(0)
+    half = len(scene.across.tiles) // 2
+    kit.until(lambda: scene.across.missing == half, "half of it is there")
+    assert not reading.ended.event.wait(1.0), "a source that waits is not a silent one"
+    for chunk in range(progress.chunk_count // 2, progress.chunk_count):
+        progress.mark(chunk)
+    assert reading.wait() is None
+    assert scene.across.missing == 0
+    assert not found.reader.wrong(found.model)
+
+
+def test_withdrawn_in_the_midst_and_replaced(make: Make, found: Columns) -> None:
+    scene = Scene(found, make(60.0), make(60.0))
+    scene.export(0, progress=half_of(found.publisher[0]))
+    reading = scene.read(0)
+    kit.until(lambda: scene.across.missing < len(scene.across.tiles), "something is there")
+    assert scene.source.withdraw("0", timeout_s=DEADLINE_S)
+    found.publisher[0].arrays["w"][:] = 0xEE  # allowed from now on
+    error = reading.wait()
+    assert isinstance(error, SourceLost)
+    assert "withdrawn" in str(error)
+    assert reading.left == scene.across.missing > 0
+    scene.finish()
+
+
+def test_withdraw_under_load_again_and_again(make: Make, found: Columns) -> None:
+    source, reader = make(), make()
+    right = found.publisher[0].arrays["w"].copy()
+    for trial in range(8):
+        scene = Scene(found, source, reader)
+        scene.export(0)
+        reading = scene.read(0)
+        kit.until(lambda: reading.read.received_bytes >= trial * PARCEL, "some of it has come")  # noqa: B023
+        assert source.withdraw("0", timeout_s=DEADLINE_S)
+        found.publisher[0].arrays["w"][:] = 0xEE
+        error = reading.wait()
+        assert error is None or isinstance(error, SourceLost), "what was taken too late is not judged: never corrupt"
+        scene.finish()
+        assert source.withdraw("1", timeout_s=DEADLINE_S)
+        found.publisher[0].arrays["w"][:] = right
+
+
+def test_a_source_that_lies_about_a_tile(make: Make, found: Columns) -> None:
+    scene = Scene(found, make(), make())
+    wrong = found.publisher[0].arrays["w"]
+    wrong[ROWS // 2, COLUMNS - 1] ^= 1
+    scene.export(0)
+    reading = scene.read(0)
+    error = reading.wait()
+    assert isinstance(error, CorruptTransfer)
+    assert "'w'[" in str(error)
+    assert "trainer[0]" in str(error)
+    assert reading.left > 0
+    scene.finish()
+
+
+def test_what_lies_beside_the_wanted_part_may_change(make: Make, found: Columns) -> None:
+    scene = Scene(found, make(), make())
+    found.publisher[0].arrays["w"][:, : COLUMNS // 2] = 0xEE
+    scene.export(0)
+    reading = scene.read(0)
+    assert reading.wait() is None
+    assert ("mapped" in reading.read.path) == kit.maps()
+    assert ("native" in reading.read.path) == (load.library() is not None)
+    assert not found.reader.wrong(found.model)
+    kit.until(lambda: scene.source.statistics()["sent_bytes"] == ROWS * COLUMNS // 2, "no byte more was sent")
+
+
+def test_another_content_under_that_key(make: Make, found: Columns) -> None:
+    scene = Scene(found, make(), make())
+    found.publisher[0].arrays["w"][:] = 1
+    (other, _) = cuts_of(found.publisher, found.grid)
+    exported(scene.source, "0", found.publisher[0], other)
+    error = scene.read(0).wait()
+    assert isinstance(error, CorruptTransfer)
+    assert "root digest" in str(error)
+    assert not any(found.reader.arrays["part"].reshape(-1)), "before a byte came"
+
+
+def test_stop_in_the_midst(make: Make, found: Columns) -> None:
+    scene = Scene(found, make(60.0), make(60.0))
+    scene.export(0, progress=half_of(found.publisher[0]))
+    reading = scene.read(0)
+    kit.until(lambda: scene.across.missing < len(scene.across.tiles), "something is there")
+    reading.read.stop()
+    assert reading.wait() is None
+    assert reading.left == scene.across.missing > 0
+    scene.finish()
+
+
+def test_nothing_counts_once_it_is_revoked(make: Make, found: Columns) -> None:
+    scene = Scene(found, make(60.0), make(60.0))
+    progress = half_of(found.publisher[0])
+    scene.export(0, progress=progress)
+    reading = scene.read(0)
+    kit.until(lambda: scene.across.missing == len(scene.across.tiles) // 2, "half of it is there")
+    scene.across.revoke(SessionLost("the lease has ended"))
+    before = scene.across.missing
+    for chunk in range(progress.chunk_count):
+        progress.mark(chunk)
+    error = reading.ended.wait()
+    assert isinstance(error, SessionLost)
+    assert scene.across.missing == before
+    with pytest.raises(SessionLost):
+        scene.across.legs([scene.sources[1]])
+
+
+def test_a_source_that_falls_silent(kind: kit.Kind, make: Make, found: Columns) -> None:
+    scene = Scene(found, make(), make(0.3))
+    with kind.mute() as endpoint:
+        (leg,) = scene.across.legs([scene.sources[0]])
+        error = Reading(scene.across, leg, scene.reader, endpoint, "0").wait()
+    assert isinstance(error, SourceLost)
+    assert "0.3 s" in str(error)
+    scene.finish()
+
+
+def test_memory_that_was_freed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source's worker lives on, and its reader goes elsewhere."""
+    if kit.maps():
+        pytest.skip("a host copy is nobody else's to free")
+    size = ROWS * COLUMNS
+    pages = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    array = np.frombuffer(host_view(address, size, pages), np.uint8).reshape(ROWS, COLUMNS)
+    for threshold in (0, COLUMNS):
+        monkeypatch.setattr(local_pieces, "SENT_BELOW_BYTES", threshold)
+        scene = Scene(columns(array=array), make(), make())
+        scene.export(0)
+        protect(address + size // 2, size // 2, 0)
+        try:
+            error = scene.read(0).wait()
+        finally:
+            protect(address + size // 2, size // 2, mmap.PROT_READ | mmap.PROT_WRITE)
+        assert isinstance(error, SourceLost | TransportMissing), repr(error)
+        scene.finish()
+
+
+def protect(address: int, size: int, how: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), how) == 0
+
+
+def test_two_sources_share_and_one_is_replaced(make: Make, found: Columns) -> None:
+    """Each of several reads fails by itself."""
+    scene = Scene(found, make(60.0), make(60.0))
+    scene.export(0)
+    progress = half_of(found.publisher[1])
+    scene.export(1, progress=progress)
+    legs = scene.across.legs(scene.sources)
+    assert {leg.number for leg in legs} == {0, 1}
+    readings = [Reading(scene.across, leg, scene.reader, scene.source.endpoint, str(leg.number)) for leg in legs]
+    assert readings[0].wait() is None
+    assert scene.source.withdraw("1", timeout_s=DEADLINE_S)
+    assert isinstance(readings[1].wait(), SourceLost)
+    assert scene.across.missing == readings[1].left > 0
+    assert scene.read(0).wait() is None
+    assert scene.across.missing == 0
+    assert not found.reader.wrong(found.model)
