@@ -19,6 +19,7 @@ from . import (
     lateness,
     machine,
     one_reader,
+    pieces,
     plans,
     plots,
     processes,
@@ -39,6 +40,7 @@ PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
     "faults": ("the source is killed at 10, 50 and 90 % (root)", (faults.run,)),
     "memory": ("peak beyond the tensors; growth over many updates", (footprint.run, footprint.run_growth)),
     "plans": ("from any layout to any layout: time and memory of planning, sizes of manifests", (plans.run,)),
+    "pieces": ("pieces of another layout beside the same layout, rows of 256 B to 64 KiB", (pieces.run,)),
     "server": (
         "what a report, a version, a death, a restart cost the reference server as the fleet grows; its lateness",
         (control.run, decisions.run, lateness.run),

@@ -1,0 +1,161 @@
+"""What a process of the benchmarks does for part `pieces`: a source whose rows hold the reader's, and the reader."""
+
+import base64
+import threading
+import time
+
+import numpy as np
+
+from tensorhub.core.boxes import Box
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.fill import FillSink
+from tensorhub.memory.hostmemory import copy_stream, on_host
+from tensorhub.memory.registration import Registration, register
+from tensorhub.memory.tiles.across import Across
+from tensorhub.memory.tiles.cells import tiles_of
+from tensorhub.memory.tiles.derive import Source, derive_manifest
+from tensorhub.memory.tiles.exported import Cut, decode_cut, export_of, publish_cut
+from tensorhub.memory.tiles.grid import Grid, grid_of
+from tensorhub.memory.tiles.legs import Leg
+from tensorhub.memory.tiles.table import BoxTable, table_of
+from tensorhub.memory.tiles.wire import grid_digest, layout_digest
+from tensorhub.runtime.config import worker_options
+from tensorhub.runtime.opening import make_transport
+from tensorhub.transport.base import Export, Transport
+from tensorhub.transport.progress import Progress
+
+from .converse import converse
+from .section import MIB
+
+PATIENCE_S = 120.0
+CHUNK_BYTES = 4 * MIB
+
+
+def shard(size_bytes: int, run_bytes: int, *, is_wide: bool) -> tuple[tuple[int, int], dict[str, list[Box]]]:
+    """`size_bytes` of a matrix in rows of `run_bytes`: by themselves, or each beside as many other bytes."""
+    rows = size_bytes // run_bytes
+    shape, part = (rows, run_bytes), ((0, 0), (rows, run_bytes))
+    if not is_wide:
+        return shape, {"w": [Box("w", shape, *part)]}
+    return (rows, 2 * run_bytes), {"w": [Box("w", shape, *part, offset=run_bytes, strides=(2 * run_bytes, 1))]}
+
+
+class Pieces:
+    """One side."""
+
+    def __init__(self) -> None:
+        self._transports: dict[str, Transport] = {}
+        self._array = np.zeros(0, np.uint8)
+        self._registration: Registration | None = None
+        self._table: BoxTable | None = None
+        self._grid: Grid | None = None
+        self._cut: Cut | None = None
+
+    def cpu(self) -> float:
+        """Seconds of CPU of this process so far."""
+        return time.process_time()
+
+    def _transport(self, kind: str) -> Transport:
+        if kind not in self._transports:
+            self._transports[kind] = make_transport(kind, "127.0.0.1", worker_options())
+        return self._transports[kind]
+
+    def cut(self, size_bytes: int, run_bytes: int, is_wide: bool, is_publisher: bool) -> None:
+        """Allocate, fill, and agree on the grid: what is narrow here is wide there."""
+        shape, boxes = shard(size_bytes, run_bytes, is_wide=is_wide)
+        self._array = np.ones(shape, np.uint8)
+        if is_publisher:
+            noise = np.random.default_rng(1).integers(0, 256, size=8 * MIB + 4099, dtype=np.uint8)
+            flat = self._array.reshape(-1)
+            for start in range(0, flat.size, len(noise)):
+                flat[start : start + len(noise)] = noise[: flat.size - start]
+        self._registration = register({"w": self._array})
+        self._table = table_of(self._registration.layout, boxes)
+        shape, boxes = shard(size_bytes, run_bytes, is_wide=not is_wide)
+        there = table_of(register({"w": np.empty(shape, np.uint8)}).layout, boxes)
+        self._grid = grid_of(*([self._table], [there]) if is_publisher else ([there], [self._table]))
+
+    def serve(self, kinds: list[str], size_bytes: int) -> dict[str, object]:
+        """Let the other side read pieces, and as many bytes of the same layout, also out of host copies."""
+        assert self._registration is not None
+        assert self._table is not None
+        assert self._grid is not None
+        self._cut = publish_cut(self._registration, tiles_of(self._table, self._grid))
+        plain = register({"plain": self._array.reshape(-1)[:size_bytes]})
+        manifest = build_manifest(plain, CHUNK_BYTES)
+        endpoints = {}
+        for kind in kinds:
+            transport = self._transport(kind)
+            for suffix in ("", "copied") if kind == "local" else ("",):
+                for key, registration in (("pieces", self._registration), ("plain", plain)):
+                    if suffix:
+                        tensors, registration = registration, on_host(registration)
+                        copy_stream(tensors.stream, registration.stream, CHUNK_BYTES, lambda *_: None)
+                    progress = Progress(-(-registration.size_bytes // CHUNK_BYTES), complete=True)
+                    if key == "pieces":
+                        transport.export(export_of(key + suffix, self._cut, registration, CHUNK_BYTES, progress))
+                    else:
+                        body = manifest.encode()
+                        transport.export(Export(key + suffix, body, CHUNK_BYTES, registration.stream, progress))
+            endpoints[kind] = transport.endpoint
+        cut = base64.b64encode(self._cut.encode()).decode()
+        return {
+            "endpoints": endpoints,
+            "root": str(manifest.root()),
+            "cut": cut,
+            "cut_root": str(self._cut.manifest.root()),
+        }
+
+    def know(self, cut: str, cut_root: str) -> None:
+        """What the source has published."""
+        self._cut = decode_cut(base64.b64decode(cut), cut_root)  # type: ignore[arg-type]
+
+    def read_pieces(self, kind: str, endpoint: str, key: str) -> dict[str, object]:
+        """All that this side wants. Planned beforehand; timed from the first word to the last tile."""
+        assert self._registration is not None
+        assert self._table is not None
+        assert self._grid is not None
+        assert self._cut is not None
+        source = Source("source", self._cut.table, self._cut.manifest)
+        tiles = tiles_of(self._table, self._grid)
+        manifest = derive_manifest(tiles, [source], layout=layout_digest(self._table), grid=grid_digest(self._grid))
+        across = Across(self._registration, tiles, manifest)
+        legs = across.legs([source])
+        transport = self._transport(kind)
+        began, cpu = time.monotonic(), time.process_time()
+        paths = [_read(transport, endpoint, key, leg) for leg in legs]
+        found = time.monotonic() - began
+        for leg in legs:
+            across.ended(leg)
+        if across.missing:
+            raise RuntimeError(f"{across.missing} tiles are missing")
+        return {"seconds": found, "cpu_s": time.process_time() - cpu, "path": paths[0]}
+
+    def read_plain(self, kind: str, endpoint: str, key: str, root: str, size_bytes: int) -> dict[str, object]:
+        """As many bytes of the same layout."""
+        registration = register({"plain": self._array.reshape(-1)[:size_bytes]})
+        sink = FillSink(registration, root)  # type: ignore[arg-type]
+        began, cpu = time.monotonic(), time.process_time()
+        path = _read(self._transport(kind), endpoint, key, sink)
+        if not sink.progress.is_complete:
+            raise RuntimeError("the read ended before its last chunk")
+        return {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu, "path": path}
+
+
+def _read(transport: Transport, endpoint: str, key: str, sink: FillSink | Leg) -> str:
+    ended, errors = threading.Event(), []
+
+    def on_end(error: Exception | None) -> None:
+        errors.append(error)
+        ended.set()
+
+    read = transport.read(endpoint, key, sink, on_end)
+    if not ended.wait(PATIENCE_S):
+        raise TimeoutError(f"the read from {endpoint} has not ended")
+    if errors[0] is not None:
+        raise errors[0]
+    return read.path
+
+
+if __name__ == "__main__":
+    converse(Pieces())
