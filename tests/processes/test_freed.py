@@ -15,6 +15,7 @@ pytestmark = pytest.mark.processes
 BEGIN = """
 import torch
 MIB = 1 << 20
+company = tensorhub.open("m", replica="company", server=address)  # reliable: beside it nothing is copied ahead
 def free(tensor):
     tensor.untyped_storage().resize_(0)
 
@@ -67,6 +68,23 @@ say(version=weights.version, check=error_of(weights.check))
     assert "version 1" in found["unpublish"]["text"]
     assert found["version"] == 2
     assert found["check"] == {"value": None}
+
+
+def test_what_was_copied_ahead_is_kept_though_it_is_freed_then(server):
+    story = """
+company.close()
+weights, tensors = join("trainer", 1.0)
+weights.publish(1)
+deadline = time.monotonic() + 20
+while not weights.statistics()["offloaded_bytes"] and time.monotonic() < deadline:
+    time.sleep(0.02)
+free(tensors["freed"])
+say(unpublish=error_of(weights.unpublish))
+reader, target = join("reader", 0.0)
+say(replicate=error_of(reader.replicate, 1), is_right=bool((target["freed"] == 1.0).all()))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found == {"unpublish": {"value": None}, "replicate": {"value": 1}, "is_right": True}
 
 
 def test_what_a_reader_holds_is_kept_though_the_trainer_has_freed_it(server):
