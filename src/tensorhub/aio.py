@@ -155,9 +155,18 @@ class Weights:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and every claim with it
                 self._thread.loop.call_soon_threadsafe(self._client.drop_claim)
 
-    async def replicate(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
+    async def replicate(
+        self,
+        spec: Spec = "latest",
+        *,
+        wait: bool = False,
+        timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
+    ) -> int:
         """Fill the tensors with a version from whoever holds it. Returns the version."""
-        return _certain(await self._here(self._client.operate("replicate", spec, self._deadline(timeout))))
+        if not isinstance(wait, bool):
+            raise UsageError(f"wait={wait!r} is neither True nor False")
+        filling = self._client.operate("replicate", spec, self._deadline(timeout), waits=wait)
+        return _certain(await self._here(filling))
 
     async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held."""

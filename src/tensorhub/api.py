@@ -166,14 +166,16 @@ class Weights:
             raise
         self.publish(version, timeout=timeout)
 
-    def replicate(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
+    def replicate(self, spec: Spec = "latest", *, wait: bool = False, timeout: float | None = None) -> int:
         """Fill the tensors with a version from whoever holds it, verified; afterwards this worker serves it to others.
 
-        `spec` is a version number, "latest" or "latest-N". Returns the version when all shards of the replica have it.
+        `spec` is a version number, "latest" or "latest-N". "latest" waits for a first version, "latest-N" for so many;
+        a number waits to be published with `wait=True`, as long as no higher one was. Returns the version when all
+        shards of the replica have it.
         On an error in mid-transfer the tensors are no version at all, and can only be filled again. Raises
         `VersionUnavailable`, `LayoutMismatch`, `CorruptTransfer`, `SourceLost`, `GroupIncomplete`, `GroupMismatch`.
         """
-        return self._wait(self._aio.replicate(spec, timeout=timeout), timeout, f"replicate({spec!r})")
+        return self._wait(self._aio.replicate(spec, wait=wait, timeout=timeout), timeout, f"replicate({spec!r})")
 
     def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held.

@@ -135,3 +135,32 @@ def test_the_view_as_coroutines(server, join):
     trainer, _ = join("t", 1.0)
     trainer.publish(4)
     assert asyncio.run(aio.connect(server.address).next_version("m")) == 5
+
+
+def test_a_number_that_is_yet_to_be_published_is_waited_for(join):
+    trainer, array = join("t", 1.0)
+    rollout, filled = join("r")
+    with pytest.raises(tensorhub.VersionUnavailable, match="m has no version 3; nothing was published yet"):
+        rollout.replicate(3)
+
+    def publish():
+        trainer.publish(2)
+        with trainer.mutating(version=3):
+            array[:] = 3.0
+
+    held, _ = in_threads(lambda: rollout.replicate(3, wait=True, timeout=10), publish)
+    assert (held, rollout.version) == (3, 3)
+    assert (filled == 3.0).all()
+
+
+def test_a_number_that_cannot_come_any_more_is_not_waited_for(join):
+    trainer, _ = join("t", 1.0)
+    rollout, _ = join("r")
+    trainer.publish(5)
+    with pytest.raises(tensorhub.VersionUnavailable, match="no version 4; its newest version is 5"):
+        rollout.replicate(4, wait=True)
+    with pytest.raises(tensorhub.DeadlineExceeded, match=r"replicate\(6, wait=True\) .* its newest version is 5"):
+        rollout.replicate(6, wait=True, timeout=0.5)
+    with pytest.raises(tensorhub.UsageError, match="wait='yes' is neither True nor False"):
+        rollout.replicate(6, wait="yes")
+    assert rollout.replicate(5, wait=True) == 5

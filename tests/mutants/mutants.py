@@ -821,4 +821,22 @@ MUTANTS = (
         "",
         "a reader stays in its site when its source has something for it at last",
     ),
+    Mutant(
+        "nobody waits for what is yet to come",
+        " and not (call.waits and _may_come(model, call.spec))\n",
+        "\n",
+        "replicate(n, wait=True) waits until n is published",
+    ),
+    Mutant(
+        "what was passed by may yet come",
+        "    return model.newest is None or model.newest < number\n",
+        "    return True\n",
+        "nobody waits for a number that can never be published any more",
+    ),
+    Mutant(
+        "what may yet come is no part of the call",
+        "    return call.verb, call.spec, call.claim, call.waits\n",
+        "    return call.verb, call.spec, call.claim\n",
+        "all shards of a replica make the same call",
+    ),
 )

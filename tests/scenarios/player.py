@@ -199,7 +199,7 @@ class Player:
 
     # --- the caller ---------------------------------------------------------------------------------------------------
 
-    def call(self, verb: str, spec: int | str, timeout_s: float, content: str = "") -> None:
+    def call(self, verb: str, spec: int | str, timeout_s: float, content: str = "", *, waits: bool = False) -> None:
         """As user code would; before a publish it writes the content into its tensors, if it may."""
         root = Digest("")
         if verb == "publish":
@@ -211,7 +211,7 @@ class Player:
         claim = None
         if verb == "mutate":
             verb, spec, claim = "unpublish", "", Version(int(spec))
-        self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim))
+        self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim, waits=waits))
 
     def give_back(self) -> None:
         """The block of a `mutating` raised."""

@@ -177,7 +177,7 @@ def _call(stage: Stage, words: list[str]) -> None:
     spec = int(spec) if isinstance(spec, str) and spec.isdigit() else spec
     timeout_s = _seconds(options["within"]) if "within" in options else USUAL_TIMEOUT_S
     for player in _players(stage, name):
-        player.call(verb, spec, timeout_s, options.get("as", f"v{spec}"))
+        player.call(verb, spec, timeout_s, options.get("as", f"v{spec}"), waits="waiting" in rest[1:])
         stage.pump()
 
 

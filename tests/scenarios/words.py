@@ -94,9 +94,10 @@ class Words:
         parts = [buffer_text(report.buffer)]
         if report.call is not None:
             call = report.call
+            waiting = " waiting" if call.waits else ""
             claim = f" claims {call.claim}" if call.claim is not None else ""
             resolved = f" = {call.resolved}" if call.resolved is not None and call.verb != "unpublish" else ""
-            parts.append(f"call {call.number}: {call_text(call.verb, call.spec)}{claim}{resolved}")
+            parts.append(f"call {call.number}: {call_text(call.verb, call.spec)}{waiting}{claim}{resolved}")
         if report.reading is not None:
             parts.append(f"reads {self.ticket(report.reading.ticket)} from {name_of(report.reading.source)}")
         parts += [f"{self.ticket(failure.ticket)} failed: {failure.code}" for failure in report.failures]

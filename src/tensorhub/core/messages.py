@@ -166,6 +166,7 @@ class CallReport(_Message, frozen=True):
     root: Digest = Digest("")  # of a publish: the content's identity
     resolved: Version | None = None
     claim: Version | None = None  # of an unpublish: the number that is to be published next, for nobody else to take
+    waits: bool = False  # of a replicate: for the number to be published, if it may still be
 
 
 class Reading(_Message, frozen=True):

@@ -37,7 +37,7 @@ def steps_back(spec: str) -> int:
     return int(found.group(1) or 0)
 
 
-def call_text(verb: str, spec: Spec, claim: Version | None) -> str:
+def call_text(verb: str, spec: Spec, claim: Version | None, *, waits: bool = False) -> str:
     """A call as its caller would write it."""
-    said = f"{verb}({spec!r})" if spec != "" else f"{verb}()"
+    said = f"{verb}({spec!r}{', wait=True' if waits else ''})" if spec != "" else f"{verb}()"
     return said if claim is None else f"{said} for mutating(version={claim})"

@@ -81,12 +81,14 @@ class Client:
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
 
-    async def operate(self, verb: str, spec: Spec, deadline: float, *, claim: Version | None = None) -> Version | None:
+    async def operate(
+        self, verb: str, spec: Spec, deadline: float, *, claim: Version | None = None, waits: bool = False
+    ) -> Version | None:
         """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call(verb):
             if verb != "unpublish":
                 self._check_in_place()
-            worker, called = self.driver.worker, Called(verb, spec, deadline, claim=claim)
+            worker, called = self.driver.worker, Called(verb, spec, deadline, claim=claim, waits=waits)
             known = worker.update_at_once(self._hello, called)
             if isinstance(known, Failure):
                 raise failed(known)

@@ -124,7 +124,8 @@ class App:
             if shard == step.stray and not self.is_quiet and self.shard_count > 1:
                 own = ("unpublish", "") if verb != "unpublish" else ("replicate", "latest")
             delay_s = self.chance.uniform(0, step.skew_s)
-            call = Called(*own, timeout_s, roots.get(shard, Digest("")) if roots else Digest(""))
+            root = roots.get(shard, Digest("")) if roots else Digest("")
+            call = Called(*own, timeout_s, root, waits=step.waits and own == (verb, spec))
             self.world.after(delay_s, lambda p=process, s=shard, c=call: self._call(p, s, c))  # type: ignore[misc]
         if step.cancel_s and not self.is_quiet:
             waited_for = self._waiting_for

@@ -98,6 +98,7 @@ def _replicas(shape: Random, seed: int, *, most: int, is_fair: bool) -> tuple[Re
         for index in range(rollouts):
             site, host = f"site-{shape.randrange(sites)}", shape.randrange(racks)
             steps = _rollout_steps(Random(f"{seed} app {model}/rollout-{index}"), ahead, is_fair)
+            steps = _with_waits(Random(f"{seed} waits {model}/rollout-{index}"), steps, is_fair)
             place = (site, f"host-{site[5:]}-{host}", shape.random() >= spot)
             found.append(Replica(model, f"rollout-{index}", False, *place, is_in_step, steps))
     return tuple(found)
@@ -156,6 +157,12 @@ def _rollout_steps(app: Random, ahead: float, is_fair: bool) -> tuple[Step, ...]
         )
         found.append(_mischief(app, step, is_fair))
     return tuple(found)
+
+
+def _with_waits(waits: Random, steps: tuple[Step, ...], is_fair: bool) -> tuple[Step, ...]:
+    """Some of those that want a number wait for it. Who has all the time of the world would wait too long."""
+    may_wait = [not is_fair and step.verb == "replicate" and isinstance(step.spec, int) for step in steps]
+    return tuple(replace(step, waits=may and waits.random() < 0.5) for step, may in zip(steps, may_wait, strict=True))
 
 
 def _fair(plan: Plan) -> Plan:

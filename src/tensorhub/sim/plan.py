@@ -60,6 +60,7 @@ class Step:
     cancel_s: float = 0.0  # 0: nobody gives up; else the shard `canceller` does after so long
     canceller: int = -1
     registers: str = ""  # before the call: "same" or "other" tensors
+    waits: bool = False  # a replicate of a number: until that is published
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,14 @@ class GroupCall:
     is_finished: bool = False
     error: Failure | None = None
     waiting: Failure | None = None
+    waits: bool = False  # of a replicate: for a number that nobody has published yet
 
     @property
     def is_over(self) -> bool:
         return self.is_finished or self.error is not None
 
     def __str__(self) -> str:
-        return call_text(self.verb, self.spec, self.claim)
+        return call_text(self.verb, self.spec, self.claim, waits=self.waits)
 
     def fail(self, failure: Failure) -> None:
         if not self.is_over:
@@ -102,7 +103,7 @@ class Replica:
             call.version = reported.resolved  # a server before this one had answered so
 
     def _begin(self, reported: CallReport, now: float) -> GroupCall:
-        call = GroupCall(reported.number, reported.verb, reported.spec, now, reported.claim)
+        call = GroupCall(reported.number, reported.verb, reported.spec, now, reported.claim, waits=reported.waits)
         if reported.number == self.finished:
             call.is_finished, call.version = True, reported.resolved
         elif reported.number <= self.ended:
@@ -111,10 +112,10 @@ class Replica:
         return call
 
     def _mismatch(self, shard: Shard, call: GroupCall, reported: CallReport) -> Failure | None:
-        if (call.verb, call.spec, call.claim) == (reported.verb, reported.spec, reported.claim):
+        if _said_of(call) == _said_of(reported):
             return None
         others = some_shards(list(call.arrived)) or "the others"
-        mine = call_text(reported.verb, reported.spec, reported.claim)
+        mine = call_text(reported.verb, reported.spec, reported.claim, waits=reported.waits)
         text = f"shard {shard} of {self.name} called {mine} where shard {others} called {call}"
         return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
 
@@ -144,3 +145,8 @@ class Replica:
         if self.call is not None:
             text = f"shard {shard} of {self.name} {why} during {self.call}"
             self.call.fail(Failure("group-incomplete", text, "restart that shard, then retry on all shards"))
+
+
+def _said_of(call: GroupCall | CallReport) -> tuple[object, ...]:
+    """What all shards of a replica have to say alike."""
+    return call.verb, call.spec, call.claim, call.waits

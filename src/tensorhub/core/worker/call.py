@@ -24,9 +24,10 @@ class Call:
     answer: Answer | None = None
     opened: Version | None = None  # some source had this version, and its manifest is here
     is_delayed: bool = False  # the caller was told why it waits so long
+    waits: bool = False  # of a replicate: for a number that nobody has published yet
 
     def __str__(self) -> str:
-        return call_text(self.verb, self.spec, self.claim)
+        return call_text(self.verb, self.spec, self.claim, waits=self.waits)
 
     @property
     def fills(self) -> bool:
@@ -70,10 +71,10 @@ class Call:
 
     def again(self) -> "Call":
         """The same call as the replica's next one."""
-        return Call(self.verb, self.spec, self.root, self.started, self.deadline)
+        return Call(self.verb, self.spec, self.root, self.started, self.deadline, waits=self.waits)
 
     def for_report(self) -> CallReport | None:
         """As a report says it."""
         if self.number is None:
             return None
-        return CallReport(self.number, self.verb, self.spec, self.root, self.resolved, self.claim)
+        return CallReport(self.number, self.verb, self.spec, self.root, self.resolved, self.claim, self.waits)

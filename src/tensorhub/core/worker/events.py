@@ -47,6 +47,7 @@ class Called:
     deadline: float
     root: Digest = Digest("")  # of a publish
     claim: Version | None = None  # of an unpublish
+    waits: bool = False  # of a replicate
 
 
 @dataclass(frozen=True, slots=True)

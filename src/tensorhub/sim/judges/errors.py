@@ -88,7 +88,9 @@ class ErrorJudge(GroupJudge):
         if not isinstance(call.spec, int) and call.resolved is None:
             return self._unavailable_latest(life, call, since)
         version = call.resolved if call.resolved is not None else Version(int(call.spec))
-        made = self.truth.exists(model, version)
+        made, newest = self.truth.exists(model, version), self.truth.newest(model)
+        if call.waits and made is None and (newest is None or newest < version):
+            return f"version {version} may still come, and it was to wait"
         if made is None or made.exists > since or self.truth.lost_since(model, version, since):
             return ""
         for shard in range(self.conditions.shards):

@@ -64,6 +64,7 @@ class Call:
     outcome: Finished | None = None
     is_cancelled: bool = False
     is_touched: bool = False  # a byte of the registered memory was written
+    waits: bool = False  # for its number to be published
 
     @property
     def error(self) -> Failure | None:

@@ -196,11 +196,13 @@ class Truth:
     def told(self, life: Life, event: events.Event) -> None:
         """The shell tells the machine."""
         match event:
-            case events.Called(verb, spec, deadline, root):
+            case events.Called(verb, spec, deadline, root, waits=waits):
                 left_s = deadline - life.clock()
-                had = (life.held.version, life.held.root) if life.held is not None else (None, Digest(""))
+                held = life.held
+                had, root_had = (held.version, held.root) if held is not None else (None, Digest(""))
                 if life.call is None:
-                    life.call = Call(verb, spec, root, self.now, self.now + left_s, *had)
+                    left = self.now, self.now + left_s
+                    life.call = Call(verb, spec, root, *left, had, root_had, waits=waits)
             case events.Cancelled():
                 if life.call is not None:
                     life.call.is_cancelled = True

@@ -195,13 +195,18 @@ def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> D
         version, failure = held, None
     if version is None:
         assert failure is not None
-        is_number = isinstance(call.spec, int)
-        return _give_up(replica, call, failure) if is_number else Wait(call, failure)
+        is_hopeless = isinstance(call.spec, int) and not (call.waits and _may_come(model, call.spec))
+        return _give_up(replica, call, failure) if is_hopeless else Wait(call, failure)
     record = model.look_up(version)
     absent = _absent_shard(state, replica, record)
     if absent is None:
         return Resolve(call, version)
     return Wait(call, _unavailable(state, model, record, absent))
+
+
+def _may_come(model: Model, number: int) -> bool:
+    """Numbers only rise: one that a newer one has passed by is never published."""
+    return model.newest is None or model.newest < number
 
 
 def _is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
