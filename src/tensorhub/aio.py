@@ -8,19 +8,21 @@ tensor in the caller's thread: milliseconds for ten thousand.)
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from .core.errors import UsageError
 from .core.messages import Spec
+from .core.metadata import Json, encode_metadata
 from .core.names import ModelName, Version
-from .core.snapshot import ModelView, ReplicaView, Status, Transfer, VersionView
+from .core.snapshot import LayoutView, ModelView, ReplicaView, Status, Transfer, VersionView
 from .core.version_spec import parse_spec
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
 from .runtime.client import Client
 from .runtime.config import Options, check_integer, check_name, parse_fraction, parse_seconds, worker_options
+from .runtime.descriptions import layout_of, metadata_of
 from .runtime.errands import Undo
 from .runtime.loops import LoopThread, check_process, loop_thread
 from .runtime.opening import leave_at_once, open_client
@@ -114,24 +116,39 @@ class Weights:
         """Take tensors that `memory.registration.register` has looked at already."""
         await self._here(self._client.register(registration))
 
-    async def publish(self, version: int, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
+    async def publish(
+        self,
+        version: int,
+        *,
+        metadata: Mapping[str, object] | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
+    ) -> int:
         """Let everybody read what the tensors are now, as `version`, and promise not to change them."""
-        return _certain(await self._here(self._client.publish(version, self._deadline(timeout))))
+        said = encode_metadata(metadata) if metadata is not None else None
+        return _certain(await self._here(self._client.publish(version, self._deadline(timeout), said)))
 
     async def unpublish(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Take the promise back: returns when nobody reads these tensors any more."""
         await self._here(self._client.operate("unpublish", "", self._deadline(timeout)))
 
     @contextlib.asynccontextmanager
-    async def mutating(self, *, version: int, timeout: float | None = None) -> AsyncIterator[None]:  # noqa: ASYNC109 - our own deadline
+    async def mutating(
+        self,
+        *,
+        version: int,
+        metadata: Mapping[str, object] | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
+    ) -> AsyncIterator[None]:
         """Claim the number and unpublish, let the block change the tensors, publish them unless it raised."""
+        if metadata is not None:
+            encode_metadata(metadata)
         await self._claim(version, timeout=timeout)
         try:
             yield
         except BaseException:
             self._drop_claim()
             raise
-        await self.publish(version, timeout=timeout)
+        await self.publish(version, metadata=metadata, timeout=timeout)
 
     async def _claim(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """The beginning of `mutating`: unpublish, and let nobody else take the number until it is published."""
@@ -216,6 +233,12 @@ class Weights:
         return self._client.version
 
     @property
+    def metadata(self) -> dict[str, Json] | None:
+        """What its publisher said of the version held beside its tensors; None if there is none."""
+        self._check_process()
+        return self._client.metadata
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Chunks in place, and chunks in all, of the fill under way; (0, 0) when there is none."""
         self._check_process()
@@ -296,13 +319,26 @@ class View:
 
     async def next_version(self, model: str, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """The lowest number that nobody has taken."""
-        check_process(self._pid, f"the view of {self._options.server}")
-        check_name(model, "model")
+        self._check(model)
         return await self._thread.here(wait_for_number(self._options, model, self._deadline(timeout)))
+
+    async def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:  # noqa: ASYNC109 - our own deadline
+        """What a version is made of: the names, dtypes and shapes of its tensors, shard by shard."""
+        self._check(model)
+        return await self._thread.here(layout_of(self._options, model, spec, self._deadline(timeout)))
+
+    async def metadata(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> dict[str, Json]:  # noqa: ASYNC109 - our own deadline
+        """What the publisher of a version said beside its tensors."""
+        self._check(model)
+        return await self._thread.here(metadata_of(self._options, model, spec, self._deadline(timeout)))
 
     async def transfers(self) -> tuple[Transfer, ...]:
         """Who reads what from whom now, and why from there."""
         return (await self.status()).transfers
+
+    def _check(self, model: str) -> None:
+        check_process(self._pid, f"the view of {self._options.server}")
+        check_name(model, "model")
 
     def _deadline(self, timeout: float | None) -> float:
         seconds = _seconds(timeout, "timeout")

@@ -5,14 +5,15 @@ only waits for it, until its timeout at the latest. An interrupt (Ctrl-C) of the
 """
 
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from . import aio
 from .core.messages import Spec
-from .core.snapshot import ReplicaView, Status, Transfer, VersionView
+from .core.metadata import Json, encode_metadata
+from .core.snapshot import LayoutView, ReplicaView, Status, Transfer, VersionView
 from .memory.registration import register as register_tensors
 from .runtime.config import parse_seconds, server_settings, worker_options
 from .runtime.loops import loop_thread
@@ -131,13 +132,17 @@ class Weights:
         self._aio._check_process()
         self._wait(self._aio.take(register_tensors(tensors)), None, "register()")
 
-    def publish(self, version: int, *, timeout: float | None = None) -> int:
+    def publish(
+        self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
+    ) -> int:
         """Let everybody read what the tensors are now, as `version`, and promise not to change them.
 
-        Blocks while the tensors are hashed and until all shards of the replica have published. Raises
-        `VersionConflict`, `GroupMismatch`, `GroupIncomplete`, `NotDrained`, `UsageError`.
+        `metadata` goes with the version to everybody who gets it: a mapping of JSON values, 16 KiB at most, the same on
+        all shards, verified as the tensors are. Blocks while the tensors are hashed and until all shards of the replica
+        have published. Raises `VersionConflict`, `GroupMismatch`, `GroupIncomplete`, `NotDrained`, `UsageError`.
         """
-        return self._wait(self._aio.publish(version, timeout=timeout), timeout, f"publish({version!r})")
+        publishing = self._aio.publish(version, metadata=metadata, timeout=timeout)
+        return self._wait(publishing, timeout, f"publish({version!r})")
 
     def unpublish(self, *, timeout: float | None = None) -> None:
         """Take the promise back: returns when nobody reads these tensors any more and they may be changed.
@@ -149,14 +154,19 @@ class Weights:
         self._wait(self._aio.unpublish(timeout=timeout), timeout, "unpublish()")
 
     @contextmanager
-    def mutating(self, *, version: int, timeout: float | None = None) -> Iterator[None]:
+    def mutating(
+        self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
+    ) -> Iterator[None]:
         """Unpublish, let the block change the tensors, publish them as `version`.
 
         The number is claimed before anything is withdrawn: if it is not higher than the newest, or somebody else has
         claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run. Nobody else can
         take it meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is
-        anybody's again, and the exception goes on. `timeout` is for each of the two calls.
+        anybody's again, and the exception goes on. `metadata` is that of `publish`, as it is when the block has ended.
+        `timeout` is for each of the two calls.
         """
+        if metadata is not None:
+            encode_metadata(metadata)  # what cannot be published is said before the step, not after it
         what, unclaim = f"mutating(version={version!r})", self._aio._unclaim
         self._aio._block_on(self._aio._claim(version, timeout=timeout), timeout, what, undo=unclaim)
         try:
@@ -164,7 +174,7 @@ class Weights:
         except BaseException:
             self._aio._drop_claim()
             raise
-        self.publish(version, timeout=timeout)
+        self.publish(version, metadata=metadata, timeout=timeout)
 
     def replicate(self, spec: Spec = "latest", *, wait: bool = False, timeout: float | None = None) -> int:
         """Fill the tensors with a version from whoever holds it, verified; afterwards this worker serves it to others.
@@ -241,6 +251,11 @@ class Weights:
     def version(self) -> int | None:
         """The version held, whole and verified; None if there is none."""
         return self._aio.version
+
+    @property
+    def metadata(self) -> dict[str, Json] | None:
+        """What its publisher said of the version held beside its tensors, {} if nothing; None if no version is held."""
+        return self._aio.metadata
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -327,6 +342,21 @@ class View:
         `ServerUnreachable`, `DeadlineExceeded`.
         """
         return self._aio._block_on(self._aio.next_version(model, timeout=timeout), "next_version()", timeout)
+
+    def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:
+        """What a version is made of, for whoever has registered nothing: names, dtypes and shapes, shard by shard.
+
+        Raises `VersionUnavailable` where there is none, `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
+        """
+        return self._aio._block_on(self._aio.layout(model, spec, timeout=timeout), f"layout({spec!r})", timeout)
+
+    def metadata(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> dict[str, Json]:
+        """What the publisher of a version said beside its tensors, {} if nothing.
+
+        Asked of one of those who hold it, by `tcp`, and verified. Raises as `layout` does, and `SourceLost` where none
+        of them can be reached.
+        """
+        return self._aio._block_on(self._aio.metadata(model, spec, timeout=timeout), f"metadata({spec!r})", timeout)
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Who reads what from whom now, and why from there."""

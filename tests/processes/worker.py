@@ -167,6 +167,7 @@ class WorkerProcess:
         return {
             "is_open": weights is not None,
             "version": weights.version if weights else None,
+            "metadata": weights.metadata if weights else None,
             "progress": weights.progress if weights else (0, 0),
             "statistics": weights.statistics() if weights else {},
             "lease_is_over": weights._aio._client.driver.data._lease.is_over if weights else True,

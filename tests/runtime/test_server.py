@@ -81,7 +81,7 @@ BAD_CONVERSATIONS = {
     "a long first message": [b"\xc4" * (MAX_REPORT_BYTES + 1)],
     "a long report": [encode(hello()), encode(Report(1, received_bytes={f"r{i}": i for i in range(9000)}))],
     "orders": [encode(Orders(1, 1, 1, 1.0, 1.0, 1.0))],
-    "wrong protocol": [encode(hello()).replace(b"tensorhub/2", b"tensorhub/9")],
+    "wrong protocol": [encode(hello()).replace(b"tensorhub/3", b"tensorhub/9")],
     "garbage after a hello": [encode(hello()), b"\xff\xff"],
 }
 
@@ -200,7 +200,7 @@ def test_status_is_json_that_everybody_can_read(server, witness):
     status, body = get(server.address, "/v1/status")
     seen = json.loads(body)
     assert status == 200
-    assert seen["protocol"] == "tensorhub/2"
+    assert seen["protocol"] == "tensorhub/3"
     assert [model["name"] for model in seen["models"]] == ["witness"]
     assert json.loads(get(server.address, "/v1/status?model=other")[1])["models"] == []
 

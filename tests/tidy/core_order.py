@@ -43,7 +43,7 @@ ROWS: dict[str, tuple[str, ...]] = {
             "rules.progress",
         ),
         *("rules.moving", "rules.grants", "rules.interests", "rules.calls"),
-        *("rules.numbering", "rules.held"),
+        *("rules.numbering", "rules.held", "rules.described"),
         # what changes the state, and the machine, which alone says when
         *("apply", "evidence", "rollcall", "intake", "sessions", "invariants", "snapshot", "machine"),
     ),
@@ -60,7 +60,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     # what both halves may import, and whoever is outside
     CORE: (
-        *("names", "errors", "manifest", "settings", "messages", "sums", "version_spec", "snapshot"),
+        *("names", "errors", "metadata", "manifest", "settings", "messages", "sums", "version_spec", "snapshot"),
         *("boxes", "placements", "tile_manifest"),
     ),
 }

@@ -30,6 +30,7 @@ PURE_MODULES = frozenset(
 
 # Folder or file → what it may import beyond that, and why.
 ALSO_PURE: dict[str, tuple[str, ...]] = {
+    "src/tensorhub/core/metadata.py": ("json",),  # whole numbers of any length, where msgspec has 64 bits
     "src/tensorhub/sim/": ("random",),  # only Random(seed), see below
     "src/tensorhub/sim/runner.py": ("time", "concurrent", "multiprocessing", "os", "traceback"),  # runs many seeds
 }

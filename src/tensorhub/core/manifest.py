@@ -4,8 +4,10 @@ A shard is one *logical stream* of bytes: the memory of its tensors in the order
 Tensors that share memory (tied weights, views of one storage) share their place in the stream. The stream is cut into
 chunks of `chunk_bytes`; the chunk is the unit of progress, verification and resumption.
 
+What its publisher says of the version beside its tensors is here too (see `metadata`).
+
 Two workers may exchange a shard only if their layout digests are equal. What two workers hold is the same version only
-if their root digests are equal: the root covers the layout and the digest of every chunk.
+if their root digests are equal: the root covers the layout, the digest of every chunk and the metadata.
 """
 
 from hashlib import blake2b
@@ -13,6 +15,7 @@ from hashlib import blake2b
 import msgspec
 
 from .errors import UsageError
+from .metadata import decode_metadata
 from .names import Digest
 
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
@@ -106,6 +109,7 @@ class Manifest(msgspec.Struct, frozen=True):
     algorithm: str  # "xxh3-128" or "none"
     digests: bytes
     salt: str = ""
+    metadata: bytes = b""  # as `encode_metadata` has made it
 
     @property
     def chunk_count(self) -> int:
@@ -143,6 +147,7 @@ def decode_manifest(data: bytes) -> Manifest:
     expected = 0 if manifest.algorithm == "none" else manifest.chunk_count * DIGEST_BYTES
     if len(manifest.digests) != expected:
         raise UsageError(f"manifest with {len(manifest.digests)} B of digests where {expected} B were due")
+    decode_metadata(manifest.metadata)
     return manifest
 
 

@@ -13,7 +13,7 @@ import msgspec
 from .manifest import Layout, decode_layout, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
-PROTOCOL = "tensorhub/2"
+PROTOCOL = "tensorhub/3"
 MAX_REPORT_BYTES = 64 * 1024  # a report or orders: a few hundred bytes, and error texts of bounded length
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
@@ -167,6 +167,7 @@ class CallReport(_Message, frozen=True):
     resolved: Version | None = None
     claim: Version | None = None  # of an unpublish: the number that is to be published next, for nobody else to take
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
+    metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
 
 
 class Reading(_Message, frozen=True):

@@ -5,6 +5,8 @@ A snapshot of plain values. Ages and leases are in seconds before or after the m
 
 import msgspec
 
+from .messages import Failure
+
 
 class Transfer(msgspec.Struct, frozen=True):
     """One read that is granted now: who reads what from whom, how far it is, and why from there."""
@@ -121,3 +123,44 @@ class HeldView(msgspec.Struct, frozen=True):
     holders: tuple[str, ...] = ()  # by name
     counted: int = 0  # replicas that could hold it
     waits_for: str = ""
+
+
+class SourceView(msgspec.Struct, frozen=True):
+    """Somebody who has a shard of a version whole, in its tensors or in host memory."""
+
+    worker: str
+    endpoints: tuple[str, ...]
+    from_host: bool = False
+
+
+class DescribedView(msgspec.Struct, frozen=True):
+    """One shard of a version: its encoded layout, its root, and a few who have it; or why nothing can be said of it."""
+
+    version: int = 0
+    shards: int = 0
+    root: str = ""
+    layout: bytes = b""
+    sources: tuple[SourceView, ...] = ()
+    failure: Failure | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """It will not be otherwise in a moment."""
+        return self.failure is None or self.failure.code != "unavailable"
+
+
+class TensorView(msgspec.Struct, frozen=True):
+    """One tensor of one shard. `dtype` is torch's name without the prefix."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class LayoutView(msgspec.Struct, frozen=True):
+    """What a version is made of, shard by shard. Tensors that share memory count once in `size_bytes`."""
+
+    model: str
+    version: int
+    size_bytes: int
+    shards: tuple[tuple[TensorView, ...], ...]

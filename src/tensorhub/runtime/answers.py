@@ -1,7 +1,7 @@
 """The questions that anybody may put to a reference server, and wait for the answer: its side of `questions`.
 
-`/v1/wait` ends when a version exists, `/v1/held` when enough replicas hold it, `/v1/next_version` when a restarted
-server has heard what is taken; all of them with the asker's patience. It must never: change the machine, or decide.
+`/v1/wait` ends when a version exists, `/v1/held` when enough replicas hold it, `/v1/next_version` and `/v1/described`
+when a restarted server has heard enough; all with the asker's patience. It must never: change the machine, or decide.
 """
 
 import math
@@ -13,8 +13,9 @@ from aiohttp import web
 
 from ..core.errors import UsageError
 from ..core.messages import Spec
-from ..core.names import ModelName, ReplicaName, Version
+from ..core.names import ModelName, ReplicaName, Shard, Version
 from ..core.server import Server
+from ..core.server.rules.described import describe
 from ..core.server.rules.held import held_by
 from ..core.server.rules.numbering import next_version
 from ..core.version_spec import parse_spec
@@ -38,6 +39,7 @@ class Answers:
         app.router.add_get("/v1/wait", self._wait)
         app.router.add_get("/v1/held", self._held)
         app.router.add_get("/v1/next_version", self._next_version)
+        app.router.add_get("/v1/described", self._described)
 
     async def _wait(self, request: web.Request) -> web.StreamResponse:
         """As soon as the version, or a newer one, exists."""
@@ -78,6 +80,21 @@ class Answers:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         look = lambda: VersionExists(next_version(self._machine.state, model))  # noqa: E731 - named by the key
         return await self._answer(("next", model), look, lambda found: found.version is not None, patience_s)
+
+    async def _described(self, request: web.Request) -> web.StreamResponse:
+        """What one shard of a version is, and who has it."""
+        self._authorise(request)
+        try:
+            model, patience_s = _model(request), _patience_s(request)
+            spec, shard = _spec(request.query.get("spec", "latest")), Shard(int(request.query.get("shard", "0")))
+            if shard < 0:
+                raise UsageError(f"shard={shard} is below 0")
+        except (KeyError, ValueError, UsageError) as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        look = lambda: describe(self._machine.state, model, spec, shard)  # noqa: E731 - named by the key
+        key = ("described", model, spec, shard)
+        found = await self.polls.ask(key, look, lambda found: found.is_final, patience_s)
+        return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
     async def _answer(
         self, key: tuple[object, ...], look: Callable[[], T], is_final: Callable[[T], bool], patience_s: float

@@ -14,6 +14,8 @@ from typing import TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
+from msgspec.structs import replace
+
 from ..core.errors import (
     Closed,
     DeadlineExceeded,
@@ -21,9 +23,11 @@ from ..core.errors import (
     InvariantViolation,
     NotDrained,
     UsageError,
+    VersionConflict,
 )
 from ..core.manifest import Manifest
 from ..core.messages import MAX_LAYOUT_BYTES, MAX_PINS, Failure, Hello, Holding, LayoutInfo, Spec
+from ..core.metadata import Json, decode_metadata, digest_of_metadata
 from ..core.names import Digest, Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, ClaimDropped, Registered, Wished
@@ -151,8 +155,8 @@ class Client:
         self._check_usable()
         await self._wish_heard(tuple(pin for pin in self.driver.worker.pins if pin != version), deadline)
 
-    async def publish(self, version: Spec, deadline: float) -> Version | None:
-        """Hash what the tensors are now, and promise not to change it."""
+    async def publish(self, version: Spec, deadline: float, metadata: bytes | None = None) -> Version | None:
+        """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own."""
         with self._one_call("publish"):
             buffer = self.driver.worker.buffer
             root = buffer.root if isinstance(buffer, Holding) else Digest("")
@@ -160,14 +164,33 @@ class Client:
             if wrong is not None:
                 raise failed(wrong)
             self._check_in_place()
-            manifest = await self._hashed(version, deadline)
+            said = self._metadata_of(version, metadata)
+            manifest = replace(await self._hashed(version, deadline), metadata=said)
             self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, has been hashed
             self.driver.data.prepare(manifest)
             self.driver.data.unserved = None
-            published = await self.driver.call(Called("publish", version, deadline, manifest.root()))
+            called = Called("publish", version, deadline, manifest.root(), metadata=digest_of_metadata(said))
+            published = await self.driver.call(called)
             if self.driver.data.unserved is not None:
                 raise self.driver.data.unserved
             return published
+
+    def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
+        """What is to be said of that version. Raises `VersionConflict` if it is held here with other words."""
+        held = self._manifest_held()
+        if held is None:
+            return metadata or b""
+        if metadata is not None and metadata != held.metadata:
+            text = f"{self.me} holds version {version} with other metadata"
+            raise VersionConflict(text, hint="unpublish(), then publish a higher number with the new metadata")
+        return held.metadata
+
+    def _manifest_held(self) -> Manifest | None:
+        """Of the version held."""
+        content, held = self.driver.data.content, None if self.driver.is_gone else self.driver.worker.held
+        if held is None:
+            return None
+        return content.manifest if content is not None and content.version == held else self.driver.data.vacated
 
     async def wait_for(self, spec: Spec, deadline: float) -> Version:
         """Until the version, or a newer one, exists. Returns what the spec means then."""
@@ -213,6 +236,12 @@ class Client:
     def version(self) -> Version | None:
         """The version held, whole and verified; None if there is none, or once this worker has gone."""
         return None if self.driver.is_gone else self.driver.worker.held
+
+    @property
+    def metadata(self) -> dict[str, Json] | None:
+        """What its publisher said of the version held; None if there is none."""
+        manifest = self._manifest_held()
+        return decode_metadata(manifest.metadata) if manifest is not None else None
 
     @property
     def progress(self) -> tuple[int, int]:

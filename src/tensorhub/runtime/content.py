@@ -15,6 +15,11 @@ from ..transport.progress import Progress
 _log = logging.getLogger(__name__)
 
 
+def key_of(model: str, version: int, shard: int, *, on_host: bool = False) -> str:
+    """Under which peers read what a worker has of a version, in its tensors or in host memory."""
+    return f"{model}/{version}/{shard}{'/host' if on_host else ''}"
+
+
 def _as_ours(error: Exception, scheme: str) -> TensorHubError:
     """Without a traceback: it would hold all that is exported."""
     text = f"it is held, but peers cannot read it by {scheme}: {error}"

@@ -23,7 +23,7 @@ from ..transport import sealed
 from ..transport.base import Transport
 from ..transport.progress import Progress
 from .config import Verify
-from .content import Content
+from .content import Content, key_of
 from .loops import in_thread, report_end
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class HostCopies:
 
     def key(self, version: Version) -> str:
         """Under which peers read that copy."""
-        return f"{self.me.model}/{version}/{self.me.shard}/host"
+        return key_of(self.me.model, version, self.me.shard, on_host=True)
 
     @property
     def used_bytes(self) -> int:

@@ -25,7 +25,7 @@ from ..transport.base import Transport
 from ..transport.progress import Progress
 from .background import Background
 from .config import Verify
-from .content import Content
+from .content import Content, key_of
 from .copies import HostCopies
 from .loops import hand_over, in_thread
 from .open_read import OpenRead
@@ -383,7 +383,7 @@ class DataPlane:
                     _log.warning("%s: %s is still being read after %.0f s", self.me, key, SLOW_WITHDRAW_S)
 
     def _key(self, version: Version, *, on_host: bool = False) -> str:
-        return self.copies.key(version) if on_host else f"{self.me.model}/{version}/{self.me.shard}"
+        return key_of(self.me.model, version, self.me.shard, on_host=on_host)
 
     def _wake(self, function: Callable[..., None], *arguments: object) -> None:
         try:

@@ -12,10 +12,19 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from ..core.errors import DeadlineExceeded, Refused, ServerUnreachable, TensorHubError, UsageError, VersionUnavailable
+from ..core.errors import (
+    DeadlineExceeded,
+    Refused,
+    ServerUnreachable,
+    TensorHubError,
+    UsageError,
+    VersionUnavailable,
+    error_from_code,
+)
+from ..core.manifest import Layout, decode_layout
 from ..core.messages import Spec
 from ..core.names import Version
-from ..core.snapshot import HeldView, Status
+from ..core.snapshot import DescribedView, HeldView, Status
 from ..core.version_spec import parse_spec
 from .config import Options
 from .connection import CONNECT_S, retry_delay_s
@@ -38,6 +47,7 @@ class VersionExists(msgspec.Struct, frozen=True):
 
 _exists = msgspec.json.Decoder(VersionExists)
 _held = msgspec.json.Decoder(HeldView)
+_described = msgspec.msgpack.Decoder(DescribedView)
 
 
 class _Away(Exception):
@@ -106,6 +116,23 @@ async def wait_for_holders(
     return found.holders
 
 
+async def wait_for_description(
+    options: Options, model: str, spec: Spec, shard: int, deadline: float
+) -> tuple[DescribedView, Layout]:
+    """What that shard of the version is. Raises `VersionUnavailable`, `ServerUnreachable`, `UsageError`."""
+    parse_spec(spec)
+    asked = _Asked(options, f"a description of {model}@{spec}", deadline)
+    question = {"model": model, "spec": str(spec), "shard": str(shard)}
+    found = await asked.until("/v1/described", question, _described, lambda it: it.is_final)
+    if found is None:
+        raise ServerUnreachable(
+            f"no reference server at {options.server}: {asked.why or 'it does not answer'}", hint=START
+        )
+    if found.failure is not None:
+        raise error_from_code(found.failure.code, found.failure.message, hint=found.failure.hint or None)
+    return found, decode_layout(found.layout)
+
+
 class _Asked:
     """One question, and how long its asker waits for the answer."""
 
@@ -115,7 +142,11 @@ class _Asked:
         self._began = time.monotonic()
 
     async def until(
-        self, path: str, question: dict[str, str], decoder: msgspec.json.Decoder[T], is_final: Callable[[T], bool]
+        self,
+        path: str,
+        question: dict[str, str],
+        decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T],
+        is_final: Callable[[T], bool],
     ) -> T | None:
         """The final answer, or the last one before the deadline, if any came."""
         attempt, found, answer_s = 0, None, min(ANSWER_S, (self._deadline - self._began) / 4)

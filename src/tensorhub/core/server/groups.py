@@ -32,6 +32,7 @@ class GroupCall:
     error: Failure | None = None
     waiting: Failure | None = None
     waits: bool = False  # of a replicate: for a number that nobody has published yet
+    metadata: Digest = Digest("")  # of what a publish says beside its tensors
 
     @property
     def is_over(self) -> bool:
@@ -103,7 +104,8 @@ class Replica:
             call.version = reported.resolved  # a server before this one had answered so
 
     def _begin(self, reported: CallReport, now: float) -> GroupCall:
-        call = GroupCall(reported.number, reported.verb, reported.spec, now, reported.claim, waits=reported.waits)
+        call = GroupCall(reported.number, reported.verb, reported.spec, now, reported.claim)
+        call.waits, call.metadata = reported.waits, reported.metadata
         if reported.number == self.finished:
             call.is_finished, call.version = True, reported.resolved
         elif reported.number <= self.ended:
@@ -112,11 +114,14 @@ class Replica:
         return call
 
     def _mismatch(self, shard: Shard, call: GroupCall, reported: CallReport) -> Failure | None:
-        if _said_of(call) == _said_of(reported):
+        is_same = _said_of(call) == _said_of(reported)
+        if is_same and call.metadata == reported.metadata:
             return None
         others = some_shards(list(call.arrived)) or "the others"
         mine = call_text(reported.verb, reported.spec, reported.claim, waits=reported.waits)
         text = f"shard {shard} of {self.name} called {mine} where shard {others} called {call}"
+        if is_same:
+            text = f"shard {shard} of {self.name} called {mine} with other metadata than shard {others}"
         return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
 
     def find(self, number: int) -> GroupCall | None:

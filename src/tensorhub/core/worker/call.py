@@ -25,6 +25,7 @@ class Call:
     opened: Version | None = None  # some source had this version, and its manifest is here
     is_delayed: bool = False  # the caller was told why it waits so long
     waits: bool = False  # of a replicate: for a number that nobody has published yet
+    metadata: Digest = Digest("")  # of a publish
 
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)
@@ -77,4 +78,6 @@ class Call:
         """As a report says it."""
         if self.number is None:
             return None
-        return CallReport(self.number, self.verb, self.spec, self.root, self.resolved, self.claim, self.waits)
+        return CallReport(
+            self.number, self.verb, self.spec, self.root, self.resolved, self.claim, self.waits, self.metadata
+        )

@@ -15,7 +15,8 @@ def take(worker: WorkerState, event: events.Called) -> None:
     if wrong is not None:
         worker.want(events.Finished(0, error=wrong))
         return
-    worker.call = Call(event.verb, event.spec, event.root, worker.now, event.deadline, event.claim, waits=event.waits)
+    worker.call = Call(event.verb, event.spec, event.root, worker.now, event.deadline, event.claim)
+    worker.call.waits, worker.call.metadata = event.waits, event.metadata
     worker.slot.forget_failures()
     worker.copies.new_call()
     worker.note(f"called {event.verb} {event.spec}")

@@ -48,6 +48,7 @@ class Called:
     root: Digest = Digest("")  # of a publish
     claim: Version | None = None  # of an unpublish
     waits: bool = False  # of a replicate
+    metadata: Digest = Digest("")  # of a publish: of what it says beside its tensors
 
 
 @dataclass(frozen=True, slots=True)

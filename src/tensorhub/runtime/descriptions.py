@@ -1,0 +1,134 @@
+"""What a version is, for somebody who holds nothing of it: its tensors from the server, its metadata from a holder.
+
+The server has no metadata: it is in the manifest of whoever holds the version, under the root that the server names.
+So the manifest is fetched over `tcp`, and not a byte of weights. It must never: believe a manifest of another root.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import cast
+
+from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError
+from ..core.manifest import Layout, Manifest, decode_manifest
+from ..core.messages import Spec
+from ..core.metadata import Json, decode_metadata
+from ..core.snapshot import DescribedView, LayoutView, TensorView
+from ..transport.base import ByteStream, Sink
+from ..transport.tcp_reader import TcpRead
+from ..transport.tcp_settings import TcpSettings
+from .config import Options
+from .content import key_of
+from .loops import hand_over
+from .questions import wait_for_description
+
+SCHEME = "tcp://"
+SOURCE_S = 5.0  # for one of several to answer
+TRIES = 3  # all who were said to have it have left it meanwhile: others have it now
+AGAIN_S = 0.3
+
+
+async def layout_of(options: Options, model: str, spec: Spec, deadline: float) -> LayoutView:
+    """The layout of every shard of one version."""
+    version, layouts = await layouts_of(options, model, spec, deadline)
+    shards = tuple(tuple(TensorView(t.name, t.dtype, t.shape) for t in layout.tensors) for layout in layouts)
+    return LayoutView(model, version, sum(layout.size_bytes for layout in layouts), shards)
+
+
+async def layouts_of(options: Options, model: str, spec: Spec, deadline: float) -> tuple[int, list[Layout]]:
+    """(the version that the spec means now, the layout of each of its shards)."""
+    first, layout = await wait_for_description(options, model, spec, 0, deadline)
+    others = range(1, first.shards)
+    more = [await wait_for_description(options, model, first.version, shard, deadline) for shard in others]
+    return first.version, [layout, *(each for _, each in more)]
+
+
+async def metadata_of(options: Options, model: str, spec: Spec, deadline: float) -> dict[str, Json]:
+    """Of the version that the spec means now. All its shards say the same, so the first is asked."""
+    for again in range(TRIES):
+        found, _ = await wait_for_description(options, model, spec, 0, deadline)
+        try:
+            return decode_metadata((await _fetch_manifest(options, model, found, deadline)).metadata)
+        except SourceLost:
+            if again == TRIES - 1 or time.monotonic() + AGAIN_S >= deadline:
+                raise
+            await asyncio.sleep(AGAIN_S)
+    raise InvariantViolation("the last try returns or raises")
+
+
+async def _fetch_manifest(options: Options, model: str, found: DescribedView, deadline: float) -> Manifest:
+    """From the first holder that gives one with the right root."""
+    wrong: list[str] = []
+    for source in found.sources:
+        key = key_of(model, found.version, 0, on_host=source.from_host)
+        for endpoint in source.endpoints:
+            if endpoint.startswith(SCHEME):
+                try:
+                    return await _read_manifest(options, endpoint, key, found.root, deadline)
+                except TensorHubError as error:
+                    wrong.append(f"{source.worker}: {error}")
+        if time.monotonic() >= deadline:
+            break
+    text = f"nobody who holds version {found.version} of {model} has shown its manifest"
+    text = f"{text}: {'; '.join(wrong) or 'nobody serves by tcp'}"
+    if time.monotonic() >= deadline:
+        raise DeadlineExceeded(text, hint="retry with a longer timeout")
+    raise SourceLost(text, hint="is there a way from here to the workers? Whoever replicates the version has it too")
+
+
+async def _read_manifest(options: Options, endpoint: str, key: str, root: str, deadline: float) -> Manifest:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    sink = _ManifestSink(endpoint, root)
+
+    def end(error: TensorHubError | None) -> None:
+        if ended.done():
+            return
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    settings = TcpSettings(token=options.token)
+    read = TcpRead(settings, endpoint, key, cast(Sink, sink), lambda _: lambda error: hand_over(loop, end, error))
+    read.start()
+    try:
+        async with asyncio.timeout_at(min(deadline, time.monotonic() + SOURCE_S)):
+            await ended
+    except TimeoutError:
+        raise SourceLost(f"{endpoint} did not answer in time") from None
+    finally:
+        read.stop()
+    if sink.manifest is None:
+        raise SourceLost(f"{endpoint} was cut before it had shown its manifest")
+    return sink.manifest
+
+
+class _ManifestSink:
+    """Takes the manifest with that root, and wants no chunk. It is a stream of nothing at the same time."""
+
+    is_cross_site = False
+    is_checking = True
+
+    def __init__(self, endpoint: str, root: str) -> None:
+        self.manifest: Manifest | None = None
+        self._endpoint, self._root = endpoint, root
+
+    @property
+    def stream(self) -> ByteStream:
+        return cast(ByteStream, self)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.manifest.size_bytes if self.manifest is not None else 0
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.manifest.chunk_bytes if self.manifest is not None else 1
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        found = decode_manifest(manifest)
+        if found.root() != self._root:
+            raise CorruptTransfer(f"{self._endpoint} has shown the manifest of something else")
+        self.manifest = found
+        return ()
