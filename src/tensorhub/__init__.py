@@ -40,10 +40,14 @@ from .core.errors import (
 if TYPE_CHECKING:
     from . import aio
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
+    from .loading import Loaded, load, load_shards
 
 __version__ = "0.1.0"
 
-_LAZY = dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api")
+_LAZY = {
+    **dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api"),
+    **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
+}
 
 __all__ = [
     "Closed",
@@ -54,6 +58,7 @@ __all__ = [
     "HostMemoryFull",
     "InvariantViolation",
     "LayoutMismatch",
+    "Loaded",
     "NotDrained",
     "Refused",
     "ServerUnreachable",
@@ -73,6 +78,8 @@ __all__ = [
     "connect",
     "errors",
     "leave_on_sigterm",
+    "load",
+    "load_shards",
     "open",
     "serve",
 ]

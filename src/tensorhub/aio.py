@@ -18,6 +18,7 @@ from .core.metadata import Json, encode_metadata
 from .core.names import ModelName, Version
 from .core.snapshot import LayoutView, ModelView, ReplicaView, Status, Transfer, VersionView
 from .core.version_spec import parse_spec
+from .loading import load_async, load_shards_async
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
 from .runtime.client import Client
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from .memory.registration import type_of_weights
 
 T = TypeVar("T")
+
+load, load_shards = load_async, load_shards_async  # as in `tensorhub`, awaited
 
 MOST_SHARDS = 4096
 LEAVE_IN_A_HURRY_S = 5.0  # when a `with` block ends by an exception: nobody wants to wait for slow readers then
