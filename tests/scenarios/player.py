@@ -6,6 +6,8 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from tensorhub.core.manifest import Layout
 from tensorhub.core.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
 from tensorhub.core.names import Digest, Version
@@ -17,6 +19,7 @@ from tensorhub.core.worker.events import (
     Connected,
     CopiedIn,
     CopiedOut,
+    CopyCounted,
     CopyDropped,
     CopyIn,
     CopyOut,
@@ -25,6 +28,7 @@ from tensorhub.core.worker.events import (
     Effect,
     Event,
     Left,
+    NotShared,
     OpenRead,
     ReadAdvanced,
     ReadBarred,
@@ -112,7 +116,8 @@ class Player:
                 if not grant.endpoints:
                     return self._no_way(grant)
                 if grant.to_host:
-                    self.copies.setdefault(grant.version, [])
+                    if not grant.shares:
+                        self.copies.setdefault(grant.version, [])
                     return []
                 if self.filling != grant.version:
                     self.filling, self.done = grant.version, 0
@@ -175,6 +180,10 @@ class Player:
         waiting, self.waiting = self.waiting, []
         for event in waiting:
             self.tell(replace(event, failure=failure))
+
+    def counts(self, version: Version) -> None:
+        """Who counted the memory that is shared here has let it go."""
+        self.tell(CopyCounted(version))
 
     def wish(self, prefetch: int | str | None, pins: tuple[Version, ...]) -> None:
         self.tell(Wished(prefetch, pins))
@@ -243,6 +252,8 @@ class Player:
         served = source.source_of(grant)
         if served is None:
             return self.read_fails("source-lost", f"{source.name} does not serve version {grant.version}")
+        if grant.shares:
+            return self._map(grant, ["??", *served[1:]] if corrupt else served)
         copy = self.copies[grant.version] if grant.to_host else None
         done = len(copy) if copy is not None else self.done
         if len(served) <= done:
@@ -270,6 +281,26 @@ class Player:
             self.grant = None
             self.tell(ReadEnded(grant.ticket, complete=True))
         return self.grant is grant
+
+    def _map(self, grant: Grant, served: list[str]) -> bool:
+        """The source's host copy, which is looked at as a whole."""
+        if self.stage.now >= self.trust_until:
+            return self.read_fails("session-lost", "the lease ended during the read")
+        if served != self.stage.contents[grant.root]:
+            return self.read_fails("corrupt-transfer", "what was mapped is not as published")
+        self.grant, self.copies[grant.version] = None, served  # one memory for both
+        self.stage.say(f"{self.name} has mapped version {grant.version} of {name_of(grant.source)}")
+        self.tell(ReadEnded(grant.ticket, complete=True))
+        return False
+
+    def cannot_map(self) -> None:
+        """What it was to share it reads instead."""
+        assert self.grant is not None, f"{self.name} has no read open"
+        assert self.grant.shares, f"{self.name} is to share nothing"
+        self.grant = structs.replace(self.grant, shares=False)
+        self.copies.setdefault(self.grant.version, [])
+        self.stage.say(f"{self.name} cannot map what {name_of(self.grant.source)} has, and reads it")
+        self.tell(NotShared(self.grant.ticket))
 
     def read_fails(self, code: str, message: str) -> bool:
         grant, self.grant = self.grant, None

@@ -120,7 +120,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
         at = words.index("with")
         words, tensors = words[:at], " ".join(words[at + 1 :])
     plain = [word for word in words if word not in ("revocable", "spot")]
-    (name,), options = _options(plain, ("of", "host", "copies", "site", "prefetch"))
+    (name,), options = _options(plain, ("of", "host", "copies", "site", "prefetch", "place"))
     model, _, short = name.rpartition(":")
     replica, _, shard = short.partition("/")
     shards = int(options.get("of", "1"))
@@ -141,6 +141,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
                 site=options.get("site", ""),
                 host=options.get("host", life),
                 prefetch=options.get("prefetch", "never"),
+                place=options.get("place", ""),
             ),
             _layout(tensors),
             int(options.get("copies", "0")),
@@ -225,6 +226,14 @@ def _corrupt(stage: Stage, words: list[str]) -> None:
 
 def _fail(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).read_fails(words[1], " ".join(words[2:]) or "connection reset")
+
+
+def _cannot_map(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).cannot_map()
+
+
+def _counts(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).counts(Version(int(words[1])))
 
 
 def _trickle(stage: Stage, words: list[str]) -> None:
@@ -378,6 +387,8 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "read": _read,
     "corrupt": _corrupt,
     "fail": _fail,
+    "cannot-map": _cannot_map,
+    "counts": _counts,
     "trickle": _trickle,
     "stick": _stick,
     "unstick": _unstick,

@@ -177,6 +177,8 @@ class Words:
             case StartRead(grant=grant):
                 where = f"version {grant.version} from {name_of(grant.source)}"
                 where += " into host memory" if grant.to_host else ""
+                if grant.shares:
+                    where = f"version {grant.version} from {name_of(grant.source)}, to share its host copy"
                 return f"{who} starts to read {where}, {self.ticket(grant.ticket)}"
             case StopRead(ticket=ticket):
                 return f"{who} stops {self.ticket(ticket)}"
@@ -220,6 +222,7 @@ def buffer_text(buffer: Buffer) -> str:
 
 def copy_text(copy: HostCopy) -> str:
     state = "about to go" if copy.leaving else "whole" if copy.whole else "filling"
+    state += ", shared" if copy.shared else ""
     if copy.unfit and not copy.leaving:
         state += ", unfit for the tensors"
     return f"copy {copy.number} of {copy.version} {state}"

@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[str, ...]] = {
             "rules.sources",
             "rules.progress",
         ),
-        *("rules.moving", "rules.grants", "rules.interests", "rules.calls"),
+        *("rules.sharing", "rules.moving", "rules.grants", "rules.interests", "rules.calls"),
         *("rules.numbering", "rules.held", "rules.described"),
         # what changes the state, and the machine, which alone says when
         *("apply", "evidence", "rollcall", "intake", "sessions", "invariants", "snapshot", "machine"),

@@ -95,7 +95,8 @@ class HostCopy(_Message, frozen=True):
 
     `number` rises with each copy that a worker makes: a copy that was released and one that was made again differ. One
     that is `leaving` and not whole is of no use any more. `layout` is named where it is not that of the tensors that
-    are registered now. `unfit`: it can be read by others, and cannot fill the buffer here.
+    are registered now. `unfit`: it can be read by others, and cannot fill the buffer here. `shared`: its memory is
+    that of another worker's copy on this host, and counts there.
     """
 
     number: int
@@ -108,6 +109,7 @@ class HostCopy(_Message, frozen=True):
     published: bool = False  # by this worker itself: offloaded from what it had published
     layout: Digest = Digest("")
     unfit: bool = False
+    shared: bool = False
 
 
 # --- from a worker ----------------------------------------------------------------------------------------------------
@@ -130,6 +132,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     token: str = ""
     prefetch: str = "seed"  # one of PREFETCH
     retain: int = 0  # versions of the model to keep; the most that anybody asks for counts, and the server's own
+    place: str = ""  # workers that name the same one can map each other's host copies; empty: nobody can
 
     @property
     def worker(self) -> WorkerId:
@@ -174,7 +177,8 @@ class Reading(_Message, frozen=True):
     """The one read that this worker has open; it may be about to stop.
 
     `is_opened`: its manifest is here, and it waits for the buffer. `arrived_bytes` came by it so far, of chunks under
-    way too: a source that is too slow is left. What follows is for people, and may be empty yet.
+    way too: a source that is too slow is left. `shares`: it maps the source's host copy, and copies nothing. What
+    follows `shares` is for people, and may be empty yet.
     """
 
     ticket: Ticket
@@ -184,6 +188,7 @@ class Reading(_Message, frozen=True):
     to_host: bool = False
     is_opened: bool = False
     arrived_bytes: int = 0
+    shares: bool = False
     transport: str = ""  # "local", "tcp", …
     path: str = ""  # how that transport moves the bytes, in a few words
     why: str = ""  # why this transport, and none that is usually better
@@ -270,7 +275,11 @@ class Report(_Message, frozen=True, tag="report"):
 
 
 class Grant(_Message, frozen=True):
-    """Permission to read one version of one shard from one source: from its buffer or its host copy, into either."""
+    """Permission to read one version of one shard from one source: from its buffer or its host copy, into either.
+
+    `shares`: both are host copies on one host. Map the source's, which is whole, rather than make another; where that
+    cannot be, read it at once as any other.
+    """
 
     ticket: Ticket
     version: Version
@@ -282,6 +291,7 @@ class Grant(_Message, frozen=True):
     from_host: bool = False
     to_host: bool = False
     is_cross_site: bool = False  # the source is in another site
+    shares: bool = False
 
 
 class Answer(_Message, frozen=True):

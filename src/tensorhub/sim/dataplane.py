@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from ..core.messages import Failure, Grant
 from ..core.names import Digest
-from ..core.worker.events import ReadMeasured
+from ..core.worker.events import NotShared, ReadMeasured
 from .fates import Fates
+from .hostcopies import Place
 from .plan import Plan
 from .world import World
 
@@ -38,7 +39,10 @@ class SimRead:
         source = plane.cluster.living(grant.source)
         is_same_life = source is not None and source.hello.endpoints == grant.endpoints
         self.source = source if is_same_life else None
-        self.target = reader.host.place(grant.version) if grant.to_host else reader.buffer
+        self.shares = grant.shares  # it maps a host copy of its source, rather than fill one
+        self.target = reader.buffer
+        if grant.to_host:
+            self.target = Place([0] * len(reader.memory)) if grant.shares else reader.host.place(grant.version)
         self.began = self.heard_at = plane.world.now
         self.is_stopped = False
         self.is_ended = False
@@ -61,6 +65,11 @@ class SimRead:
     def done(self) -> int:
         """Chunks in place of the version that is read."""
         return self.target.done if self.target.version == self.grant.version else 0
+
+    @property
+    def into(self) -> list[int]:
+        """The memory that it fills, or has mapped."""
+        return self.target.memory
 
     @property
     def is_cross_site(self) -> bool:
@@ -126,6 +135,9 @@ class SimRead:
             return
         source, chunk = self.source, self.done
         assert source is not None
+        if self.shares:
+            self._map(source)
+            return
         if chunk >= len(self.reader.memory):
             self._end(None)
             return
@@ -152,6 +164,33 @@ class SimRead:
             value = -abs(value) - 7
         took_s = self.plane.departs(self)
         self.plane.world.after(took_s, lambda: self._land(chunk, value))
+
+    def _map(self, source: "Process") -> None:
+        """Have the memory of the source's host copy, and look at all of it."""
+        version, reader = self.grant.version, self.reader
+        place = source.place(version, on_host=True)
+        if place is None or place.available(version) < len(reader.memory):
+            self._end(Failure("source-lost", f"{self.grant.source} has no host copy of version {version}"))
+        elif self.plane.fates.fails(reader.name, "unmappable", self.plane.plan.conditions.unmappable):
+            self.shares, self.target = False, reader.host.place(version)
+            reader.tell(NotShared(self.grant.ticket))
+            self._fetch()
+        else:
+            self.target = reader.host.mapped(place, source)
+            self._later(self.plane.pace(reader), self._look_through)
+
+    def _look_through(self) -> None:
+        reader, wanted = self.reader, self.plane.contents[self.grant.root]
+        failure: Failure | None = None
+        if reader.now >= reader.trust_until:
+            failure = Failure("session-lost", "the lease ended during the read")
+        elif self.plane.plan.conditions.verifies and tuple(self.target.memory) != wanted:
+            failure = Failure("corrupt-transfer", "what was mapped is not as published")
+        if failure is not None or self.is_stopped or self.is_ended:
+            self.target.let_go(reader)
+        else:
+            reader.host.keep(self.grant.version, self.target)
+        self._end(failure)
 
     def _land(self, chunk: int, value: int) -> None:
         """The bytes are in the memory, whatever the reader's process is doing; then it looks at them."""

@@ -23,8 +23,10 @@ def draw_plan(seed: int) -> Plan:
     is_fair, kind = shape.random() < FAIR, shape.random()
     is_wide, is_long = kind < WIDE + GREAT, WIDE < kind < WIDE + GREAT + LONG
     settings = _settings(shape)
-    conditions = _conditions(shape, climate, settings, is_wide)
+    conditions = _sharing(_conditions(shape, climate, settings, is_wide), Random(f"{seed} sharing"))
     replicas = _replicas(shape, seed, most=16 if is_long else 2 if is_wide else 4, is_fair=is_fair)
+    if conditions.maps:
+        replicas = _together(replicas, Random(f"{seed} together"))
     most = len(replicas) * conditions.shards
     if shape.random() < 0.1:
         settings = replace(settings, most_workers=most)
@@ -81,6 +83,21 @@ def _conditions(shape: Random, climate: Random, settings: Settings, is_wide: boo
         retain=shape.choice((1, 1, 1, 2)),
         prefetch=shape.choice(("seed", "seed", "always", "never")),
     )
+
+
+def _sharing(conditions: Conditions, sharing: Random) -> Conditions:
+    maps, unmappable = sharing.random() < 0.5, sharing.choice((0.0, 0.0, 0.3))
+    if not maps:
+        return conditions
+    prefetch = sharing.choice(("always", conditions.prefetch))
+    return replace(conditions, maps=True, unmappable=unmappable, prefetch=prefetch)
+
+
+def _together(replicas: tuple[Replica, ...], sharing: Random) -> tuple[Replica, ...]:
+    """Now and then all rollouts of a site are on one host."""
+    if sharing.random() < 0.5:
+        return replicas
+    return tuple(each if each.is_trainer else replace(each, host=f"host-{each.site[5:]}") for each in replicas)
 
 
 def _replicas(shape: Random, seed: int, *, most: int, is_fair: bool) -> tuple[Replica, ...]:

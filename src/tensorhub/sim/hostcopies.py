@@ -5,16 +5,17 @@ found out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..core.messages import Failure
 from ..core.names import Version
-from ..core.worker.events import CopiedIn, CopiedOut, CopyDropped
+from ..core.worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped
 
 if TYPE_CHECKING:
     from .process import Process
 
+COUNT_S = 1.0  # so often a worker looks whether memory that it shares counts here now
 FAILED = Failure("error", "copying to or from host memory failed")
 
 
@@ -26,12 +27,18 @@ class Place:
     version: Version | None = None  # that is served from here, or filled in
     done: int = 0  # chunks accepted of the fill in hand
     is_filled: bool = False  # its content came by a fill, complete or not: `done` counts
+    users: list["Process"] = field(default_factory=list)  # of memory that several map; the first that lives counts it
 
     def available(self, version: Version) -> int:
         """Chunks of the version that others may read here now."""
         if self.version != version:
             return 0
         return self.done if self.is_filled else len(self.memory)
+
+    def let_go(self, process: "Process") -> bool:
+        """The process maps it no more. Returns whether nobody does."""
+        self.users[:] = [user for user in self.users if user is not process and user.is_alive]
+        return not self.users
 
 
 class HostCopies:
@@ -47,6 +54,28 @@ class HostCopies:
         if found is None:
             found = self.places[version] = Place([0] * len(self.process.memory), version, is_filled=True)
         return found
+
+    def mapped(self, place: Place, owner: "Process") -> Place:
+        """The same memory, which this process has mapped too; nothing that anybody reads here yet."""
+        if not place.users:
+            place.users.append(owner)
+        place.users.append(self.process)
+        return Place(place.memory, is_filled=True, users=place.users)
+
+    def keep(self, version: Version, place: Place) -> None:
+        """What was mapped is a copy of the version, from now on."""
+        self.places[version] = place
+        place.version, place.done = version, len(place.memory)
+        self.process.later(COUNT_S, lambda: self._count(version, place))
+
+    def _count(self, version: Version, place: Place) -> None:
+        """Now and then: does anybody else count that memory?"""
+        if self.places.get(version) is not place:
+            return
+        if next(user for user in place.users if user.is_alive) is self.process:
+            self.process.tell(CopyCounted(version))
+        else:
+            self.process.later(COUNT_S, lambda: self._count(version, place))
 
     def copy_out(self, version: Version) -> None:
         place = Place([0] * len(self.process.memory), None, is_filled=True)
@@ -99,7 +128,8 @@ class HostCopies:
         place = self.places.pop(version)
 
         def free() -> None:
-            place.memory[:] = [-7] * len(place.memory)  # it is somebody else's now
+            if place.let_go(process):
+                place.memory[:] = [-7] * len(place.memory)  # it is used for something else now
             process.tell(CopyDropped(version))
 
         process.later(process.cluster.data.pace(process), free)

@@ -115,6 +115,8 @@ class Conditions:
     host_copies: int = 2  # of one worker, at most
     retain: int = 1  # newest versions
     prefetch: str = "seed"  # what rollouts were opened with
+    maps: bool = False  # workers of one host say that they can map each other's host copies
+    unmappable: float = 0.0  # per host copy that is to be shared: it cannot be mapped, whatever was said
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class Process:
             host=replica.host,
             prefetch=conditions.prefetch,
             retain=conditions.retain,
+            place=f"place of {replica.host}" if conditions.maps else "",
         )
 
     def _layout(self, kind: str) -> LayoutInfo:

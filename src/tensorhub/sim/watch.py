@@ -55,6 +55,7 @@ class Watch:
     def _look(self) -> None:
         for life in self.truth.lives.values():
             self.memory.other_content(life)
+            self.memory.shared(life)
             self.stalls.look(life)
         self.cluster.world.after(LOOK_S, self._look)
 

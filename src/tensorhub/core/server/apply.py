@@ -73,6 +73,8 @@ def _take_back(state: State, read: OpenRead) -> None:
     state.mark_dirty(read.reader)
     for behind in state.reads.from_source(read.reader):
         state.mark_dirty(behind.reader)
+    if read.grant.to_host:  # others of its host may have waited for what it fetched
+        state.mark_waiting_dirty(state.models[read.reader.model], sources_of(read.version, read.reader.shard))
 
 
 def _give(state: State, give: Give) -> None:
@@ -88,10 +90,12 @@ def _give(state: State, give: Give) -> None:
         from_host=give.from_host,
         to_host=give.to_host,
         is_cross_site=source.hello.site != reader.hello.site,
+        shares=give.shares,
     )
     done, chunks, _ = reader.filled(record.version, to_host=give.to_host)
     read = OpenRead(grant, reader.worker, looked_at=now, began_at=now, had=done / max(chunks, done, 1))
     read.instead_of, read.must_beat, read.pace.is_stuck = give.instead_of, give.must_beat, give.is_stuck
+    read.shares = give.shares
     model = state.models[reader.hello.model]
     state.open_read(read)
     model.add_holder(record, reader.worker)  # others may read behind it from now on

@@ -43,6 +43,7 @@ class Give:
     must_beat: float = 0.0  # where this read gets so much, the slow source was at fault
     is_stuck: bool = False  # as the read that this one replaces was
     counted_as: str = ""  # among the counters, beside "grants"
+    shares: bool = False  # the memory of a host copy, rather than to make another
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,13 @@ FILLS = ("replicate", "update")
 
 def is_silent(state: State, member: Member) -> bool:
     """Nothing has come from it for more than two reports."""
+    return state.now > silent_at(state, member)
+
+
+def silent_at(state: State, member: Member) -> float:
+    """When nothing will have come from it for two reports, if nothing comes."""
     heard_at = member.lease_end - state.settings.lease_s
-    return state.now - heard_at > 2 * max(state.settings.report_s, member.report_s)
+    return heard_at + 2 * max(state.settings.report_s, member.report_s)
 
 
 def is_here(state: State, member: Member) -> bool:

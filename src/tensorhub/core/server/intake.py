@@ -243,10 +243,12 @@ def take_reads(state: State, member: Member) -> None:
             *(reading.ticket, reading.version, Digest(""), reading.source, (), text),
             from_host=reading.from_host,
             to_host=reading.to_host,
+            shares=reading.shares,
         )
         behind = state.reads.readers_behind(worker, reading.version)
         is_void = reading.source in behind or state.reads.current(worker) is not None
-        state.open_read(OpenRead(grant, worker, is_void))
+        state.open_read(OpenRead(grant, worker, is_void, shares=reading.shares))
+    _note_sharing(state, member)
     _note_pace(state, member)
     number = report.call.number if report.call is not None else 0
     if number != member.call_number:
@@ -255,6 +257,16 @@ def take_reads(state: State, member: Member) -> None:
         if failure.ticket > member.last_failed:
             member.last_failed = failure.ticket
             _count_failure(state, member, failure)
+
+
+def _note_sharing(state: State, member: Member) -> None:
+    """It could not map the host copy that it was to share, and reads it now: others may read behind it."""
+    reading = member.report.reading
+    for read in state.reads.of(member.worker) if reading is not None and not reading.shares else ():
+        if reading is not None and read.ticket == reading.ticket and read.shares:
+            read.shares, member.alone_until = False, state.now + state.settings.leave_s
+            state.counters["unshared"] += 1
+            state.mark_waiting_dirty(state.models[member.hello.model], sources_of(read.version, member.shard))
 
 
 def _count_failure(state: State, reader: Member, failure: TicketFailure) -> None:

@@ -70,6 +70,7 @@ class Member:
     moves: int = 0  # away from sources that were too slow
     may_move_at: float = -inf  # again
     gives_way_to: WorkerId | None = None  # who left it for its own source
+    alone_until: float = -inf  # it could not map what another worker of its host has: it fetches its own copies
     capacity: Capacity = field(default_factory=Capacity)  # as a source
     is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
     last_failed: Ticket = Ticket(0)

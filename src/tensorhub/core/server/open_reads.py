@@ -28,6 +28,7 @@ class OpenRead:
     pace: Pace = field(default_factory=Pace)
     instead_of: WorkerId | None = None  # a slow source that was left for its own source
     must_beat: float = 0.0  # where it gets so much, that one was at fault
+    shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
 
     @property
     def ticket(self) -> Ticket:

@@ -127,6 +127,13 @@ class ReadEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class NotShared:
+    """The host copy that this read was to share cannot be mapped: it is read instead, as any other."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
 class ServingStopped:
     """No peer reads this version out of our memory any more, and none can begin."""
 
@@ -152,6 +159,13 @@ class CopiedIn:
 @dataclass(frozen=True, slots=True)
 class CopyDropped:
     """After `DropCopy`: nobody reads that host copy any more, and its memory is free."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCounted:
+    """The memory of that host copy, which was shared, counts here now: who counted it has let it go."""
 
     version: Version
 
@@ -184,10 +198,12 @@ Event = (
     | ReadAdvanced
     | ReadMeasured
     | ReadEnded
+    | NotShared
     | ServingStopped
     | CopiedOut
     | CopiedIn
     | CopyDropped
+    | CopyCounted
     | Wished
     | Tick
 )
@@ -214,7 +230,10 @@ class OpenRead:
 class StartRead:
     """Read what is missing of the grant's version from its source into the registered memory, or into a host copy
     (`grant.to_host`); answer with `ReadTouched` right before the first byte, `ReadAdvanced` now and then, and
-    `ReadEnded` once. While it runs, and afterwards, serve what has been verified. It may have been opened before."""
+    `ReadEnded` once. While it runs, and afterwards, serve what has been verified. It may have been opened before.
+
+    `grant.shares`: map the source's host copy, verify it, and serve it: `ReadEnded` says that it is there. Where it
+    cannot be mapped answer with `NotShared`, and read as said above."""
 
     grant: Grant
 

@@ -50,7 +50,8 @@ class HostCopies:
     size_bytes: int = 0  # of one of those
     layout: Digest = Digest("")  # of the present tensors
     by_version: dict[Version, HostCopy] = field(default_factory=dict)
-    sizes: dict[Version, int] = field(default_factory=dict)  # of the copies, in bytes
+    sizes: dict[Version, int] = field(default_factory=dict)  # of the copies, in bytes, as far as they count here
+    mapped: dict[Version, int] = field(default_factory=dict)  # sizes of those that another worker of this host made
     failed: dict[Version, int] = field(default_factory=dict)  # how often copying it in has failed, in this call
     copying: Copying | None = None
     offload: Version | None = None  # as the latest orders say
@@ -60,6 +61,7 @@ class HostCopies:
     pins: tuple[Version, ...] = ()
     leaving: dict[Version, Leaving] = field(default_factory=dict)
     _made: int = 0
+    _to_share: tuple[Digest, int] = (Digest(""), 0)  # layout and size of what the open read maps
 
     @property
     def room(self) -> int:
@@ -144,6 +146,24 @@ class HostCopies:
         if version not in self.by_version:
             self._make(version, root)
 
+    def begun_to_share(self) -> None:
+        """A read is begun that maps another worker's copy: it will be of the present tensors, whatever comes."""
+        self._to_share = (self.layout, self.size_bytes)
+
+    def shared(self, version: Version, root: Digest) -> None:
+        """The copy of another worker of this host is mapped here: all of it at once, and it counts there."""
+        layout, size_bytes = self._to_share
+        self._make(version, root)
+        self.by_version[version] = replace(self.by_version[version], whole=True, shared=True, layout=layout)
+        self.mapped[version], self.sizes[version] = size_bytes, 0
+
+    def counted(self, version: Version) -> None:
+        """Nobody else counts its memory any more. So there may be more than the limit allows: until some may go."""
+        found = self.by_version.get(version)
+        if found is not None and found.shared:
+            self.by_version[version] = replace(found, shared=False)
+            self.sizes[version] = self.mapped[version]
+
     def _make(self, version: Version, root: Digest, *, published: bool = False) -> None:
         self._made += 1
         self.by_version[version] = HostCopy(self._made, version, root, published=published, layout=self.layout)
@@ -226,3 +246,4 @@ class HostCopies:
         if leaving is None or not leaving.is_dropping:
             raise InvariantViolation(f"the copy of version {version} was dropped, which was not asked for")
         del self.leaving[version], self.by_version[version], self.sizes[version]
+        self.mapped.pop(version, None)

@@ -216,6 +216,8 @@ class Worker:
                 worker.slot.measured(event)
             case events.ReadEnded():
                 reading.ended(worker, event)
+            case events.NotShared():
+                reading.not_shared(worker, event)
             case events.ServingStopped(version=version):
                 filling.serving_stopped(worker, version)
             case events.CopiedOut(version=version, failure=failure):
@@ -225,6 +227,8 @@ class Worker:
             case events.CopyDropped(version=version):
                 worker.copies.dropped(version)
                 worker.note(f"host copy of version {version} dropped")
+            case events.CopyCounted(version=version):
+                worker.copies.counted(version)
             case events.Wished(prefetch=prefetch, pins=pins):
                 worker.copies.prefetch, worker.copies.pins = prefetch, pins
             case events.Tick():

@@ -87,7 +87,9 @@ class ReadSlot:
         grant = self.grant
         assert grant is not None
         self.begun = grant
-        self.reading = Reading(grant.ticket, grant.source, grant.version, grant.from_host, grant.to_host)
+        self.reading = Reading(
+            *(grant.ticket, grant.source, grant.version, grant.from_host, grant.to_host), shares=grant.shares
+        )
         self.is_stopping, self.is_barred, self.root = False, False, grant.root
         self.is_opening, self.is_opened = is_only_opened, False
         self.effects += [Trust(self.trust_until), OpenRead(grant) if is_only_opened else StartRead(grant)]
@@ -98,6 +100,13 @@ class ReadSlot:
             return None
         self.is_opening, self.is_opened = False, True
         self.reading = replace(self.reading, is_opened=True)
+        return self.reading
+
+    def not_shared(self, ticket: Ticket) -> Reading | None:
+        """What was to be shared is read instead. Returns the read, unless another one is open by now."""
+        if self.reading is None or self.reading.ticket != ticket or not self.reading.shares:
+            return None
+        self.reading = replace(self.reading, shares=False)
         return self.reading
 
     def go_on(self) -> None:

@@ -31,7 +31,8 @@ def advanced(worker: WorkerState, event: events.ReadAdvanced) -> None:
     if reading is None or reading.ticket != event.ticket:
         return
     if reading.to_host:
-        worker.copies.advanced(reading.version, event.done, event.chunks)
+        if not reading.shares:
+            worker.copies.advanced(reading.version, event.done, event.chunks)
         return
     if event.done:
         filling.touched(worker, event.ticket)
@@ -39,12 +40,23 @@ def advanced(worker: WorkerState, event: events.ReadAdvanced) -> None:
         worker.memory.advance(event.done, event.chunks)
 
 
+def not_shared(worker: WorkerState, event: events.NotShared) -> None:
+    """A host copy of its own is made."""
+    reading = worker.slot.not_shared(event.ticket)
+    if reading is not None:
+        worker.copies.begun(reading.version, worker.slot.root)
+        worker.note(f"cannot map the host copy of version {reading.version} of {reading.source}, and reads it")
+
+
 def ended(worker: WorkerState, event: events.ReadEnded) -> None:
     """No byte of a read can land any more."""
     if event.complete:
         filling.touched(worker, event.ticket)  # a version of no bytes has touched none
     reading, by_itself = worker.slot.ended(event.ticket)
-    if event.complete and reading.to_host:
+    if event.complete and reading.shares:
+        worker.copies.shared(reading.version, worker.slot.root)
+        worker.note(f"shares the host copy of version {reading.version} of {reading.source}")
+    elif event.complete and reading.to_host:
         worker.copies.filled(reading.version)
         worker.note(f"has a host copy of version {reading.version}, last chunk from {reading.source}")
     elif event.complete and isinstance(worker.buffer, Filling) and worker.buffer.version == reading.version:
@@ -97,7 +109,10 @@ def _begin(worker: WorkerState) -> None:
     assert grant is not None
     if grant.to_host:
         slot.start()
-        worker.copies.begun(grant.version, grant.root)
+        if grant.shares:
+            worker.copies.begun_to_share()
+        else:
+            worker.copies.begun(grant.version, grant.root)
     elif isinstance(worker.buffer, Filling):
         if worker.memory.is_stopping:
             return

@@ -3,8 +3,11 @@
 from ...core.messages import Holding, Report, Withdrawing
 from ...core.names import Digest, Version
 from ..truth.life import Life, Read
+from ..truth.record import Truth
+from ..world import World
 from .bench import Judge
 
+UNCOUNTED_S = 4.0  # memory that is shared counts somewhere after so long: a look each second, and what a step takes
 TOLD_S = 3.0  # a holder with other content than the one that exists has been told so by then, beside a lease
 
 
@@ -12,6 +15,10 @@ class MemoryJudge(Judge):
     """Looks at every byte."""
 
     promise = "G1 immutable"
+
+    def __init__(self, truth: Truth, world: World) -> None:
+        super().__init__(truth, world)
+        self._uncounted: dict[tuple[str, Version], float] = {}  # when somebody last counted it
 
     def written(self, life: Life, chunk: int, value: int) -> None:
         """A byte of the registered memory was written."""
@@ -70,6 +77,27 @@ class MemoryJudge(Judge):
             is_there = mine is not None and mine.root == copy.root
             if copy.whole and not copy.leaving and not is_there:
                 self.broken(f"{life.name} says {copy}, and has {mine}", "reports are true")
+
+    def shared(self, life: Life) -> None:
+        """Asked for all who live, now and then: memory that several have mapped is as published, and counts once."""
+        for version, copy in life.copies.items():
+            if copy.memory is None:
+                continue  # offloaded here, and nobody else's
+            sharers = [
+                other.copies[version]
+                for other in self.truth.same_shard(life.shard)
+                if version in other.copies and other.copies[version].memory is copy.memory
+            ]
+            counted = sum(each.is_counted for each in sharers)
+            if tuple(copy.memory) != self.truth.contents[copy.root]:
+                self.broken(f"the host copy of version {version} that {life.name} has is another content by now")
+            if counted > 1:
+                self.broken(f"{counted} workers count the memory of version {version} that {life.name} has too")
+            stood_still = self.truth.troubles.of(life, self.now - UNCOUNTED_S, ("pause",)) is not None
+            key = (life.name, version)
+            self._uncounted[key] = self.now if counted or stood_still else self._uncounted.get(key, self.now)
+            if self.now > self._uncounted[key] + UNCOUNTED_S:
+                self.broken(f"nobody counts the memory of version {version} that {life.name} has")
 
     def other_content(self, life: Life) -> None:
         """Asked for all who live, now and then: who holds other content than what exists was told, and let it go."""

@@ -19,6 +19,10 @@ class Read(Protocol):
     began: float
     is_stopped: bool
     is_ended: bool
+    shares: bool
+
+    @property
+    def into(self) -> Memory: ...
 
     @property
     def is_cross_site(self) -> bool: ...
@@ -43,6 +47,8 @@ class Copied:
     version: Version
     root: Digest
     since: float
+    memory: Memory | None = None  # which others may share
+    is_counted: bool = True  # here, and not where it is shared from
 
 
 @dataclass(eq=False)
@@ -122,8 +128,9 @@ class Life:
 
     @property
     def hosted(self) -> int:
-        """How many versions are in its host memory, whole or being copied there."""
-        return len(self.copies) + (1 if self.copying is not None else 0)
+        """How many versions are in its host memory, whole or being copied there, and count there."""
+        counted = sum(copy.is_counted for copy in self.copies.values())
+        return counted + (1 if self.copying is not None else 0)
 
     def has(self, version: Version) -> bool:
         """All of the version is here, to read or to come back to."""

@@ -218,6 +218,9 @@ class Truth:
                 life.pins = pins
             case events.ReadEnded(complete=complete, failure=failure):
                 self._read_ended(life, complete, failure.code if failure is not None else "")
+            case events.CopyCounted(version):
+                if version in life.copies:
+                    life.copies[version].is_counted = True
             case events.CopiedOut(version, failure):
                 if failure is None and life.copying is not None:
                     life.copies[version] = Copied(version, life.copying[1], self.now)
@@ -231,7 +234,7 @@ class Truth:
         self._note_stood_still(life, read)
         version, root = read.grant.version, read.grant.root
         if complete and read.grant.to_host:
-            life.copies[version] = Copied(version, root, self.now)
+            life.copies[version] = Copied(version, root, self.now, read.into, not read.shares)
             self.note_whole(life, version)
         elif complete and life.call is not None:
             life.held, life.poisoned = Held(version, root, self.now), False

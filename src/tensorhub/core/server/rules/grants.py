@@ -3,7 +3,7 @@
 `decide_read` yields one decision after another. Each is carried out before it goes on, so the next follows from it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from ...messages import Withdrawing
 from ...names import Version
@@ -13,7 +13,7 @@ from ..decisions import Decision, Give, LookAgain, TakeBack
 from ..membership import Member
 from ..open_reads import OpenRead
 from ..state import State
-from . import moving, retention, sources, witness
+from . import moving, retention, sharing, sources, witness
 from .selection import choose_source
 from .wanted import Wanted
 
@@ -37,9 +37,9 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         and facts.serves(state, current.source, current.version, current.grant.from_host)
     ):
         source = state.members.get(current.source)
-        if (yield from moving.leave_slow(state, model, record, member, current)) or source is None:
+        if source is None:
             return
-        if (yield from moving.to_idle(state, model, record, member, current)):
+        if not current.shares and (yield from _moves(state, model, record, member, current)):
             return
         if not (facts.is_leaving(source, current.version, current.grant.from_host) or _is_paused(state, current)):
             return
@@ -55,6 +55,15 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     if wanted.to_host and any(read.is_void for read in state.reads.of(member.worker)):
         return  # in its own time: were it stopped, each new version would leave one more source waiting for it
     yield from _grant(state, model, record, member, to_host=wanted.to_host)
+
+
+def _moves(
+    state: State, model: Model, record: VersionRecord, member: Member, current: OpenRead
+) -> Generator[Decision, None, bool]:
+    """It is given a better source."""
+    if (yield from moving.leave_slow(state, model, record, member, current)):
+        return True
+    return (yield from moving.to_idle(state, model, record, member, current))
 
 
 def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
@@ -95,6 +104,8 @@ def _is_impatient(source: Member, version: Version) -> bool:
 def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> Iterator[Decision]:
     if member.shard not in record.roots:
         return  # only such as are filling have reported since the restart: nobody could say what is good
+    if to_host and (yield from _share(state, model, record, member)):
+        return
     possible = sources.to_choose_from(state, model, record, member)
     found = witness.allowed(state, model, member, possible)
     choice = choose_source(found, now=state.now)
@@ -107,3 +118,17 @@ def _grant(state: State, model: Model, record: VersionRecord, member: Member, *,
         return
     source, reason = choice
     yield Give(member, record, source.worker, reason, source.from_host, to_host)
+
+
+def _share(state: State, model: Model, record: VersionRecord, member: Member) -> Generator[Decision, None, bool]:
+    """Let it map the host copy of another worker of its host, or wait for one that is being fetched."""
+    found = witness.allowed(state, model, member, sharing.copies_to_share(state, model, record, member))
+    choice = choose_source(found, now=state.now)
+    if choice is not None:
+        source, reason = choice
+        yield Give(member, record, source.worker, f"{reason}; shared", source.from_host, to_host=True, shares=True)
+        return True
+    until = sharing.awaited_until(state, model, record, member)
+    if until is not None:
+        yield LookAgain(member, until)
+    return until is not None

@@ -101,6 +101,12 @@ def reads_leaving(state: State, record: VersionRecord, reader: Member) -> Counte
     return found
 
 
+def host_copy_of(state: State, record: VersionRecord, reader: Member, member: Member) -> Candidate | None:
+    """The member's host copy as a source, if it is whole."""
+    found = _candidate(state, record, reader, member, True, None)
+    return found if found is not None and found.is_full else None
+
+
 def may_cross(state: State, model: Model, record: VersionRecord, reader: Member) -> bool:
     """The reader is the seed of its site for its shard: nobody else is to read that across."""
     best: tuple[int, object] | None = None
@@ -134,6 +140,8 @@ def _candidate(
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
     if not has_all and (not is_filling or (not from_host and retention.leaves_last(state, member))):
         return None  # it waits for a source itself, or for those who would read behind it
+    if not has_all and current is not None and current.shares:
+        return None  # it has all of it at once, or nothing
     buffer, copy, here, there = member.content.buffer, member.copy(version), reader.hello, member.hello
     its_own = copy if from_host else buffer if isinstance(buffer, Holding | Withdrawing) else None
     avoided = reader.avoided.get(worker)
