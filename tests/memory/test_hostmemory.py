@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from tensorhub.core.errors import InvariantViolation
 from tensorhub.memory import hostmemory
-from tensorhub.memory.hostmemory import HostMemory, copy_stream, on_host
+from tensorhub.memory.hostmemory import HostMemory, copy_stream, on_host, over_shared
 from tensorhub.memory.registration import Registration, register
 from tensorhub.transport import sealed
 from tensorhub.transport.located import bare_addresses
-from tensorhub.transport.sealed import Sealed, Unmappable, regions_of
+from tensorhub.transport.sealed import Sealed, Shared, Unmappable, regions_of
 
 
 def registered(size_bytes: int = 3 << 20) -> Registration:
@@ -48,8 +49,31 @@ def test_a_copy_can_be_mapped_and_is_given_back_with_its_memory() -> None:
     assert address not in {each.address for each in sealed._all}, "and then it is nobody's"
 
 
+@pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
+def test_memory_that_others_have_too_is_not_used_for_the_next_copy() -> None:
+    tensors = registered()
+    pool = HostMemory(tensors, 2 * tensors.size_bytes)
+    copy = pool.take()
+    copy_stream(tensors.stream, copy.stream, 1 << 20, lambda *_: None)
+    (found,) = regions(copy)
+    assert found.freeze()
+    theirs = Shared(found.descriptor, found.size_bytes)
+    over = over_shared(tensors, theirs, theirs.address)
+    assert over.layout_digest == tensors.layout_digest
+    with pytest.raises(InvariantViolation), over.stream.writing(0, 1):
+        pass
+    pool.give(copy)
+    del copy, found
+    again = pool.take()
+    copy_stream(registered(tensors.size_bytes).stream, again.stream, 1 << 20, lambda *_: None)
+    with again.stream.writing(0, 8) as (view,):
+        view[:] = bytes(8)
+    assert content(over) == content(tensors)
+    assert theirs.counts_here, "who made it has let it go"
+
+
 def test_without_such_memory_copies_are_made_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(size_bytes: int) -> Sealed:
+    def refused(size_bytes: int, *, may_freeze: bool) -> Sealed:
         raise Unmappable("memfd_create: Operation not permitted")
 
     monkeypatch.setattr(hostmemory, "Sealed", refused)

@@ -1,6 +1,7 @@
 """What the machine wants of memory and transport, with a transport whose every step the test decides."""
 
 import asyncio
+import ctypes
 import weakref
 
 import numpy as np
@@ -10,13 +11,27 @@ from msgspec.structs import replace
 from tensorhub.core.errors import SourceLost, TransportMissing
 from tensorhub.core.messages import Grant, Report
 from tensorhub.core.names import Digest, Ticket, Version, worker_id
-from tensorhub.core.worker.events import ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
+from tensorhub.core.worker.events import (
+    CopiedIn,
+    CopyCounted,
+    CopyDropped,
+    NotShared,
+    ReadAdvanced,
+    ReadEnded,
+    ReadMeasured,
+    ReadOpened,
+    ReadTouched,
+    ServingStopped,
+)
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import register
 from tensorhub.runtime.codec import decode_to_server, encode
 from tensorhub.runtime.dataplane import DataPlane
 from tensorhub.runtime.routes import Meter
+from tensorhub.transport import sealed
+from tensorhub.transport.sealed import Sealed, Shared
 
+needs_sealed = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
 ME, SOURCE = worker_id("m", "r", 0), worker_id("m", "t", 0)
 CHUNK, CHUNKS = 100, 200
 
@@ -120,6 +135,91 @@ def run(story):
     asyncio.run(body())
 
 
+def shared_memory(data):
+    """A whole copy as another worker of this host would hand it over."""
+    made = Sealed(data.nbytes, may_freeze=True)
+    ctypes.memmove(made.address, data.ctypes.data, data.nbytes)
+    assert made.freeze()
+    shared = Shared(made.descriptor, data.nbytes)
+    return shared, shared.address
+
+
+def start_to_share(s, ticket=10):
+    s.data.register(s.data.registration)
+    s.data.start_read(replace(s.grant(ticket), from_host=True, to_host=True, shares=True))
+    read = s.transport.reads[-1]
+    assert read.sink.shares
+    return read
+
+
+@needs_sealed
+def test_a_host_copy_that_is_shared_is_looked_through_and_served():
+    async def story(s):
+        read = start_to_share(s)
+        memory = shared_memory(s.source)
+        read.sink.share(*memory)
+        assert read.sink.begin(s.manifest.encode()) == ()
+        read.on_end(None)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10), complete=True)]
+        assert s.transport.exports["m/3/0/host"].progress.is_complete
+        assert s.transport.exports["m/3/0/host"].stream.addresses().pairs[0] == memory[1]
+        assert not s.target.any()
+        assert s.data.received.by_replica == {}
+        assert await s.until(CopyCounted) == [CopyCounted(Version(3))]  # who made it has let it go
+        assert s.data.copies.used_bytes == s.source.nbytes
+        s.data.copy_in(Version(3))
+        assert await s.until(CopiedIn) == [CopiedIn(Version(3))]
+        assert (s.target == s.source).all()
+        s.data.copies.drop(Version(3))
+        await s.until(CopyDropped)
+        assert s.data.copies.used_bytes == 0
+
+    run(story)
+
+
+def test_a_host_copy_that_cannot_be_mapped_is_read_at_once():
+    async def story(s):
+        read = start_to_share(s)
+        assert read.sink.begin(s.manifest.encode()) == ()
+        assert s.transport.exports == {}
+        read.on_end(None)
+        assert await s.until(NotShared) == [NotShared(Ticket(10))]
+        again = s.transport.reads[-1]
+        assert again is not read
+        for chunk in again.sink.begin(s.manifest.encode()):
+            again.take(s.source, chunk)
+        again.on_end(None)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10), complete=True)]
+        assert s.transport.exports["m/3/0/host"].progress.is_complete
+
+    run(story)
+
+
+@needs_sealed
+@pytest.mark.parametrize("wrong", ["bytes", "told to stop", "lease"])
+def test_a_host_copy_that_does_not_count_is_not_kept(wrong):
+    async def story(s):
+        read = start_to_share(s)
+        data = s.source.copy()
+        data[777] ^= 1 if wrong == "bytes" else 0
+        read.sink.share(*shared_memory(data))
+        assert read.sink.begin(s.manifest.encode()) == ()
+        if wrong == "lease":
+            s.data.trust(float("-inf"))
+        read.on_end(None)
+        if wrong == "told to stop":
+            await asyncio.sleep(0)
+            s.data.stop_read(Ticket(10))
+        (ended,) = await s.until(ReadEnded)
+        assert not ended.complete
+        assert (ended.failure.code if ended.failure else "") == ("corrupt-transfer" if wrong == "bytes" else "")
+        assert s.transport.exports == {}
+        assert s.data.copies.used_bytes == 0
+        assert not s.data.is_reading
+
+    run(story)
+
+
 def test_a_read_that_fills_everything_is_complete_and_readable_by_others():
     async def story(s):
         read = s.start(10)
@@ -131,7 +231,7 @@ def test_a_read_that_fills_everything_is_complete_and_readable_by_others():
         read.on_end(None)
         assert await s.until(ReadEnded) == [ReadEnded(Ticket(10), complete=True)]
         assert (s.target == s.source).all()
-        assert s.data.received_bytes == {"t": s.source.nbytes}
+        assert s.data.received.by_replica == {"t": s.source.nbytes}
         assert s.data.content.manifest == s.manifest
         advances = [event for event in s.told if isinstance(event, ReadAdvanced)]
         assert len(advances) < 10  # not one for each of the 200 chunks
@@ -150,8 +250,8 @@ def test_after_1500_sources_what_was_received_still_fits_a_report():
             s.transport.reads[-1].on_end(SourceLost("gone"))
             await asyncio.sleep(0)  # the loop's next turn
             assert not s.data.is_reading
-        assert sum(s.data.received_bytes.values()) == 1_500 * 2**30
-        report = Report(1, received_bytes=s.data.received_bytes)
+        assert sum(s.data.received.by_replica.values()) == 1_500 * 2**30
+        report = Report(1, received_bytes=s.data.received.by_replica)
         assert decode_to_server(encode(report)) == report
 
     run(story)
@@ -174,7 +274,7 @@ def test_the_next_source_goes_on_where_the_last_one_ended():
             read.take(s.source, chunk)
         read.on_end(None)
         assert (await s.until(ReadEnded))[0].complete
-        assert s.data.received_bytes == {"t": s.source.nbytes}
+        assert s.data.received.by_replica == {"t": s.source.nbytes}
 
     run(story)
 
@@ -467,8 +567,8 @@ def test_a_transport_that_cannot_work_between_these_two_is_left_for_the_next_wit
             second.take(s.source, chunk)
         second.on_end(None)
         assert await s.until(ReadEnded) == [ReadEnded(Ticket(10), complete=True)]
-        assert s.data.received_bytes == {"t": s.source.nbytes}
-        assert s.data.bytes_by_transport == {"better": CHUNK, "fake": s.source.nbytes - CHUNK}
+        assert s.data.received.by_replica == {"t": s.source.nbytes}
+        assert s.data.received.by_transport == {"better": CHUNK, "fake": s.source.nbytes - CHUNK}
         s.told.clear()
         s.data.start_read(s.grant(11, endpoints=BOTH))
         assert (len(s.better.reads), len(s.transport.reads)) == (1, 2)

@@ -4,7 +4,8 @@ One that is given back is kept for the next, because memory that was never touch
 tensors are registered none is kept any more, and what is in use goes as its copies do: they count against the limit.
 
 It is memory that readers on this host can map (`transport.sealed`), where there is such. Memory of a copy that was
-dropped may be used for the next at once: what somebody still reads there does not count any more.
+dropped may be used for the next at once: what somebody still reads there does not count any more. Not so memory that
+other workers have mapped for good: it is theirs too, and is given back when the last of them lets it go.
 
 Memory that is not there is not taken either: what the limits of our cgroups and the host leave is looked at before, and
 again while a new copy is written (`room`), for whoever touches more is killed.
@@ -21,9 +22,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core.errors import Closed, HostMemoryFull
+from ..core.errors import Closed, HostMemoryFull, InvariantViolation
 from ..transport.base import ByteStream
-from ..transport.sealed import Sealed, Unmappable
+from ..transport.sealed import Sealed, Shared, Unmappable
 from . import guarded
 from .host import HostStream, Piece
 from .in_place import InPlace
@@ -110,7 +111,8 @@ class HostMemory:
         """The copy is not needed any more."""
         with self._lock:
             self._used -= 1
-            is_kept = not self._is_retired and not (isinstance(copy.stream, CopyStream) and copy.stream.is_short)
+            is_bad = isinstance(copy.stream, CopyStream) and (copy.stream.is_short or copy.stream.is_frozen)
+            is_kept = not self._is_retired and not is_bad
             self._free = self._free or (copy if is_kept else None)
 
 
@@ -127,10 +129,29 @@ class CopyStream(HostStream):
         """There was no room for all of it: what there is had better be given back."""
         return self._footing.is_short
 
+    @property
+    def is_frozen(self) -> bool:
+        """Others have it too, and nobody may write to it any more."""
+        owners = (owner for piece in self.pieces for owner in piece.owners)
+        return any(isinstance(owner, Sealed) and owner.is_frozen for owner in owners)
+
     def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Raises `HostMemoryFull`."""
         self._footing.step(stop - start)
         return super().writing(start, stop)
+
+
+class SharedStream(HostStream):
+    """Memory of another worker's copy."""
+
+    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        raise InvariantViolation("memory that other workers have too was to be written")
+
+
+def over_shared(registration: Registration, memory: Shared, address: int) -> Registration:
+    """The same layout over memory of another worker's copy, in which all of it begins there."""
+    pieces = (Piece(0, registration.size_bytes, address, "cpu", 0, (memory,)),)
+    return _over(registration, SharedStream(pieces), pieces)
 
 
 def on_host(registration: Registration, look: Callable[[], Room | None] = room, left_bytes: int = 0) -> Registration:
@@ -152,7 +173,7 @@ def _copy_stream(size_bytes: int, look: Callable[[], Room | None], left_bytes: i
 def _memory(size_bytes: int) -> tuple[int, object]:
     """Untouched memory, its address and who keeps it. Raises `MemoryError`."""
     try:
-        found = Sealed(size_bytes)
+        found = Sealed(size_bytes, may_freeze=True)
     except Unmappable:
         memory = np.empty(size_bytes, dtype=np.uint8)
         return int(memory.ctypes.data), memory

@@ -253,8 +253,8 @@ class Client:
         data = driver.data.statistics()
         return {
             **driver.worker.statistics(),
-            "bytes_by_source": dict(driver.data.received_bytes),
-            "bytes_by_transport": dict(driver.data.bytes_by_transport),
+            "bytes_by_source": dict(driver.data.received.by_replica),
+            "bytes_by_transport": dict(driver.data.received.by_transport),
             "sent_bytes": data.get("sent_bytes", 0),
             "host_bytes": driver.data.copies.used_bytes,
             "host_bytes_limit": driver.data.copies.limit_bytes,

@@ -9,25 +9,29 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-from ..core.errors import CorruptTransfer, HostMemoryFull, TensorHubError, UsageError
+from ..core.errors import Closed, CorruptTransfer, HostMemoryFull, TensorHubError, UsageError, error_from_code
 from ..core.manifest import Manifest
 from ..core.messages import Failure
 from ..core.names import Digest, Version, WorkerId
-from ..core.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
+from ..core.worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped, Event
 from ..memory.digests import freed, some
 from ..memory.fill import FillSink
 from ..memory.guarded import Freed
-from ..memory.hostmemory import HostMemory, copy_stream
+from ..memory.hostmemory import MOST_THREADS, HostMemory, copy_stream, over_shared
+from ..memory.parallel import in_parallel
 from ..memory.registration import Registration
 from ..transport import sealed
 from ..transport.base import Transport
 from ..transport.progress import Progress
+from ..transport.sealed import Shared
 from .config import Verify
 from .content import Content, key_of
 from .loops import in_thread, report_end
+from .trust import TrustedSink
 
 _log = logging.getLogger(__name__)
 
+COUNT_EVERY_S = 1.0  # a look whether memory that is shared counts here now: as often as reports
 UNPUBLISH = "unpublish() before tensors are freed or given other memory, or use mutating(version=...)"
 
 
@@ -53,7 +57,9 @@ class HostCopies:
         self._withdraw = withdraw
         self._pool: HostMemory | None = None
         self._former: list[HostMemory] = []  # of tensors registered before, while there are copies of those
-        self._contents: dict[Version, tuple[HostMemory, Content]] = {}
+        self._contents: dict[Version, tuple[HostMemory | None, Content]] = {}  # None: it is another worker's memory
+        self._uncounted: dict[Version, Shared] = {}  # which somebody else counts
+        self._counted_bytes: dict[Version, int] = {}  # of what was somebody else's, and counts here now
         self._tasks: set[asyncio.Task[None]] = set()
         self.offloaded_bytes = 0  # copied from registered memory, in all
         self.spoiled: Failure | None = None  # why what the tensors held could not be kept: they were freed
@@ -99,7 +105,7 @@ class HostCopies:
     @property
     def used_bytes(self) -> int:
         pools = self._former if self._pool is None else [*self._former, self._pool]
-        return sum(pool.used_bytes for pool in pools)
+        return sum(pool.used_bytes for pool in pools) + sum(self._counted_bytes.values())
 
     def close(self) -> None:
         """Blocks until no thread copies any more; any thread may call it."""
@@ -189,16 +195,64 @@ class HostCopies:
 
         self._start(run())
 
+    def share(self, version: Version, sink: TrustedSink, registration: Registration) -> Content:
+        """Look through the copy of another worker that was mapped, and let peers read it here too. In a thread.
+
+        `registration` is of the tensors whose layout it has. Raises `CorruptTransfer`, or `SessionLost` once the sink
+        may trust nothing any more.
+        """
+        assert sink.shared is not None, "nothing was mapped"
+        ours, manifest = over_shared(registration, *sink.shared), sink.manifest
+        content = Content(version, manifest.root(), self.key(version), ours)
+        fill = FillSink(ours, content.root, verify=self._verify)
+
+        def one(chunk: int) -> None:
+            if self._is_closed.is_set():
+                raise Closed(f"{self.me} was closed")
+            sink.check()
+            with ours.stream.reading(*manifest.chunk_range(chunk)) as views:
+                fill.accept(chunk, views)
+            sink.check()
+            fill.stored(chunk)
+
+        missing = fill.begin(manifest.encode())
+        in_parallel(one, missing, threads=min(MOST_THREADS, len(missing)), name="share")
+        failure = self._served(content, manifest)
+        if failure is not None:
+            raise error_from_code(failure.code, failure.message, hint=failure.hint)
+        return content
+
+    def keep_shared(self, content: Content, sink: TrustedSink) -> None:
+        """It is a copy of this worker now. Somebody else counts it."""
+        assert sink.shared is not None, "nothing was mapped"
+        memory, _ = sink.shared
+        self._contents[content.version] = (None, content)
+        self._uncounted[content.version] = memory
+        self._look_who_counts(content.version, memory)
+
+    def _look_who_counts(self, version: Version, memory: Shared) -> None:
+        if self._uncounted.get(version) is not memory or self._is_closed.is_set():
+            return
+        if memory.counts_here:
+            del self._uncounted[version]
+            self._counted_bytes[version] = memory.size_bytes
+            self._tell(CopyCounted(version))
+        else:
+            asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._look_who_counts, version, memory)
+
     def drop(self, version: Version) -> None:
         """Cut its readers off, and free its memory."""
         found = self._contents.pop(version, None)
+        self._uncounted.pop(version, None)
 
         async def run() -> None:
             if found is not None:
                 pool, content = found
                 content.stop(TensorHubError(f"{self.me} released its host copy of version {version}"))
                 await in_thread(lambda: self._withdraw(content.key), name="withdraw", otherwise="wait")
-                pool.give(content.registration)
+                self._counted_bytes.pop(version, None)
+                if pool is not None:
+                    pool.give(content.registration)
             self._tell(CopyDropped(version))
 
         self._start(run())

@@ -13,11 +13,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from msgspec import structs
+
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
 from ..core.manifest import Manifest
-from ..core.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, Failure, Grant
+from ..core.messages import Failure, Grant
 from ..core.names import Digest, Ticket, Version, WorkerId
-from ..core.sums import add_up
+from ..core.worker import events
 from ..core.worker.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
@@ -28,7 +30,7 @@ from .config import Verify
 from .content import Content, key_of
 from .copies import HostCopies
 from .loops import hand_over, in_thread
-from .open_read import OpenRead
+from .open_read import OpenRead, Received
 from .routes import MEASURE_EVERY_S, Meter, Routes
 from .trust import Lease, TrustedSink
 
@@ -58,9 +60,7 @@ class DataPlane:
         self.content: Content | None = None  # what the registered memory holds, or is being filled with
         self.incoming: Content | None = None  # opened: what it is to be filled with next, nothing of it is written
         self.vacated: Manifest | None = None  # of what was withdrawn, and is not yet written over
-        self.received_bytes: dict[str, int] = {}  # by source replica: the latest few, and the sum of the others
-        self.cross_site_bytes: dict[int, int] = {}  # by version: from other sites, the latest few
-        self.bytes_by_transport: dict[str, int] = {}
+        self.received = Received()
         self.unserved: TensorHubError | None = None  # why nobody can read what is held
         self.is_closed = False
         self._transports = transports
@@ -153,6 +153,7 @@ class DataPlane:
             self._lease,
             is_cross_site=grant.is_cross_site,
             is_only_opened=is_only_opened,
+            shares=grant.shares,
             on_touch=lambda: self._wake(self._touched, grant, content),
         )
         if self._reading is not None:
@@ -207,6 +208,10 @@ class DataPlane:
     def _content_for(self, grant: Grant) -> Content:
         """What is already there of the granted version, or a new fill."""
         assert self.registration is not None, "reading without registered memory"
+        if grant.shares:  # no memory yet: these are not written
+            content = Content(grant.version, grant.root, self.copies.key(grant.version), self.registration)
+            content.fill = FillSink(self.registration, grant.root, verify=self._verify)
+            return content
         if grant.to_host:
             content = self.copies.content(grant.version, grant.root)
             if content.fill is not None:
@@ -297,31 +302,18 @@ class DataPlane:
             self._advanced(reading)
 
     def _tell_progress(self, reading: OpenRead) -> None:
-        self._count(reading)
+        self.received.count(reading)
         progress = reading.content.progress
         if progress is not None and progress.prefix != reading.told:
             reading.told = progress.prefix
             self._tell(ReadAdvanced(reading.grant.ticket, reading.told, progress.chunk_count))
 
-    def _count(self, reading: OpenRead) -> None:
-        if reading.read is not None:
-            replica, received = reading.grant.source.replica, reading.read.received_bytes
-            news, reading.counted_bytes = received - reading.counted_bytes, received
-            add_up(self.received_bytes, replica, news, most=MAX_SOURCES)
-            if reading.grant.is_cross_site:
-                self._count_cross_site(reading.grant.version, news)
-            if reading.way is not None:
-                scheme = reading.way.scheme
-                self.bytes_by_transport[scheme] = self.bytes_by_transport.get(scheme, 0) + news
-
-    def _count_cross_site(self, version: Version, size_bytes: int) -> None:
-        self.cross_site_bytes[version] = self.cross_site_bytes.pop(version, 0) + size_bytes
-        while len(self.cross_site_bytes) > MAX_CROSS_SITE_VERSIONS:
-            del self.cross_site_bytes[next(iter(self.cross_site_bytes))]
-
     def _ended(self, reading: OpenRead, error: TensorHubError | None) -> None:
         """In the loop, after the last byte of this read."""
         if self._reading is not reading:
+            return
+        if reading.sink.shares and error is None and not reading.sink.is_stopped:
+            self._share(reading)
             return
         if reading.sink.is_only_opened and error is None and not reading.sink.is_stopped:
             reading.is_opened = True  # nothing runs until the read is started, or is told to stop
@@ -335,7 +327,7 @@ class DataPlane:
                 return
         self._reading = None
         reading.end()
-        self._log_end(reading)
+        reading.log_end(self.me)
         progress, failure = reading.content.progress, None
         is_complete = progress is not None and progress.is_complete and not reading.sink.is_only_opened
         if error is None and not is_complete and not reading.sink.is_stopped:
@@ -345,6 +337,31 @@ class DataPlane:
             _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
         self._tell(ReadEnded(reading.grant.ticket, is_complete, failure))
 
+    def _share(self, reading: OpenRead) -> None:
+        """The source's host copy was mapped. Or it could not be: then it is read, as any other."""
+        grant, registration = reading.grant, self.registration
+        if reading.sink.shared is None:
+            self._tell(events.NotShared(grant.ticket))
+            if self._reading is reading and not reading.sink.is_stopped:
+                self._start(structs.replace(grant, shares=False), is_only_opened=False)
+            return
+        assert registration is not None, "reading without registered memory"
+        self._background.begin(self._look_through(reading, registration))
+
+    async def _look_through(self, reading: OpenRead, registration: Registration) -> None:
+        """Nothing of it counts before all of it was looked at."""
+        sink, version = reading.sink, reading.grant.version
+        try:
+            content = await in_thread(lambda: self.copies.share(version, sink, registration), name="share")
+        except TensorHubError as error:
+            self._ended(reading, error.with_traceback(None))
+            return
+        if self._reading is reading:
+            self._reading = None
+            reading.end()
+            self.copies.keep_shared(content, sink)
+            self._tell(ReadEnded(reading.grant.ticket, complete=True))
+
     def _read_otherwise(self, reading: OpenRead) -> TensorHubError | None:
         """Begin again by the ways that are left; returns why there is none."""
         try:
@@ -353,16 +370,6 @@ class DataPlane:
         except TensorHubError as nothing_left:
             return nothing_left.with_traceback(None)  # it knows this frame, and so the one that is given it
         return None
-
-    def _log_end(self, reading: OpenRead) -> None:
-        if reading.way is not None and reading.meter is not None and reading.counted_bytes:
-            found, grant = reading.meter.average(), reading.grant
-            _log.info(
-                "%s: version %d from %s: %.1f MiB by %s (%s) at %.1f MiB/s%s",
-                *(self.me, grant.version, grant.source, reading.counted_bytes / 2**20),
-                *(reading.way.scheme, found.path, found.rate_bytes_per_s / 2**20),
-                f"; not by {reading.way.why}" if reading.way.why else "",
-            )
 
     # --- serving ------------------------------------------------------------------------------------------------------
 

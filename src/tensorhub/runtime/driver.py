@@ -83,7 +83,7 @@ class Driver:
         self.me = hello.worker
         self.data = DataPlane(self.me, transports, verify=options.verify, tell=self.feed, host_bytes=options.host_bytes)
         self.worker = Worker(
-            self.me, received_bytes=self.data.received_bytes, cross_site_bytes=self.data.cross_site_bytes
+            self.me, received_bytes=self.data.received.by_replica, cross_site_bytes=self.data.received.cross_site
         )
         self.line = Connection(options.server, hello, self._on_line)
         self.broken: InvariantViolation | None = None

@@ -16,7 +16,7 @@ from uuid import uuid4
 from ..core.errors import ServerUnreachable, TensorHubError, TransportMissing, Unavailable, UsageError
 from ..core.messages import PROTOCOL, Hello
 from ..core.names import ModelName, ReplicaName, Shard
-from ..transport import nixl_path
+from ..transport import nixl_path, sealed
 from ..transport.base import Transport
 from ..transport.choose import PREFERENCE
 from ..transport.local import LocalSettings, LocalTransport
@@ -123,8 +123,15 @@ def _client(
         token=options.token,
         prefetch=options.prefetch,
         retain=options.retain,
+        place=_place(transports),
     )
     return Client(hello, options, transports)
+
+
+def _place(transports: Mapping[str, Transport]) -> str:
+    """Where others can map our host copies, and we theirs; empty where nobody can."""
+    local = transports.get("local")
+    return local.mapping_place if isinstance(local, LocalTransport) and not sealed.why_not() else ""
 
 
 def wanted_transports(options: Options) -> tuple[str, ...]:

@@ -11,9 +11,11 @@ from dataclasses import replace
 from math import inf
 
 from ..core.errors import SessionLost
+from ..core.manifest import Manifest
 from ..memory.fill import FillSink
 from ..transport.base import ByteStream, Look, Terms
 from ..transport.gates import Gate, Until
+from ..transport.sealed import Shared
 
 
 class Lease:
@@ -46,14 +48,17 @@ class TrustedSink:
         *,
         is_cross_site: bool = False,
         is_only_opened: bool = False,
+        shares: bool = False,
         on_touch: Callable[[], None] = lambda: None,
     ) -> None:
         """`is_cross_site`: the source is in another site, which a transport may like to know. `is_only_opened`: the
-        manifest is wanted, and no chunk. `on_touch` is called once, in a transport's thread, before the first byte is
-        written.
+        manifest is wanted, and no chunk. `shares`: the manifest, and the source's memory if that can be had. `on_touch`
+        is called once, in a transport's thread, before the first byte is written.
         """
         self.is_cross_site = is_cross_site
-        self.is_only_opened = is_only_opened
+        self.is_only_opened = is_only_opened or shares
+        self.shares = shares
+        self.shared: tuple[Shared, int] | None = None  # the memory, and where in it the bytes begin
         self.stop_gate = Gate()
         self.is_touched = False
         self._fill = fill
@@ -82,6 +87,15 @@ class TrustedSink:
         self._check()
         missing = self._fill.begin(manifest)
         return () if self.is_only_opened else missing
+
+    @property
+    def manifest(self) -> Manifest:
+        """The source's, once it has come and is the right one."""
+        return self._fill.manifest
+
+    def share(self, memory: object, address: int) -> None:
+        assert isinstance(memory, Shared), "memory that cannot be kept"
+        self.shared = (memory, address)
 
     def touch(self) -> None:
         self._check()

@@ -138,6 +138,21 @@ class Trusting(Protocol):
         ...
 
 
+@runtime_checkable
+class Sharing(Protocol):
+    """A sink that would rather keep the source's memory than have a copy of its bytes, where that is possible."""
+
+    @property
+    def shares(self) -> bool: ...
+
+    def share(self, memory: object, address: int) -> None:
+        """All bytes of the export lie there, and nobody can change them any more. Called before `begin`, if at all.
+
+        They stay there as long as `memory` is known to somebody.
+        """
+        ...
+
+
 class Read(Protocol):
     """One read from one source, running in threads of its own."""
 

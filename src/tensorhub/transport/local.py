@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from ..core.errors import TransportMissing
 from .base import OnEnd, Sink
-from .local_host import allow_readers, here, parse_endpoint
+from .local_host import allow_readers, format_place, here, parse_endpoint
 from .local_memory import probe_self
 from .local_pieces import LocalPieces
 from .local_reader import LocalRead, LocalStream
@@ -82,6 +82,11 @@ class LocalTransport(TcpTransport):
         if settings.allow_readers:
             allow_readers()
         super().__init__(settings.as_tcp())
+
+    @property
+    def mapping_place(self) -> str:
+        """Those who have the same one can map each other's memory, as far as is known; empty: it maps none."""
+        return format_place(self._place) if self._maps else ""
 
     def make_server(self) -> TcpServer:
         try:

@@ -83,7 +83,12 @@ def new_name() -> str:
 
 def format_endpoint(place: Place, name: str) -> str:
     """As peers are told."""
-    return f"{SCHEME}://{place.boot}.{place.pid_namespace}.{place.network_namespace}.{place.user}/{name}"
+    return f"{SCHEME}://{format_place(place)}/{name}"
+
+
+def format_place(place: Place) -> str:
+    """The same for two workers only if nothing speaks against either reading the other."""
+    return f"{place.boot}.{place.pid_namespace}.{place.network_namespace}.{place.user}"
 
 
 def parse_endpoint(endpoint: str) -> tuple[Place, str]:

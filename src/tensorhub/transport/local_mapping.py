@@ -4,7 +4,8 @@ If the reader has said that it takes them, and all of an export lies in memory t
 says, after the manifest and before MEMORY,
 
     source  MAPPED  a seal, and address and size of each region; with the frame's first bytes come the descriptors: of
-                    the page that begins with the seal, and of each region
+                    the page that begins with the seal, and of each region. `number` FROZEN: the export is whole,
+                    and nobody can write to its memory any more. So the reader may keep it, if it wanted to
 
 It is said to whoever would be told the addresses: the same user, with the token, of an export that lasts. A reader that
 cannot map what it was given (no descriptor to spare, memory that is not sealed, too little of it) does without.
@@ -14,6 +15,7 @@ It must never: keep a descriptor that came, or map what `sealed` would not.
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import struct
@@ -21,24 +23,30 @@ from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from .base import Sharing, Sink
 from .local_memory import SEAL_BYTES, Seal
-from .sealed import MOST_REGIONS, Foreign, Sealed, Unmappable
+from .sealed import MOST_REGIONS, Foreign, Region, Shared, Unmappable, moved_to
 from .tcp_wire import HEADER, Silent, Vanished, Wire
+from .vectors import Addresses
 from .wire_errors import lost
 
+_log = logging.getLogger(__name__)
+
 MAPPED = 18
+FROZEN = 1
 REGION = struct.Struct("=QQ")  # both ends are one machine: its own byte order
 MAX_MAPPED_BYTES = SEAL_BYTES + MOST_REGIONS * REGION.size
 _ROOM = socket.CMSG_SPACE((MOST_REGIONS + 1) * array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
 
 
-def offer(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
+def offer(wire: Wire, seal: Seal, regions: Sequence[Region]) -> None:
     """Hand them over, unless too many descriptors are on their way already: then the reader does without."""
     assert seal.page is not None, "a seal that cannot be mapped"
     body = seal.value + b"".join(REGION.pack(region.address, region.size_bytes) for region in regions)
     descriptors = array("i", [seal.page.descriptor, *(region.descriptor for region in regions)])
-    frame = HEADER.pack(MAPPED, len(body), 0) + body
+    is_frozen = all(region.is_frozen for region in regions)  # only what is whole ever is
+    frame = HEADER.pack(MAPPED, len(body), FROZEN if is_frozen else 0) + body
     try:
         sent = wire.sock.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
     except BlockingIOError as error:
@@ -89,6 +97,13 @@ def close_all(descriptors: Sequence[int]) -> None:
             os.close(descriptor)
 
 
+def hand_over(sink: Sink, theirs: Addresses, there: int, memory: Shared) -> None:
+    """Let the sink keep the memory, if it wants to and all is in one piece."""
+    at = moved_to(theirs, [(there, memory.size_bytes, memory.address)]).whole(0, theirs.stop)
+    if at and isinstance(sink, Sharing) and sink.shares:
+        sink.share(memory, at)
+
+
 class Mapped:
     """A source's memory, mapped here for as long as a read lasts."""
 
@@ -111,6 +126,17 @@ class Mapped:
                 for (there, size_bytes), descriptor in zip(REGION.iter_unpack(words), descriptors[1:], strict=True)
             )
             self._stack = stack.pop_all()
+
+    def keep(self, descriptors: Sequence[int]) -> tuple[int, Shared] | None:
+        """The memory for good, and its address there; None if it is in several parts, or cannot be had."""
+        if len(self.regions) != 1:
+            return None
+        ((there, size_bytes, _),) = self.regions
+        try:
+            return there, Shared(descriptors[1], size_bytes)
+        except Unmappable as error:
+            _log.info("memory that was handed over cannot be kept: %s", error)
+            return None
 
     def close(self) -> None:
         """When no thread looks there any more."""

@@ -24,14 +24,14 @@ from . import tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
-from .local_mapping import MAPPED, MAX_MAPPED_BYTES, Mapped, close_all, receive_header
+from .local_mapping import FROZEN, MAPPED, MAX_MAPPED_BYTES, Mapped, close_all, hand_over, receive_header
 from .local_memory import REFUSED, Call, Lost, Process, Token, refused
 from .local_server import SEAL, credentials_of
 from .located import Located
 from .native import shapes
 from .native_read import LOCAL_TILE_BYTES, Mover, mover_for
 from .rows import Placed, table_of
-from .sealed import Unmappable, moved_to
+from .sealed import Shared, Unmappable, moved_to
 from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
@@ -228,13 +228,14 @@ class LocalStream(Stream):
 
     def receive_manifest(self) -> bytes:
         """And where the bytes are; proves that they can be read before anybody counts on it."""
-        manifest = super().receive_manifest()
+        manifest, kept = super().receive_manifest(), None
         if self.can_map:
             self._descriptors = []
         try:
-            kind, length, _ = self.next_frame()
+            kind, length, number = self.next_frame()
             if kind == MAPPED and self._descriptors is not None:
-                self._map(bytes(self.wire.receive_body(length, MAX_MAPPED_BYTES)), self._descriptors)
+                words = bytes(self.wire.receive_body(length, MAX_MAPPED_BYTES))
+                kept = self._map(words, self._descriptors, is_kept=number == FROZEN)
                 kind, length, _ = self.next_frame()
         finally:
             close_all(self._descriptors or ())
@@ -253,6 +254,8 @@ class LocalStream(Stream):
         if addresses.stop != self._size_bytes:
             raise Garbled(f"addresses of {addresses.stop} B for content of {self._size_bytes} B")
         self._its.remote = self._prove(addresses, *SEAL.unpack_from(body))
+        if kept is not None:
+            hand_over(self.job.sink, addresses, *kept)
         return manifest
 
     def receive_header(self) -> tuple[int, int, int]:
@@ -264,11 +267,13 @@ class LocalStream(Stream):
         self._descriptors = found
         return header
 
-    def _map(self, body: bytes, descriptors: Sequence[int]) -> None:
+    def _map(self, body: bytes, descriptors: Sequence[int], *, is_kept: bool) -> tuple[int, Shared] | None:
         try:
-            self._its.mapped = Mapped(body, descriptors)
+            mapped = self._its.mapped = Mapped(body, descriptors)
         except Unmappable as error:
             _log.info("%s is not mapped: %s", self.job.key, error)
+            return None
+        return mapped.keep(descriptors) if is_kept else None
 
     def _prove(self, addresses: Addresses, seal_address: int, seal: bytes) -> Remote:
         mapped = self._its.mapped

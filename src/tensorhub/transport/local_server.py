@@ -25,7 +25,7 @@ from .local_host import Place, format_endpoint, new_name, socket_address
 from .local_mapping import offer
 from .local_memory import Seal
 from .located import Located, bare_addresses
-from .sealed import Sealed, Unmappable, regions_of
+from .sealed import Region, Sealed, Unmappable, regions_of
 from .tcp_served import Served
 from .tcp_settings import TcpSettings
 from .tcp_wire import Hello, Refusal, Wire
@@ -107,14 +107,20 @@ class LocalServer(AnnouncingServer):
         if len(body) > MAX_MEMORY_BYTES - SEAL.size:
             raise UsageError(f"{served.export.key!r} lies in too many pieces")
         if hello.can_map and bare_addresses(stream) is not None:
-            self._share(wire, served, regions_of(addresses))
+            self._share(wire, served, regions_of(addresses), is_kept=hello.shares)
         wire.send_frame(MEMORY, payload=[SEAL.pack(served.seal.address, served.seal.value), body])
 
-    def _share(self, wire: Wire, served: LocalServed, regions: tuple[Sealed, ...]) -> None:
-        """Hand over the memory itself, if it is such memory."""
+    def _share(self, wire: Wire, served: LocalServed, regions: tuple[Region, ...], *, is_kept: bool) -> None:
+        """Hand over the memory itself, if it is such memory; for good where it is whole and not withdrawn.
+
+        Whoever has withdrawn it may write to it again, and comes by this lock before.
+        """
         if regions:
             with self._changed:
                 seal = served.share_seal()
+                if is_kept and served.ended is None and served.export.progress.is_complete:
+                    for region in regions:
+                        region.freeze()
             if seal is not None:
                 offer(wire, seal, regions)
 

@@ -8,6 +8,9 @@ before. So such memory is sealed when it is made, and a reader maps nothing whos
                    stays writable: that is how the owner fills it. F_SEAL_WRITE would want that mapping gone first.
     SEAL           and nobody adds a seal
 
+Memory that is whole can be *frozen*: then its owner maps it read-only too, and nobody can write to it ever again. So
+others may map it for good, and hand it on: it lives as long as one of them does. One of them *counts* it.
+
 A mapping keeps pages alive. What the owner lets go of is given back once no reader has it mapped: a reader's mapping
 lasts as long as its read, and a child that either side forks inherits none (`MADV_DONTFORK`), unless the memory is a
 tensor's (`is_inherited`), which a child may want to look at.
@@ -64,6 +67,13 @@ class Mapping:
             self.close()
             raise
 
+    def protect(self, descriptor: int, size_bytes: int) -> None:
+        """From now on it is there to be read only; nobody notices who reads it meanwhile. Raises `OSError`."""
+        _mapped(self.address, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED | FIXED, descriptor)
+        self.advise(size_bytes, DONTFORK)
+        if size_bytes >= HUGE_BYTES:
+            self.advise(size_bytes, HUGEPAGE)
+
     def advise(self, size_bytes: int, advice: int) -> None:
         """Best effort: an older kernel does not know all of it."""
         _libc().madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(size_bytes), ctypes.c_int(advice))
@@ -75,11 +85,37 @@ class Mapping:
             _libc().munmap(ctypes.c_void_p(self._at), ctypes.c_size_t(reserved))
 
 
+class Count:
+    """Who counts some memory that several have: whoever has this lock, as long as it lives and has not let it go."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Of the memory. Raises `OSError` where there is no /proc."""
+        self._own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)  # a lock is not shared with it
+        ending = weakref.finalize(self, _close, self._own, os.getpid())
+        ending.atexit = False
+        track(self)
+
+    def is_mine(self) -> bool:
+        """It counts here, from now on at the latest."""
+        try:
+            fcntl.flock(self._own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What no forked child keeps: it would keep the lock."""
+        return (self._own,)
+
+
 class Sealed:
     """New memory of this process, of zeros, that others can map. Given back when nobody knows it any more."""
 
-    def __init__(self, size_bytes: int, *, is_inherited: bool = False) -> None:
-        """`is_inherited`: a forked child has it too, and the same one. Raises `Unmappable`."""
+    def __init__(self, size_bytes: int, *, is_inherited: bool = False, may_freeze: bool = False) -> None:
+        """`is_inherited`: a forked child has it too, and the same one. `may_freeze`: its owner does not mind.
+
+        Raises `Unmappable`.
+        """
         if size_bytes <= 0:
             raise Unmappable("memory of no bytes")
         try:
@@ -105,10 +141,70 @@ class Sealed:
         self.descriptor = descriptor
         self.address = mapping.address
         self.size_bytes = size_bytes
+        self.is_frozen = False
+        self._may_freeze = may_freeze and not is_inherited
+        self._count: Count | None = None
+        self._mapping = mapping
         ending = weakref.finalize(self, _give_back, mapping, descriptor, os.getpid())
         ending.atexit = False  # threads that move bytes may outlive the interpreter
         track(self)
         _all.add(self)
+
+    def freeze(self) -> bool:
+        """Let nobody write to it ever again; it counts here. Returns whether that is so now.
+
+        Whoever asks sees to it that nobody is writing, or will: that would end the process.
+        """
+        if not self.is_frozen and self._may_freeze:
+            try:
+                self._count = Count(self.descriptor)
+                self._mapping.protect(self.descriptor, self.size_bytes)
+            except OSError:
+                return False
+            self.is_frozen = self._count.is_mine()
+        return self.is_frozen
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What no forked child keeps."""
+        return (self.descriptor,)
+
+
+class Shared:
+    """Frozen memory that another process has made and this one has mapped, to read and to hand on.
+
+    Given back when nobody knows it any more.
+    """
+
+    is_frozen = True
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """The descriptor stays the caller's. Raises `Unmappable`."""
+        try:
+            if fcntl.fcntl(descriptor, GET_SEALS) & SEALS != SEALS:
+                raise Unmappable("somebody may yet map it to write")
+            self.descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
+        except OSError as error:
+            raise Unmappable(os.strerror(error.errno or 0)) from error
+        try:
+            self._count = Count(self.descriptor)
+            foreign = Foreign(self.descriptor, size_bytes)
+        except (OSError, Unmappable) as error:
+            os.close(self.descriptor)
+            raise Unmappable(str(error)) from error
+        self.address, self.size_bytes = foreign.address, size_bytes
+        ending = weakref.finalize(self, _give_back, foreign, self.descriptor, os.getpid())
+        ending.atexit = False
+        track(self)
+        _all.add(self)
+
+    @property
+    def counts_here(self) -> bool:
+        """Nobody else counts this memory: then it does here from now on."""
+        return self._count.is_mine()
+
+    def freeze(self) -> bool:
+        """It is."""
+        return True
 
     def descriptors(self) -> tuple[int, ...]:
         """What no forked child keeps."""
@@ -141,13 +237,14 @@ class Foreign:
         self._mapping.close()
 
 
-_all: "weakref.WeakSet[Sealed]" = weakref.WeakSet()
+Region = Sealed | Shared
+_all: "weakref.WeakSet[Region]" = weakref.WeakSet()
 
 
-def regions_of(addresses: Addresses) -> tuple[Sealed, ...]:
+def regions_of(addresses: Addresses) -> tuple[Region, ...]:
     """The memory that has all of these bytes; empty unless all of it can be mapped. It lives as long as the answer."""
     every = sorted(_all, key=lambda each: each.address)
-    found: dict[int, Sealed] = {}
+    found: dict[int, Region] = {}
     for start, stop in _runs(addresses) if every else ():
         here = next((each for each in every if each.address <= start and stop <= each.address + each.size_bytes), None)
         if here is None:
@@ -200,11 +297,16 @@ def _runs(addresses: Addresses) -> Sequence[tuple[int, int]]:
     return found
 
 
-def _give_back(mapping: Mapping, descriptor: int, owner: int) -> None:
+def _give_back(mapping: Mapping | Foreign, descriptor: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child: it has no such mapping, or keeps it; its descriptor is another file by now
     mapping.close()
     os.close(descriptor)
+
+
+def _close(descriptor: int, owner: int) -> None:
+    if os.getpid() == owner:
+        os.close(descriptor)
 
 
 def _memfd() -> int:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ..core.errors import CorruptTransfer, SessionLost, UsageError
 from . import shortages, tcp_wire
-from .base import Look, Trusting
+from .base import Look, Sharing, Trusting
 from .located import Scattered
 from .native import shapes
 from .native_read import TCP_TILE_BYTES, Mover, mover_for
@@ -108,8 +108,8 @@ class Stream:
         with suppress(Vanished):  # it may have refused before it heard us: what it said can still be read
             silence_ms = round(job.settings.silence_s * 1000)
             token, is_checking = job.settings.token or "", job.sink.is_checking
-            can_map = wants_manifest and self.can_map
-            wishes = (wants_manifest, is_checking, can_map, isinstance(job.sink, Piecewise))
+            can_map, shares = wants_manifest and self.can_map, isinstance(job.sink, Sharing) and job.sink.shares
+            wishes = (wants_manifest, is_checking, can_map, isinstance(job.sink, Piecewise), shares)
             hello = Hello(token, job.key, job.generation, silence_ms, *wishes)
             self.wire.send_greeting(hello)
         answer = self.wire.receive_greeting(job.settings.silence_s)

@@ -72,7 +72,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A reader's request. `generation` 0 takes whatever is exported; otherwise exactly that export.
 
     `silence_ms` is how long the reader bears silence: the source's keepalives come four times as often. `is_checking`
-    means that no chunk counts whose digest is not the announced one, `can_map` that it takes memory by its descriptor.
+    means that no chunk counts whose digest is not the announced one, `can_map` that it takes memory by its descriptor,
+    `shares` that it wants to keep that memory.
     """
 
     token: str
@@ -83,6 +84,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     is_checking: bool = False
     can_map: bool = False
     has_pieces: bool = False  # PIECES follows (`parcels`)
+    shares: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
