@@ -40,7 +40,7 @@ def goal_of_parcels(terms: Terms, parcels: Parcels) -> Goal | None:
     spans = zip(pairwise(parcels.bounds), scatter.is_kept, strict=True)
     scratch_bytes = max((stop - start for (start, stop), is_kept in spans if is_kept), default=0)
     ours, keeps = placed(scatter.ours, scatter.stream), _placed_keeps(scatter.keeps, scatter.stream, scratch_bytes)
-    if ours is None or keeps is None:
+    if ours is None or keeps is None or not _are_within(scatter.turns, scratch_bytes):
         return None
     both = zip(parcels.flags, scatter.is_kept, strict=True)
     flags = bytes(flag | shapes.IS_KEPT if is_kept else flag for flag, is_kept in both)
@@ -53,6 +53,8 @@ def goal_of_parcels(terms: Terms, parcels: Parcels) -> Goal | None:
         tiles=scatter.tiles.buffer_info()[0],
         first_keep=scatter.first_keep.buffer_info()[0],
         keeps=keeps.buffer_info()[0],
+        first_turn=scatter.first_turn.buffer_info()[0],
+        turns=scatter.turns.buffer_info()[0],
     )
     return Goal(
         table=ours.table,
@@ -70,19 +72,30 @@ def _fits(scatter: Scatter, parcels: Parcels) -> bool:
     count, tiles = len(parcels), scatter.tiles
     if {len(scatter.first_tile), len(scatter.first_keep)} != {count + 1} or len(scatter.is_kept) != count or not tiles:
         return False
-    numbers = (scatter.first_tile, scatter.first_keep, tiles)
+    numbers = (scatter.first_tile, scatter.first_keep, scatter.first_turn, tiles)
     if not all(all(map(le, row, row[1:])) for row in numbers):
         return False
     if scatter.first_tile[-1] != len(tiles) - 1 or scatter.first_keep[-1] * KEEP_WORDS != len(scatter.keeps):
         return False
+    if len(scatter.first_turn) != len(tiles) or scatter.first_turn[-1] * ROW_WORDS != len(scatter.turns):
+        return False
     return all(tiles[tile] == at for tile, at in zip(scatter.first_tile, parcels.bounds, strict=True))
+
+
+def _are_within(rows: "array[int]", size_bytes: int) -> bool:
+    try:
+        Rows.checked(rows, size_bytes)
+    except (BadRow, OverflowError):
+        return False
+    return True
 
 
 def _placed_keeps(keeps: "array[int]", stream: ByteStream, scratch_bytes: int) -> "array[int] | None":
     """The same with addresses to copy to. None if one reaches out of scratch memory, or of a piece of the stream."""
     found = array("Q", keeps)
+    if not _are_within(_side(found, FROM), scratch_bytes):
+        return None
     try:
-        Rows.checked(_side(found, FROM), scratch_bytes)
         theirs = Rows.checked(_side(found, TO), stream.size_bytes)
     except (BadRow, OverflowError):
         return None

@@ -31,8 +31,9 @@ from .chunks import chunks_of
 from .copies import SOURCE, Bytes, Copies, copies_of
 from .derive import digests_of, tied_tiles
 from .grid import Grid
-from .orders import THEIRS, words
+from .orders import words
 from .table import BoxTable
+from .turning import THEIRS
 from .wire import decode_grid, decode_table, encode_grid, encode_table, grid_digest, layout_digest
 
 SPREAD = 4  # memory that is this many times longer than the tiles in it is looked at tile by tile

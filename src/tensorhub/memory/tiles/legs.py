@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import xxhash
+from numpy.lib.stride_tricks import as_strided
 
 from ...core.errors import CorruptTransfer, InvariantViolation
 from ...core.manifest import DIGEST_BYTES
@@ -20,7 +21,7 @@ from ...transport.base import Look, Terms
 from ...transport.gates import Gate
 from ...transport.parcels import Parcels
 from ...transport.progress import Progress
-from ...transport.rows import RowStream
+from ...transport.rows import ROW_WORDS, RowStream
 from ..registration import Registration
 from .arrays import EMPTY, Ints
 from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out
@@ -163,7 +164,9 @@ class Leg:
         if len(data) != self.parcels.bounds[chunk + 1] - start:
             raise CorruptTransfer(f"a parcel from {self.source.name} came with {len(data)} B")
         for tile in self._order.tiles_of(chunk) if self._digests is not None else ():
-            found = xxhash.xxh3_128_digest(data[tiles[tile] - start : tiles[tile + 1] - start])
+            found = xxhash.xxh3_128_digest(
+                self._turned(tile, data) or data[tiles[tile] - start : tiles[tile + 1] - start]
+            )
             if found != self._announced(tile):
                 raise self.wrong_tile(tile)
         self._fill.check()
@@ -182,6 +185,15 @@ class Leg:
         return CorruptTransfer(
             f"{name} from {self.source.name} is not what was published: its digest is not {self._announced(tile).hex()}"
         )
+
+    def _turned(self, tile: int, data: memoryview) -> bytes:
+        """A tile that came in another order, in its own; nothing if it did not."""
+        turns, memory = self._order.scatter.turns, np.frombuffer(data, np.uint8)
+        found = []
+        for row in range(*self._order.scatter.first_turn[tile : tile + 2]):
+            place, run, count, stride, counts, strides = turns[ROW_WORDS * row : ROW_WORDS * (row + 1)]
+            found.append(as_strided(memory[place:], (counts, count, run), (strides, stride, 1)).tobytes())
+        return b"".join(found)
 
     def _announced(self, tile: int) -> bytes:
         assert self._digests is not None, "nothing is checked"

@@ -5,7 +5,8 @@ Rules:
    is longer is a parcel of its own. Tiles that are kept in part are not put together with others.
 2. What a source is asked for are runs of its stream, joined where they follow each other there; where they belong is
    said apart from it, in runs of the reader's stream. Both go through a tile in its row-major order.
-3. An order has at most `MAX_ROWS` rows; what needs more is several orders.
+3. Elements of a tensor that is stored transposed at one end come in the order of the source's memory (`turning`).
+4. An order has at most `MAX_ROWS` rows; what needs more is several orders.
 """
 
 from array import array
@@ -24,19 +25,12 @@ from .copies import (
     COUNTS,
     RUN,
     SOURCE,
-    SOURCE_STRIDE,
-    SOURCE_STRIDES,
-    TARGET,
-    TARGET_STRIDE,
-    TARGET_STRIDES,
     Copies,
 )
 from .plan import Plan
+from .turning import OURS, THEIRS, joined, kept_from, turned, turned_tiles
 
 PARCEL_BYTES = 1 << 20  # what is read again when a source dies, of each stream; its header and seal cost 5 us
-THEIRS = (SOURCE, RUN, COUNT, SOURCE_STRIDE, COUNTS, SOURCE_STRIDES)
-OURS = (TARGET, RUN, COUNT, TARGET_STRIDE, COUNTS, TARGET_STRIDES)
-_RUN, _COUNT, _STRIDE, _COUNTS, _STRIDES = 1, 2, 3, 4, 5  # of the six
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,31 +62,38 @@ def orders_of(
 
 
 def _order(plan: Plan, fetches: Ints, source_bytes: int, stream: ByteStream, parcel_bytes: int) -> Order:
-    sizes, is_direct = plan.size_bytes[fetches], plan.is_direct[fetches]
-    first_tile = _parcels(sizes, is_direct, parcel_bytes)
+    sizes = plan.size_bytes[fetches]
+    rows, of = _rows_of(plan.copies, fetches)
+    is_turned = turned_tiles(rows, of, plan.is_direct[fetches])
+    is_near = plan.is_direct[fetches] & ~is_turned  # straight to where it belongs
+    first_tile = _parcels(sizes, is_near, parcel_bytes)
     tiles = starts_of(sizes)
-    picked, of = _rows_of(plan.copies, fetches)
-    per_tile = np.bincount(of, minlength=len(fetches))
-    theirs = _joined(picked[:, THEIRS])
-    counts = np.add.reduceat(per_tile, first_tile[:-1]) if len(fetches) else per_tile
-    parcels = Parcels.of(words(theirs), counts.tolist(), source_bytes)
-    is_kept = ~is_direct[first_tile[:-1]]
-    bytes_of = picked[:, RUN] * picked[:, COUNT] * picked[:, COUNTS]
-    starts = starts_of(bytes_of)
-    direct = np.flatnonzero(is_direct[of])
-    ours = Rows.at(words(_joined(picked[direct][:, OURS])), words(np.append(starts[direct], starts[-1])))
+    starts = starts_of(rows[:, RUN] * rows[:, COUNT] * rows[:, COUNTS])
+    theirs, turn = turned(rows, is_turned[of])
+    counts = np.add.reduceat(np.bincount(of, minlength=len(fetches)), first_tile[:-1])
+    parcels = Parcels.of(words(joined(theirs)), counts.tolist(), source_bytes)
+    near = np.flatnonzero(is_near[of])
+    ours = Rows.at(words(joined(rows[near][:, OURS])), words(np.append(starts[near], starts[-1])))
+    begins = tiles[first_tile[np.searchsorted(first_tile, np.arange(len(fetches)), "right") - 1]]  # each tile's parcel
+    turn[:, 0] = starts[:-1] - begins[of]
     keeps, kept = _rows_of(plan.keeps, fetches)
-    parcel_of = np.searchsorted(first_tile, kept, "right") - 1
-    keeps[:, SOURCE] += tiles[kept] - tiles[first_tile[parcel_of]]
-    first_keep = np.searchsorted(parcel_of, np.arange(len(first_tile)))
+    keeps[:, SOURCE] += (tiles[:-1] - begins)[kept]
+    far = np.flatnonzero(is_turned[of])
+    keeps, kept = np.concatenate([keeps, kept_from(turn[far], rows[far])]), np.concatenate([kept, of[far]])
+    order = np.argsort(kept, kind="stable")
+    is_reordered = np.zeros(len(fetches), np.bool_)
+    is_reordered[of[(theirs[:, 1:] != rows[:, THEIRS][:, 1:]).any(axis=1)]] = True
+    seen = np.flatnonzero(is_reordered[of])
     scatter = Scatter(
         stream=stream,
         ours=ours,
         first_tile=words(first_tile),
         tiles=words(tiles),
-        is_kept=is_kept.astype(np.uint8).tobytes(),
-        keeps=words(keeps),
-        first_keep=words(first_keep),
+        is_kept=(~is_near[first_tile[:-1]]).astype(np.uint8).tobytes(),
+        keeps=words(keeps[order]),
+        first_keep=words(np.searchsorted(kept[order], first_tile)),
+        turns=words(joined(turn[seen])),
+        first_turn=words(np.searchsorted(of[seen], np.arange(len(fetches) + 1))),
     )
     return Order(parcels, scatter, fetches)
 
@@ -114,17 +115,6 @@ def _rows_of(copies: Copies, fetches: Ints) -> tuple[Ints, Ints]:
     counts = last - first
     of = np.repeat(np.arange(len(fetches)), counts)
     return copies.rows[np.repeat(first, counts) + ranks_of(counts)], of
-
-
-def _joined(rows: Ints) -> Ints:
-    """The same, where runs follow each other as longer runs."""
-    rows = rows.copy()
-    for _ in range(2):
-        is_one = (rows[:, _COUNT] == 1) | (rows[:, _STRIDE] == rows[:, _RUN])
-        rows[is_one, _RUN] *= rows[is_one, _COUNT]
-        rows[is_one, _COUNT], rows[is_one, _STRIDE] = rows[is_one, _COUNTS], rows[is_one, _STRIDES]
-        rows[is_one, _COUNTS], rows[is_one, _STRIDES] = 1, 0
-    return rows
 
 
 def _parcels(sizes: Ints, is_direct: npt.NDArray[np.bool_], most: int) -> Ints:

@@ -100,7 +100,7 @@ int copy_bytes(stream_t *stream, const table_t *into, uint64_t start, uint64_t s
             }
             return failed(stream, moved < 0 ? errno : EFAULT);
         }
-        if (read->digests)
+        if (stream->is_hashing)
             see(stream, into, &both, start);
         start += both.stream_bytes;
     }

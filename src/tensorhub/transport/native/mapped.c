@@ -49,7 +49,7 @@ static void copy_pieces(stream_t *stream, const both_t *both) {
         if (used == from->iov_len)
             from++, used = 0;
         const unsigned char *bytes = (const unsigned char *)from->iov_base + used;
-        if (stream->read->digests)
+        if (stream->is_hashing)
             digest_copy(&stream->digest, both->ours[i].iov_base, bytes, length);
         else
             memcpy(both->ours[i].iov_base, bytes, length);

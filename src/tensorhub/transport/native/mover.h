@@ -19,7 +19,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    ABI = 3, /* raised with every change of a structure or a function that Python knows */
+    ABI = 4, /* raised with every change of a structure or a function that Python knows */
     MAX_RANGES = 1024,
     MAX_WANT_BYTES = 64 * 1024,
     WANT_BYTES = 16 + 3 + MAX_RANGES * 19, /* what we send: header, count, and two numbers of 9 bytes for each range */
@@ -96,6 +96,8 @@ typedef struct {
     const uint64_t *tiles;      /* [tiles + 1] where each begins in the stream */
     const uint64_t *first_keep; /* [count + 1] */
     const keep_t *keeps;
+    const uint64_t *first_turn; /* [tiles + 1] */
+    const uint64_t *turns;      /* rows of scratch memory: how a tile that comes in another order is gone through */
 } parcels_t;
 
 enum { IS_SENT = 1, IS_KEPT = 2 }; /* parcels_t.flags: over the socket by any transport; by way of scratch memory */
@@ -135,7 +137,8 @@ typedef struct {
     int32_t descriptor, is_local;
     /* local: whose memory, where, and what must be found there */
     int32_t pid, pidfd;
-    int32_t is_mapped, unused; /* all of it is mapped: `theirs` are addresses here */
+    int32_t is_mapped; /* all of it is mapped: `theirs` are addresses here */
+    int32_t is_hashing; /* what comes is looked at as it comes */
     table_t theirs;
     uint64_t seal_address; /* in the other process; mapped: here */
     unsigned char seal[SEAL_BYTES];

@@ -5,6 +5,8 @@
 
 #include <string.h>
 
+enum { NEAR_BYTES = 4096 }; /* gathered, and then hashed at once */
+
 /* Where a chunk, or parcel, begins; returns how long it is. */
 uint64_t span_of(const parcels_t *parcels, uint64_t chunk_bytes, uint64_t size, uint64_t chunk, uint64_t *start) {
     if (parcels) {
@@ -105,6 +107,45 @@ int th_digest_tiles(const table_t *memory, const uint64_t *tiles, uint64_t count
 
 /* -- at a reader -------------------------------------------------------------------------------------------------- */
 
+/* Runs of a few bytes are elements: of these sizes they are one instruction. */
+static inline void copy_run(unsigned char *to, const unsigned char *from, uint64_t run) {
+    if (run == 2)
+        memcpy(to, from, 2);
+    else if (run == 4)
+        memcpy(to, from, 4);
+    else if (run == 1)
+        *to = *from;
+    else
+        memcpy(to, from, run);
+}
+
+static void see_row(digest_t *digest, const unsigned char *memory, const uint64_t *row) {
+    unsigned char near[NEAR_BYTES];
+    uint64_t run = row[1], count = row[2], stride = row[3], counts = row[4], strides = row[5], have = 0;
+    for (uint64_t i = 0; i < counts; i++)
+        for (uint64_t j = 0; j < count; j++) {
+            const unsigned char *from = memory + row[0] + i * strides + j * stride;
+            if (run > NEAR_BYTES - have) {
+                digest_update(digest, near, have);
+                have = 0;
+            }
+            if (run > NEAR_BYTES) {
+                digest_update(digest, from, run);
+                continue;
+            }
+            copy_run(near + have, from, run);
+            have += run;
+        }
+    digest_update(digest, near, have);
+}
+
+/* A tile that came in the order of its source's memory is gone through in its own. */
+static void see_turned(stream_t *stream, const unsigned char *memory, uint64_t tile) {
+    const parcels_t *parcels = stream->read->parcels;
+    for (uint64_t row = parcels->first_turn[tile]; row < parcels->first_turn[tile + 1]; row++)
+        see_row(&stream->digest, memory, parcels->turns + ROW_WORDS * row);
+}
+
 /* A parcel comes, straight to where it belongs or into scratch memory. `wrong` is its first tile that is not as
  * announced: the caller judges it, for what the source took back while it was read is not wrong, but lost. */
 int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wrong) {
@@ -116,11 +157,15 @@ int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wro
     const table_t *into = parcels->flags[parcel] & IS_KEPT ? &scratch : &read->ours;
     for (uint64_t tile = parcels->first_tile[parcel]; tile < parcels->first_tile[parcel + 1]; tile++) {
         uint64_t from = parcels->tiles[tile], to = parcels->tiles[tile + 1];
+        int is_turned = parcels->first_turn[tile] < parcels->first_turn[tile + 1];
+        stream->is_hashing = read->digests && !is_turned;
         if (read->digests)
             digest_begin(&stream->digest, to - from);
         int status = is_fetched ? copy_bytes(stream, into, from, to) : receive_bytes(stream, into, from, to);
         if (status)
             return status;
+        if (read->digests && is_turned)
+            see_turned(stream, stream->scratch, tile);
         if (*wrong == NOTHING && !is_as_announced(stream, tile))
             *wrong = tile;
     }
@@ -136,7 +181,7 @@ void keep_parts(const stream_t *stream, uint64_t parcel) {
         const keep_t *keep = parcels->keeps + at;
         for (uint64_t i = 0; i < keep->counts; i++)
             for (uint64_t j = 0; j < keep->count; j++)
-                memcpy((void *)(uintptr_t)(keep->to + i * keep->to_strides + j * keep->to_stride),
-                       stream->scratch + keep->from + i * keep->from_strides + j * keep->from_stride, keep->run);
+                copy_run((unsigned char *)(uintptr_t)(keep->to + i * keep->to_strides + j * keep->to_stride),
+                         stream->scratch + keep->from + i * keep->from_strides + j * keep->from_stride, keep->run);
     }
 }

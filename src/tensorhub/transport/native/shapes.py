@@ -93,6 +93,8 @@ class Parcels(Structure):
         ("tiles", c_void_p),
         ("first_keep", c_void_p),
         ("keeps", c_void_p),
+        ("first_turn", c_void_p),
+        ("turns", c_void_p),
     )
 
 
@@ -155,7 +157,7 @@ class StreamState(Structure):
         ("pid", c_int32),
         ("pidfd", c_int32),
         ("is_mapped", c_int32),
-        ("unused", c_int32),
+        ("is_hashing", c_int32),
         ("theirs", Table),
         ("seal_address", c_uint64),
         ("seal", c_ubyte * 16),

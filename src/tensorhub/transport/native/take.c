@@ -44,7 +44,7 @@ int receive_bytes(stream_t *stream, const table_t *into, uint64_t start, uint64_
         }
         atomic_fetch_add_explicit(&stream->heard_bytes, (uint64_t)got, memory_order_relaxed);
         start += (uint64_t)got;
-        for (struct iovec *vector = vectors; read->digests && got > 0; vector++) {
+        for (struct iovec *vector = vectors; stream->is_hashing && got > 0; vector++) {
             size_t length = (size_t)got < vector->iov_len ? (size_t)got : vector->iov_len;
             digest_update(&stream->digest, vector->iov_base, length);
             got -= (ssize_t)length;
@@ -86,7 +86,8 @@ static int count_chunk(stream_t *stream, uint64_t chunk, uint64_t size) {
 /* Bytes [start, stop), which are a chunk. `wrong` is what is not as announced, or NOTHING. */
 static int bring_chunk(stream_t *stream, uint64_t chunk, uint64_t start, uint64_t stop, uint64_t *wrong) {
     read_t *read = stream->read;
-    if (read->digests)
+    stream->is_hashing = read->digests != NULL;
+    if (stream->is_hashing)
         digest_begin(&stream->digest, stop - start);
     int status = stream->is_local ? copy_bytes(stream, &read->ours, start, stop)
                                   : receive_bytes(stream, &read->ours, start, stop);
