@@ -86,27 +86,6 @@ uint64_t th_place_rows(const uint64_t *rows, uint64_t count, const table_t *memo
     return 0;
 }
 
-/* The digests of tiles of a stream, each from tiles[i] to tiles[i + 1]. 0: the memory ends before the stream does. */
-int th_digest_tiles(const table_t *memory, const uint64_t *tiles, uint64_t count, unsigned char *out) {
-    struct iovec vectors[MAX_VECTORS / 4];
-    digest_t digest;
-    for (uint64_t tile = 0; tile < count; tile++) {
-        digest_begin(&digest, tiles[tile + 1] - tiles[tile]);
-        for (uint64_t at = tiles[tile], bytes; at < tiles[tile + 1]; at += bytes) {
-            int found = vectors_of(memory, at, tiles[tile + 1], MAX_VECTORS / 4, vectors, &bytes);
-            if (!bytes)
-                return 0;
-            for (int i = 0; i < found; i++)
-                digest_update(&digest, vectors[i].iov_base, vectors[i].iov_len);
-        }
-        if (!digest_end(&digest, out + tile * DIGEST_BYTES))
-            return 0;
-    }
-    return 1;
-}
-
-/* -- at a reader -------------------------------------------------------------------------------------------------- */
-
 /* Runs of a few bytes are elements: of these sizes they are one instruction. */
 static inline void copy_run(unsigned char *to, const unsigned char *from, uint64_t run) {
     if (run == 2)
@@ -119,12 +98,13 @@ static inline void copy_run(unsigned char *to, const unsigned char *from, uint64
         memcpy(to, from, run);
 }
 
-static void see_row(digest_t *digest, const unsigned char *memory, const uint64_t *row) {
+/* The bytes of a row, whose place is counted from `base` on. */
+static void see_row(digest_t *digest, uintptr_t base, const uint64_t row[ROW_WORDS]) {
     unsigned char near[NEAR_BYTES];
     uint64_t run = row[1], count = row[2], stride = row[3], counts = row[4], strides = row[5], have = 0;
     for (uint64_t i = 0; i < counts; i++)
         for (uint64_t j = 0; j < count; j++) {
-            const unsigned char *from = memory + row[0] + i * strides + j * stride;
+            const unsigned char *from = (const unsigned char *)(base + row[0] + i * strides + j * stride);
             if (run > NEAR_BYTES - have) {
                 digest_update(digest, near, have);
                 have = 0;
@@ -139,11 +119,30 @@ static void see_row(digest_t *digest, const unsigned char *memory, const uint64_
     digest_update(digest, near, have);
 }
 
+/* The digests of tiles that rows make, each from tiles[i] to tiles[i + 1]. 0: the rows are not those of the tiles. */
+int th_digest_tiles(const table_t *memory, const uint64_t *tiles, uint64_t count, unsigned char *out) {
+    digest_t digest;
+    for (uint64_t tile = 0, piece = 0; tile < count; tile++) {
+        digest_begin(&digest, tiles[tile + 1] - tiles[tile]);
+        for (; piece < memory->count && memory->starts[piece] < tiles[tile + 1]; piece++) {
+            const loop_t *loop = memory->loops + piece;
+            const uint64_t *pair = memory->pairs + 2 * piece;
+            uint64_t row[ROW_WORDS] = {pair[0], pair[1], loop->count, loop->stride, loop->counts, loop->strides};
+            see_row(&digest, 0, row);
+        }
+        if (!digest_end(&digest, out + tile * DIGEST_BYTES))
+            return 0;
+    }
+    return 1;
+}
+
+/* -- at a reader -------------------------------------------------------------------------------------------------- */
+
 /* A tile that came in the order of its source's memory is gone through in its own. */
-static void see_turned(stream_t *stream, const unsigned char *memory, uint64_t tile) {
+static void see_turned(stream_t *stream, uint64_t tile) {
     const parcels_t *parcels = stream->read->parcels;
     for (uint64_t row = parcels->first_turn[tile]; row < parcels->first_turn[tile + 1]; row++)
-        see_row(&stream->digest, memory, parcels->turns + ROW_WORDS * row);
+        see_row(&stream->digest, (uintptr_t)stream->scratch, parcels->turns + ROW_WORDS * row);
 }
 
 /* A parcel comes, straight to where it belongs or into scratch memory. `wrong` is its first tile that is not as
@@ -165,7 +164,7 @@ int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wro
         if (status)
             return status;
         if (read->digests && is_turned)
-            see_turned(stream, stream->scratch, tile);
+            see_turned(stream, tile);
         if (*wrong == NOTHING && !is_as_announced(stream, tile))
             *wrong = tile;
     }
