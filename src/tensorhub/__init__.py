@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from . import aio
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
     from .loading import Loaded, load, load_shards
+    from .memory.empty import empty, empty_like
 
 __version__ = "0.1.0"
 
 _LAZY = {
     **dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api"),
     **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
+    **dict.fromkeys(("empty", "empty_like"), ".memory.empty"),
 }
 
 __all__ = [
@@ -76,6 +78,8 @@ __all__ = [
     "Weights",
     "aio",
     "connect",
+    "empty",
+    "empty_like",
     "errors",
     "leave_on_sigterm",
     "load",

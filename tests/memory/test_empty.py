@@ -1,0 +1,124 @@
+"""Tensors in memory that can be mapped: what they are, where they lie, and what is no shape or dtype."""
+
+import gc
+import mmap
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from tensorhub.core.errors import HostMemoryFull, UsageError
+from tensorhub.memory import empty as module
+from tensorhub.memory.empty import empty, empty_like
+from tensorhub.memory.registration import register
+from tensorhub.transport import sealed
+from tensorhub.transport.located import bare_addresses
+from tensorhub.transport.sealed import Unmappable, regions_of
+
+torch = pytest.importorskip("torch")
+needs_sealed = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
+
+
+def regions(tensors):
+    addresses = bare_addresses(register(tensors).stream)
+    assert addresses is not None
+    return regions_of(addresses)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_it_is_an_ordinary_tensor_that_begins_at_a_page(dtype):
+    found = empty((3, 5, 7), dtype)
+    assert (found.shape, found.dtype, found.device.type) == ((3, 5, 7), dtype, "cpu")
+    assert found.is_contiguous()
+    assert found.data_ptr() % mmap.PAGESIZE == 0
+    found.view(torch.uint8).fill_(1)
+    again = empty_like(found)
+    assert (again.shape, again.dtype) == (found.shape, dtype)
+    assert again.data_ptr() % mmap.PAGESIZE == 0
+    assert not again.view(torch.uint8).any(), "it does not lie in the first one"
+    parameter = torch.nn.Parameter(empty((4,)))
+    parameter.sum().backward()
+
+
+@pytest.mark.parametrize(("shape", "sizes"), [(7, (7,)), ((), ()), ((0, 3), (0, 3)), ([2, 2], (2, 2))])
+def test_shapes(shape, sizes):
+    assert tuple(empty(shape, "bfloat16").shape) == sizes
+    assert empty(shape, np.float16).dtype == torch.float16
+
+
+@pytest.mark.parametrize("shape", ["3", (3, -1), (2.0,), (True,), None, (1,) * 65])
+def test_what_is_no_shape_is_named(shape):
+    with pytest.raises(UsageError, match="shape="):
+        empty(shape)
+
+
+@pytest.mark.parametrize("dtype", ["float33", object(), None, "Tensor"])
+def test_what_is_no_dtype_is_named(dtype):
+    with pytest.raises(UsageError, match="dtype="):
+        empty(3, dtype)
+
+
+def test_too_much_is_refused():
+    with pytest.raises(HostMemoryFull, match="would take"):
+        empty((1 << 30, 1 << 30))
+    with pytest.raises(UsageError, match="not a list"):
+        empty_like([1.0])
+
+
+def test_arrays_are_of_numpy(monkeypatch):
+    like = empty_like(np.zeros((2, 3), dtype=np.int16))
+    assert isinstance(like, np.ndarray)
+    assert (like.shape, like.dtype, like.ctypes.data % mmap.PAGESIZE) == ((2, 3), np.int16, 0)
+    monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not installed
+    found = empty((2, 3), "float64")
+    assert isinstance(found, np.ndarray)
+    found[:] = 1
+    with pytest.raises(UsageError, match="dtype="):
+        empty(3, "bfloat33")
+
+
+@needs_sealed
+def test_many_tensors_lie_in_few_regions_which_are_given_back_with_the_last():
+    before = len(sealed._all)
+    found = {f"w{index}": empty((1000,)) for index in range(100)}
+    assert len(regions(found)) <= 2
+    kept = found.popitem()[1]
+    kept.fill_(3)
+    del found
+    gc.collect()
+    assert (kept == 3).all()
+    del kept
+    gc.collect()
+    assert len(sealed._all) <= before
+
+
+@needs_sealed
+def test_a_forked_child_gives_out_other_memory():
+    mine = empty((8,))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        theirs = empty((8,))
+        theirs.fill_(9)
+        os.write(write, b"x")
+        os._exit(0)
+    os.close(write)
+    assert os.read(read, 1) == b"x"
+    os.close(read)
+    os.waitpid(child, 0)
+    following = empty((8,))
+    mine.fill_(1)
+    assert not (following == 9).any()
+
+
+def test_without_such_memory_it_lies_in_ordinary_memory(monkeypatch):
+    def refused(*_, **__):
+        raise Unmappable("no memfd_create")
+
+    monkeypatch.setattr(module, "Sealed", refused)
+    monkeypatch.setattr(module, "_arenas", module.Arenas())
+    found = empty((3, 3))
+    found.fill_(2)
+    assert found.data_ptr() % mmap.PAGESIZE == 0
+    assert not regions({"w": found})
