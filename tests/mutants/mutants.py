@@ -838,6 +838,8 @@ MUTANTS = (
         "    return call.verb, call.spec, call.claim, call.waits\n",
         "    return call.verb, call.spec, call.claim\n",
         "all shards of a replica make the same call",
+    ),
+    Mutant(
         "nobody waits for what is fetched for the host",
         "        yield LookAgain(member, until)\n    return until is not None\n",
         "        yield LookAgain(member, until)\n    return False\n",
