@@ -31,6 +31,18 @@ MUTANTS = (
         "who has the last room for copies can be the heir of a reliable worker",
     ),
     Mutant(
+        "what is copied ahead keeps an heir from its room",
+        "copy.version == record.version or member.stays(copy.version) for",
+        "copy.version == record.version for",
+        "who has room for one copy inherits what would be lost, rather than to keep twice what it holds",
+    ),
+    Mutant(
+        "a copy made ahead is dropped for one of somebody who cannot keep it",
+        "        if comes_first and established.may_keep(state, model, record, other):\n",
+        "        if comes_first:\n",
+        "no copy is made, dropped and made again for as long as the lease of a dead worker lasts",
+    ),
+    Mutant(
         "a copy made ahead stays though others have the version",
         "    return not any(other in whole and other not in model.closing for other in reliable "
         "if other != member.worker)\n",
@@ -763,8 +775,8 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released in the first lease",
-        "not model.roll.is_over or state.is_recovering:  # there is no way back",
-        "not model.roll.is_over:",
+        "    if not member.content.copies or state.is_recovering:  # there is no way back\n",
+        "    if not member.content.copies or not model.roll.is_over:\n",
         "in the first lease nothing is given up for which there is no way back",
     ),
     Mutant(

@@ -7,8 +7,8 @@ Rules:
 - Where there is no room, a version of which a shard seems to be gone goes first.
 - The last reference does not leave before its worker has offloaded the version to its own host memory. Of several
   workers that leave together only the first by name has to; the others may go as long as that one was not let go.
-- A worker that closes cannot keep what it has: another reliable worker, the *heir*, fetches a copy. Where none can, the
-  worker does not wait.
+- A worker that closes cannot keep what it has: another reliable worker, the *heir*, fetches a copy. If need be it drops
+  one of what its buffer holds too. Where none can, the worker does not wait.
 - A copy is released when a buffer holds the version, or a copy that comes first by name exists elsewhere; and nobody
   reads it; and its worker is not about to use it. A copy that was once told to go is never counted again.
 """
@@ -39,15 +39,16 @@ def host_copy_orders(state: State, model: Model, replica: Replica, member: Membe
     """What the worker is to do now, after what it is to let go."""
     if not model.roll.is_over:
         return HostCopyOrders()
-    offload = version_to_offload(state, model, member)
-    if offload is None:
+    offload, fetch = version_to_offload(state, model, member), version_to_fetch(state, model, replica, member)
+    is_room_ahead = fetch is None or member.copy(fetch) is not None or member.report.copies_left > 1
+    if offload is None and is_room_ahead:
         offload = _ahead(state, model, member)
-    return HostCopyOrders(offload, version_to_fetch(state, model, replica, member))
+    return HostCopyOrders(offload, fetch)
 
 
 def copies_to_let_go(state: State, model: Model, replica: Replica, member: Member) -> tuple[int, ...]:
     """Its host copies, by number, that are not needed any more. What it was once told to let go never counts again."""
-    if not member.content.copies or not model.roll.is_over or state.is_recovering:  # there is no way back
+    if not member.content.copies or state.is_recovering:  # there is no way back
         return ()
     return tuple(_not_needed(state, model, replica, member))
 
@@ -228,14 +229,17 @@ def heir_of(state: State, model: Model, record: VersionRecord, shard: Shard) -> 
 
 
 def _rank_of_heir(member: Member, record: VersionRecord) -> tuple[object, ...]:
-    """A reliable worker where there is one."""
-    return not member.hello.reliable, member.copy(record.version) is None, member.worker
+    """A reliable worker where there is one; of those who have nothing of it yet, one that has room."""
+    has_copy = member.copy(record.version) is not None
+    return not member.hello.reliable, not has_copy, not has_copy and not member.report.copies_left, member.worker
 
 
 def _can_inherit(member: Member, record: VersionRecord) -> bool:
     report = member.report
-    has_it = any(copy.version == record.version for copy in member.content.copies)  # where it goes, there is room again
-    has_room = report.copies_left > 0 or has_it
+    # where a copy of it goes there is room again; and one of what the buffer holds too gives way
+    may_have_room = any(copy.version == record.version or member.stays(copy.version) for copy in member.content.copies)
+    is_making_room = any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
+    has_room = report.copies_left > 0 or may_have_room or is_making_room
     is_staying = member.is_connected and not report.closing
     return is_staying and has_room and member.fits(record.layouts.get(member.shard))
 
