@@ -91,6 +91,10 @@ def test_two_sides_mean_the_same_tensor() -> None:
     ) as caught:
         refuse_difference(mine, GlobalTensor("embed", "bfloat16", (1024, 4)), here="here", there="there")
     assert caught.value.hint == "say the shape without padding; padding belongs to no box"
+    for other in ((1024, 8), (1000, 4, 1), (1000,)):  # that is no padding
+        with pytest.raises(LayoutMismatch, match="'embed' has global shape") as caught:
+            refuse_difference(mine, GlobalTensor("embed", "bfloat16", other), here="here", there="there")
+        assert caught.value.hint is None
     with pytest.raises(LayoutMismatch, match="'embed' has dtype bfloat16 here and float32 there"):
         refuse_difference(mine, GlobalTensor("embed", "float32", (1000, 4)), here="here", there="there")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.core.messages import CallReport, Filling, Holding, HostCopy, Orders, Reading, Withdrawing
+from tensorhub.core.messages import Answer, CallReport, Filling, Holding, HostCopy, Orders, Reading, Withdrawing
 from tensorhub.core.names import Digest, Version
 from tensorhub.core.server.decisions import Decision
 from tensorhub.core.server.membership import Member
@@ -63,6 +63,29 @@ def test_what_was_told_to_go_and_is_gone_is_forgotten() -> None:
         assert list(town.server.state.known(READER).releasing) == [number]
     town.says(READER, buffer=Filling(ONE))
     assert not town.server.state.known(READER).releasing
+
+
+def test_who_has_a_line_again_counts_from_its_hello_on() -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    first, second = worker("a"), worker("b")
+    for who in (first, second):
+        town.joins(who, buffer=Holding(ONE, ROOT), copies_left=1)
+    assert (town.orders[first].offload, town.orders[second].offload) == (ONE, None)
+    town.loses_its_line(first)
+    assert town.orders[second].offload == ONE, "somebody else makes the copy ahead"
+    town.says_hello_again(first)
+    assert (town.orders[first].offload, town.orders[second].offload) == (ONE, None)
+
+
+def test_prefetched_is_the_newest_of_the_copies_that_are_whole() -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(Version(4), ROOT, published=True))
+    copies = tuple(HostCopy(number, Version(number), ROOT, whole=number < 4) for number in (3, 2, 4))
+    has = {"buffer": Holding(ONE, ROOT), "copies": copies, "pins": (Version(2), Version(3))}
+    town.joins(READER, **has)
+    town.says(READER, **has, call=CallReport(1, "update", "prefetched"))
+    assert town.orders[READER].answer == Answer(1, Version(3))
 
 
 def test_a_read_from_a_host_copy_that_is_gone_is_taken_back() -> None:

@@ -150,4 +150,6 @@ def test_of_many_that_are_missing_a_few_are_named() -> None:
     fleet.publishes(1, worker("trainer"), 1)
     for each in range(20):
         fleet.says(worker(f"a{each:02}"), call=UPDATE)
+        if each == 7:
+            assert held(fleet, 1).waits_for.endswith("a06 (holds nothing), a07 (holds nothing)")
     assert held(fleet, 1).waits_for.endswith("a07 (holds nothing), and 12 more")

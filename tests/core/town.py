@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import LayoutInfo, Orders
+from tensorhub.core.messages import Hello, LayoutInfo, Orders
 from tensorhub.core.names import Number, WorkerId
 from tensorhub.core.server import Server
 from tensorhub.core.settings import Settings
@@ -19,15 +19,22 @@ class Town:
         chosen = Settings(default_retain=default_retain, **settings)  # type: ignore[arg-type]
         self.server = Server(chosen, 0.0, 1, fresh=True)
         self.now = 0.0
+        self.hellos: dict[WorkerId, Hello] = {}
         self.numbers: dict[WorkerId, int] = {}
         self.orders: dict[WorkerId, Orders] = {}
         self.told: dict[WorkerId, dict] = {}
 
     def joins(self, who: WorkerId, *, site: str = "", host: str = "", reliable: bool = True, **more: object) -> None:
-        me = replace(hello(who, site=site, host=host), reliable=reliable, prefetch="never")
-        for message in (me, LayoutInfo.of(LAYOUT)):
+        self.hellos[who] = replace(hello(who, site=site, host=host), reliable=reliable, prefetch="never")
+        for message in (self.hellos[who], LayoutInfo.of(LAYOUT)):
             self._hear(self.server.handle(message, sender=str(who), now=self.now))
         self.says(who, **more)
+
+    def loses_its_line(self, who: WorkerId) -> None:
+        self._hear(self.server.disconnected(str(who), now=self.now))
+
+    def says_hello_again(self, who: WorkerId) -> None:
+        self._hear(self.server.handle(self.hellos[who], sender=str(who), now=self.now))
 
     def says(self, who: WorkerId, **more: object) -> None:
         self.numbers[who], self.told[who] = self.numbers.get(who, 0) + 1, more
