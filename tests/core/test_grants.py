@@ -8,7 +8,7 @@ from tensorhub.core.messages import Answer, CallReport, Filling, Holding, HostCo
 from tensorhub.core.names import Digest, Version
 from tensorhub.core.server.decisions import Decision
 from tensorhub.core.server.membership import Member
-from tensorhub.core.server.rules import grants
+from tensorhub.core.server.rules import grants, sources
 from tensorhub.core.server.state import State
 
 from .kit import worker
@@ -76,6 +76,20 @@ def test_who_has_a_line_again_counts_from_its_hello_on() -> None:
     assert town.orders[second].offload == ONE, "somebody else makes the copy ahead"
     town.says_hello_again(first)
     assert (town.orders[first].offload, town.orders[second].offload) == (ONE, None)
+
+
+def test_among_very_many_one_that_has_everything_comes_before_one_that_is_filling() -> None:
+    town, filling = Town(), worker("a")
+    for number in range(sources.MAX_ALL):
+        town.joins(worker(f"relay-{number:02}"), host=f"{number}", buffer=Holding(ONE, ROOT))
+    call = CallReport(1, "replicate", 1)
+    for who in (filling, READER):
+        town.joins(who, host=str(who))
+        town.says(who, call=call)
+        grant = town.orders[who].grant
+        assert grant is not None
+        assert grant.source == worker("relay-00" if who == filling else "relay-01")
+        town.says(who, call=call, buffer=Filling(ONE), reading=Reading(grant.ticket, grant.source, ONE))
 
 
 def test_prefetched_is_the_newest_of_the_copies_that_are_whole() -> None:

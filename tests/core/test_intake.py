@@ -167,7 +167,36 @@ def test_a_chunk_that_came_is_counted_though_reads_had_failed_before_there_was_a
         town.says(READER, **said)
 
 
+def test_a_reader_waits_anew_only_for_a_source_that_has_got_something() -> None:
+    town = Town(report_s=1.0)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(SPOT, reliable=False)
+    town.joins(READER)
+    call = CallReport(1, "replicate", 1)
+    town.says(SPOT, call=call)
+    call, reading = replace(call, resolved=ONE), Reading(town.orders[SPOT].grant.ticket, TRAINER, ONE)
+    town.says(SPOT, call=call, buffer=Filling(ONE, 2, 4), reading=reading)
+    assert begins_to_read(town).source == SPOT
+    waited = []
+    town.says(READER, call=call, buffer=Filling(ONE, 2, 4), reading=Reading(granted(town).ticket, SPOT, ONE))
+    for now, done in ((0.5, 2), (0.8, 3)):
+        town.until(now)
+        town.says(SPOT, call=call, buffer=Filling(ONE, done, 4), reading=reading)
+        (read,) = town.server.state.reads.of(READER)
+        waited.append(read.pace.waited_at)
+    assert waited == [0.0, 0.8]
+
+
 # --- what a worker has ------------------------------------------------------------------------------------------------
+
+
+def test_a_fill_of_another_version_is_of_that_though_nothing_was_heard_between_them() -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, buffer=Filling(ONE, 1, 4))
+    town.says(READER, buffer=Filling(TWO, 1, 4))
+    versions = town.server.status(now=0.0).models[0].versions
+    assert {each.version: each.filling for each in versions} == {ONE: (), TWO: ("reader",)}
 
 
 def test_that_one_version_was_drained_is_no_word_about_the_next() -> None:
@@ -189,3 +218,17 @@ def test_what_came_from_other_sites_is_counted_once_and_to_the_byte() -> None:
         town.says(READER, cross_site_bytes={1: received})
     (version,) = town.server.status(now=town.now).models[0].versions
     assert version.cross_site_bytes == {"b": 150}
+
+
+@pytest.mark.parametrize("site", ["a", "b"])
+def test_a_loss_is_said_when_it_happens_though_nobody_waits_for_anything(site: str) -> None:
+    town = Town(lease_s=4.0, report_s=1.0)
+    town.joins(TRAINER, site="a", buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, site=site)
+    for second in (1.0, 2.0, 3.0):
+        town.until(second)
+        town.says(READER)
+    assert not town.server.state.said
+    town.until(4.5)
+    (said,) = town.server.state.said
+    assert said.startswith("version 1 of policy is lost")

@@ -50,11 +50,12 @@ def end(state: State, member: Member, why: str) -> None:
         del model.replicas[replica.name]
     if model.closing or len(model.sites) > 1:
         state.mark_everyone_dirty(model)
-        return
-    state.mark_replica_dirty(replica)
-    state.mark_concerned_dirty(model, member, versions)
-    state.mark_readers_dirty(member.worker)
-    apply.offer_keeper(state, model, member)
+    else:
+        state.mark_replica_dirty(replica)
+        state.mark_concerned_dirty(model, member, versions)
+        state.mark_readers_dirty(member.worker)
+        apply.offer_keeper(state, model, member)
+    apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
 
 
 def _note_company(state: State, model: Model, shard: Shard) -> None:
