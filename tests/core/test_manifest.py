@@ -113,6 +113,11 @@ def test_it_travels() -> None:
     assert manifest().digest_of(1) == b"d" * DIGEST_BYTES
 
 
+def test_chunks_of_one_byte_and_a_shard_of_none_are_no_contradiction() -> None:
+    for found in (manifest(size_bytes=3, chunk_bytes=1), manifest(size_bytes=0, chunk_bytes=4)):
+        assert decode_manifest(found.encode()) == found
+
+
 @pytest.mark.parametrize("wrong", [{"digests": b"short"}, {"chunk_bytes": 0}, {"size_bytes": -1}])
 def test_one_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="manifest with"):
