@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.errors import UsageError
+from tensorhub.core.errors import Unavailable, UsageError
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.memory import allocate as module
 from tensorhub.memory.allocate import allocate
@@ -65,3 +65,12 @@ def test_what_no_memory_could_be_aligned_to() -> None:
     specs = (TensorSpec("a", "float32", (2,), (1,), 0, 8), TensorSpec("b", "float32", (1,), (1,), 1, 4))
     with pytest.raises(UsageError, match="aligned to nothing: 'a', 'b'"):
         allocate(Layout(specs, 8))
+
+
+@pytest.mark.parametrize("torch_is_there", [True, False])
+def test_no_memory_is_no_riddle(monkeypatch: pytest.MonkeyPatch, torch_is_there: bool) -> None:
+    if not torch_is_there:
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    most = 2**61
+    with pytest.raises(Unavailable, match=f"1 tensors of {most} B could not be allocated"):
+        allocate(Layout((TensorSpec("w", "uint8", (most,), (1,), 0, most),), most))

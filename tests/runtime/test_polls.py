@@ -22,8 +22,8 @@ class Question:
         return self.value
 
 
-async def polled(question: Question, polls: Polls, *, patience_s: float = 5.0) -> int:
-    return await polls.ask("key", question.look, lambda value: value >= 3, patience_s)
+async def polled(question: Question, polls: Polls, *, patience_s: float = 5.0, key: object = "key") -> int:
+    return await polls.ask(key, question.look, lambda value: value >= 3, patience_s)
 
 
 async def told(polls: Polls, question: Question, *, times: int) -> None:
@@ -81,6 +81,25 @@ def test_a_question_that_takes_long_is_asked_seldom_and_its_last_answer_is_not_m
 
     took_s = asyncio.run(ask())
     assert (question.asked - 1) * 0.01 <= took_s * SHARE
+
+
+def test_many_questions_together_take_no_more_time_than_one() -> None:
+    question = Question(takes_s=0.004)
+
+    async def ask() -> float:
+        polls = Polls()
+        running = asyncio.ensure_future(polls.run())
+        waiting = [asyncio.ensure_future(polled(question, polls, key=key)) for key in range(4)]
+        began = time.monotonic()
+        await told(polls, question, times=12)
+        question.value = 3
+        polls.note()
+        assert await asyncio.gather(*waiting) == [3] * 4
+        running.cancel()
+        return time.monotonic() - began
+
+    took_s = asyncio.run(ask())
+    assert (question.asked - 4) * 0.004 <= took_s * SHARE
 
 
 @pytest.mark.parametrize("value", [0, 3])

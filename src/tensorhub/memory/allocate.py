@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..core.errors import UsageError
+from ..core.errors import Unavailable, UsageError
 from ..core.manifest import Layout, TensorSpec
 
 if TYPE_CHECKING:
@@ -21,9 +21,16 @@ MOST_ALIGNED = 16  # B: no element is wider
 
 
 def allocate(layout: Layout) -> "dict[str, type_of_tensor]":
-    """Uninitialised tensors of that layout, by name. Raises `UsageError` naming a dtype that is unknown here."""
+    """Uninitialised tensors of that layout, by name.
+
+    Raises `UsageError` naming a dtype that is unknown here, `Unavailable` where there is no memory for them.
+    """
     make = _torch_block if find_spec("torch") is not None else _numpy_block
-    found = {name: tensor for block in _blocks(layout.tensors) for name, tensor in make(block)}
+    try:
+        found = {name: tensor for block in _blocks(layout.tensors) for name, tensor in make(block)}
+    except (MemoryError, RuntimeError) as error:  # torch has no error of its own for that
+        text = f"{len(layout.tensors)} tensors of {layout.size_bytes} B could not be allocated: {error}"
+        raise Unavailable(text, hint="free memory, or load where there is more") from error
     return {spec.name: found[spec.name] for spec in layout.tensors}
 
 

@@ -1,7 +1,7 @@
 """Long polls: a question that is asked anew whenever something may have changed, until its answer is final.
 
-All who ask the same get the same answer, worked out once for a burst of reports. A question that takes long is asked
-more seldom: `SHARE` of the time goes into it, however many wait. It must never: keep the loop from everybody's orders.
+All who ask the same get the same answer, worked out once for a burst of reports. Where that takes long it is done more
+seldom: `SHARE` of the time goes into all questions together. It must never: keep the loop from everybody's orders.
 """
 
 import asyncio
@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 NEWS_S = 0.02  # a burst of reports wakes the long polls once
-SHARE = 0.05  # of one core for one question
+SHARE = 0.05  # of one core, for all questions that wait
+MOST_REST_S = 1.0  # however much others have asked just now
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Polls:
         self._has_changed = asyncio.Event()
         self._news = asyncio.Event()
         self._burst = 0
+        self._rests_until = 0.0  # what all questions have cost so far is a share of the time by then
 
     def note(self) -> None:
         """Something may have changed."""
@@ -80,7 +82,9 @@ class Polls:
         began = time.monotonic()
         if asked.burst != self._burst or asked.answer is None:
             asked.answer, asked.burst = look(), self._burst
-            took_s = time.monotonic() - began
-            asked.fresh_until = began + took_s / SHARE
+            now = time.monotonic()
+            rests_until = max(self._rests_until, began) + (now - began) / SHARE
+            self._rests_until = min(rests_until, now + MOST_REST_S)
+            asked.fresh_until = self._rests_until
         answer: T = asked.answer  # type: ignore[assignment]
         return answer
