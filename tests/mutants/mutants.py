@@ -961,4 +961,10 @@ MUTANTS = (
         '        worker.note(f"cannot map',
         "what cannot be mapped is read at once, into a copy of its own",
     ),
+    Mutant(
+        "shards may say different things of one version",
+        "        if is_same and call.metadata == reported.metadata:\n",
+        "        if is_same:\n",
+        "all shards of a version say the same of it",
+    ),
 )

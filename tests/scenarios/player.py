@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .stage import Stage
 
 CHUNKS = 4
+NOTHING_SAID = Digest("")
 
 
 class Player:
@@ -208,7 +209,16 @@ class Player:
 
     # --- the caller ---------------------------------------------------------------------------------------------------
 
-    def call(self, verb: str, spec: int | str, timeout_s: float, content: str = "", *, waits: bool = False) -> None:
+    def call(
+        self,
+        verb: str,
+        spec: int | str,
+        timeout_s: float,
+        content: str = "",
+        *,
+        waits: bool = False,
+        metadata: Digest = NOTHING_SAID,
+    ) -> None:
         """As user code would; before a publish it writes the content into its tensors, if it may."""
         root = Digest("")
         if verb == "publish":
@@ -220,7 +230,7 @@ class Player:
         claim = None
         if verb == "mutate":
             verb, spec, claim = "unpublish", "", Version(int(spec))
-        self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim, waits=waits))
+        self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim, waits, metadata))
 
     def give_back(self) -> None:
         """The block of a `mutating` raised."""

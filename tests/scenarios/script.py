@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Failure, Hello, Roster
-from tensorhub.core.names import ModelName, Number, ReplicaName, Shard, Version
+from tensorhub.core.names import Digest, ModelName, Number, ReplicaName, Shard, Version
 from tensorhub.core.server.receipts import Notary
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker.events import ReadMeasured
@@ -172,13 +172,14 @@ def _crash(stage: Stage, words: list[str]) -> None:
 
 
 def _call(stage: Stage, words: list[str]) -> None:
-    plain, options = _options(words, ("as", "within"))
+    plain, options = _options(words, ("as", "within", "saying"))
     name, verb, *rest = plain
     spec: int | str = rest[0] if rest else ""
     spec = int(spec) if isinstance(spec, str) and spec.isdigit() else spec
     timeout_s = _seconds(options["within"]) if "within" in options else USUAL_TIMEOUT_S
     for player in _players(stage, name):
-        player.call(verb, spec, timeout_s, options.get("as", f"v{spec}"), waits="waiting" in rest[1:])
+        content, said = options.get("as", f"v{spec}"), Digest(options.get("saying", ""))
+        player.call(verb, spec, timeout_s, content, waits="waiting" in rest[1:], metadata=said)
         stage.pump()
 
 

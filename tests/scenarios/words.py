@@ -94,7 +94,7 @@ class Words:
         parts = [buffer_text(report.buffer)]
         if report.call is not None:
             call = report.call
-            waiting = " waiting" if call.waits else ""
+            waiting = " waiting" if call.waits else f" saying {call.metadata}" if call.metadata else ""
             claim = f" claims {call.claim}" if call.claim is not None else ""
             resolved = f" = {call.resolved}" if call.resolved is not None and call.verb != "unpublish" else ""
             parts.append(f"call {call.number}: {call_text(call.verb, call.spec)}{waiting}{claim}{resolved}")
