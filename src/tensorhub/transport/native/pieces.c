@@ -48,23 +48,27 @@ static cursor_t cursor_at(const table_t *table, uint64_t at) {
 static int is_inside(const cursor_t *cursor) { return cursor->piece < cursor->table->count; }
 
 static void advance(cursor_t *cursor, uint64_t length) {
-    const loop_t *loop = cursor->table->loops ? cursor->table->loops + cursor->piece : NULL;
+    const table_t *table = cursor->table;
     cursor->address += length;
     cursor->left -= length;
     if (cursor->left)
         return;
-    if (loop && ++cursor->inner < loop->count)
-        return enter_run(cursor, 0);
-    cursor->inner = 0;
-    if (loop && ++cursor->outer < loop->counts)
-        return enter_run(cursor, 0);
-    cursor->outer = 0;
-    if (++cursor->piece < cursor->table->count)
-        enter_run(cursor, 0);
+    if (table->loops) {
+        const loop_t *loop = table->loops + cursor->piece;
+        if (++cursor->inner < loop->count)
+            return enter_run(cursor, 0);
+        cursor->inner = 0;
+        if (++cursor->outer < loop->counts)
+            return enter_run(cursor, 0);
+        cursor->outer = 0;
+    }
+    if (++cursor->piece >= table->count)
+        return;
+    cursor->address = table->pairs[2 * cursor->piece];
+    cursor->left = table->pairs[2 * cursor->piece + 1];
 }
 
-/* The first bytes of [start, stop) in at most `most` pieces; how many pieces, and how many bytes they are. */
-int vectors_of(const table_t *table, uint64_t start, uint64_t stop, int most, struct iovec *out, uint64_t *bytes) {
+static int runs_of(const table_t *table, uint64_t start, uint64_t stop, int most, struct iovec *out, uint64_t *bytes) {
     int count = 0;
     uint64_t at = start, end = 0;
     for (cursor_t cursor = cursor_at(table, start); at < stop && is_inside(&cursor);) {
@@ -78,6 +82,22 @@ int vectors_of(const table_t *table, uint64_t start, uint64_t stop, int most, st
         end = cursor.address + length;
         at += length;
         advance(&cursor, length);
+    }
+    *bytes = at - start;
+    return count;
+}
+
+/* The first bytes of [start, stop) in at most `most` pieces; how many pieces, and how many bytes they are. */
+int vectors_of(const table_t *table, uint64_t start, uint64_t stop, int most, struct iovec *out, uint64_t *bytes) {
+    if (table->loops)
+        return runs_of(table, start, stop, most, out, bytes);
+    int count = 0;
+    uint64_t at = start;
+    for (uint64_t piece = piece_at(table, start); at < stop && count < most && piece < table->count; piece++) {
+        uint64_t inside = at - table->starts[piece], left = table->pairs[2 * piece + 1] - inside;
+        uint64_t length = left < stop - at ? left : stop - at;
+        out[count++] = (struct iovec){(void *)(uintptr_t)(table->pairs[2 * piece] + inside), (size_t)length};
+        at += length;
     }
     *bytes = at - start;
     return count;
