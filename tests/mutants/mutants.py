@@ -920,12 +920,6 @@ MUTANTS = (
         "a publisher uses the memory of its copies again",
     ),
     Mutant(
-        "other tensors are shared",
-        "mate.alone_until > state.now or mate.report.layout != member.report.layout:",
-        "mate.alone_until > state.now:",
-        "workers share what is laid out alike",
-    ),
-    Mutant(
         "who waited for a fetch is not told that it was taken back",
         "    if read.grant.to_host:  # others of its host may have waited for what it fetched\n",
         "    if False:\n",

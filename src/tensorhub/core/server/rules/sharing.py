@@ -30,7 +30,7 @@ def copies_to_share(state: State, model: Model, record: VersionRecord, member: M
     found = (
         sources.host_copy_of(state, record, member, mate)
         for mate in _mates(state, model, member)
-        if mate.worker not in behind and not mate.report.closing and _is_of(mate, record)
+        if mate.worker not in behind and not mate.report.closing and _may_be_shared(mate, record)
     )
     return [each for each in found if each is not None and not each.is_doubtful]
 
@@ -54,8 +54,8 @@ def _may_share(state: State, record: VersionRecord, member: Member) -> bool:
     return bool(member.hello.place) and member.copy(record.version) is None and member.alone_until <= state.now
 
 
-def _is_of(mate: Member, record: VersionRecord) -> bool:
-    """Its copy is of tensors as they are registered now, and not of what it has published itself.
+def _may_be_shared(mate: Member, record: VersionRecord) -> bool:
+    """Its copy is not of what it has published itself, nor of tensors that were registered before.
 
     A publisher uses the same memory again for the next version, and would have to touch other pages instead.
     """
@@ -68,7 +68,7 @@ def _mates(state: State, model: Model, member: Member) -> Iterator[Member]:
     here = member.hello
     for worker in model.hosts.get(here.host, ()):
         mate = state.members.get(worker) if worker.shard == member.shard and worker != member.worker else None
-        if mate is None or mate.alone_until > state.now or mate.report.layout != member.report.layout:
+        if mate is None or mate.alone_until > state.now:
             continue
         if (mate.hello.place, mate.hello.site) == (here.place, here.site):
             yield mate
