@@ -76,8 +76,8 @@ def test_a_trainer_beside_spot_replicas_copies_while_it_rests(start, figures):
         assert trainer.call("publish", version=version) == version
         assert spot.call("update", spec="latest") == version
         eventually(lambda: versions(cluster)[version].host_copies == ("trainer",), "it is copied ahead")  # noqa: B023
+        eventually(lambda: offloaded_bytes(trainer) == version * cluster.size_bytes, "by all shards")  # noqa: B023
         before = offloaded_bytes(trainer)
-        assert before == version * cluster.size_bytes
         took_s.append(timed(trainer, "unpublish", gives=None))
         assert offloaded_bytes(trainer) == before
         cluster.write(trainer, version + 1)

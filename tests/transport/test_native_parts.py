@@ -31,6 +31,7 @@ C_NAMES = {
     shapes.Loop: "loop_t",
     shapes.Keep: "keep_t",
     shapes.Parcels: "parcels_t",
+    shapes.OffloadState: "offload_t",
 }
 
 

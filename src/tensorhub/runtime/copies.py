@@ -18,6 +18,7 @@ from ..memory.digests import freed, some
 from ..memory.fill import FillSink
 from ..memory.guarded import Freed
 from ..memory.hostmemory import MOST_THREADS, HostMemory, copy_stream, over_shared
+from ..memory.offloading import can_offload, offload
 from ..memory.parallel import in_parallel
 from ..memory.registration import Registration
 from ..transport import sealed
@@ -126,13 +127,14 @@ class HostCopies:
             held.registration.settle()
             judge = self._judge(content.registration, manifest)
             streams = held.registration.stream, content.registration.stream
+            is_over, is_checked = self._is_closed.is_set, self._verify == "full"
             try:
-                copy_stream(
-                    *streams,
-                    manifest.chunk_bytes,
-                    lambda chunk, _, mine: judge(chunk, mine),
-                    is_over=self._is_closed.is_set,
+                is_done = can_offload(*streams, manifest) and offload(
+                    *streams, manifest, verify=is_checked, judge=judge, is_over=is_over
                 )
+                if not is_done:
+                    look = lambda chunk, _, mine: judge(chunk, mine)  # noqa: E731 - used once
+                    copy_stream(*streams, manifest.chunk_bytes, look, is_over=is_over)
             except Freed as error:
                 gone.extend(freed(held.registration, [error.at]))
             except CorruptTransfer:  # or freed, and its memory kept by the allocator

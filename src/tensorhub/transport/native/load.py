@@ -60,6 +60,7 @@ class Library:
         self.read_wait = _typed(lib.th_read_wait, c_uint32, read, c_double)
         self.stream_run = _typed(lib.th_stream_run, None, stream)
         self.stream_join = _typed(lib.th_stream_join, None, stream)
+        self.offload = _typed(lib.th_offload, c_int, POINTER(shapes.OffloadState))
         self.serve = _typed(lib.th_serve, None, POINTER(shapes.ServeState))
         state = POINTER(shapes.DigestState)
         self.digest_begin = _typed(lib.th_digest_begin, None, state, c_uint64)

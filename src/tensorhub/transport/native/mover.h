@@ -183,6 +183,20 @@ typedef struct {
     unsigned char words[MAX_WANT_BYTES];
 } serve_t;
 
+/* Chunks that are copied from one memory of this process to another. */
+typedef struct {
+    table_t source, into;
+    uint64_t chunk_bytes, tile_bytes;
+    const unsigned char *digests; /* of every chunk; NULL: nothing is checked */
+    _Atomic uint64_t next;
+    uint64_t stop;
+    uint32_t threads;
+    _Atomic uint32_t has_failed;
+    /* how it ended */
+    int32_t status, error;
+    uint64_t chunk, at; /* the one that failed, and the first byte that was not there */
+} offload_t;
+
 /* marks.c */
 double now_s(void);
 void wait_word(_Atomic uint32_t *word, uint32_t seen, double timeout_s);
@@ -244,6 +258,9 @@ EXPORT uint64_t th_check_rows(const uint64_t *rows, uint64_t count, uint64_t siz
 EXPORT uint64_t th_place_rows(const uint64_t *rows, uint64_t count, const table_t *memory, uint64_t *pairs,
                               loop_t *loops);
 EXPORT int th_digest_tiles(const table_t *memory, const uint64_t *tiles, uint64_t count, unsigned char *out);
+
+/* offload.c */
+EXPORT int th_offload(offload_t *offload);
 
 /* lending.c */
 int send_chunk(serve_t *serve, uint64_t chunk);

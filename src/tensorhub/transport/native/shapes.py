@@ -226,9 +226,29 @@ class ServeState(Structure):
     )
 
 
+class OffloadState(Structure):
+    """Chunks that are copied inside this process."""
+
+    _fields_ = (
+        ("source", Table),
+        ("into", Table),
+        ("chunk_bytes", c_uint64),
+        ("tile_bytes", c_uint64),
+        ("digests", c_void_p),
+        ("next", c_uint64),
+        ("stop", c_uint64),
+        ("threads", c_uint32),
+        ("has_failed", c_uint32),
+        ("status", c_int32),
+        ("error", c_int32),
+        ("chunk", c_uint64),
+        ("at", c_uint64),
+    )
+
+
 ALL: tuple[type[Structure], ...] = (
     *(Gate, Marks, Table, ReadState, StreamState, ServeState, DigestState),
-    *(Loop, Keep, Parcels),
+    *(Loop, Keep, Parcels, OffloadState),
 )
 
 
