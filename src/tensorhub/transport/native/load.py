@@ -16,7 +16,7 @@ from . import build, shapes
 
 _log = logging.getLogger(__name__)
 
-ABI = 4
+ABI = 5
 VARIABLE = "TENSORHUB_NATIVE"
 OFF = ("no", "false", "off", "0")
 COST = "beside a busy Python thread of the same process bytes then move many times more slowly"

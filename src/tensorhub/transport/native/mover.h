@@ -19,7 +19,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    ABI = 4, /* raised with every change of a structure or a function that Python knows */
+    ABI = 5, /* raised with every change of a structure or a function that Python knows */
     MAX_RANGES = 1024,
     MAX_WANT_BYTES = 64 * 1024,
     WANT_BYTES = 16 + 3 + MAX_RANGES * 19, /* what we send: header, count, and two numbers of 9 bytes for each range */
