@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from tensorhub.core.messages import Buffer, Empty, Filling, Holding, HostCopy, Poisoned, Withdrawing
 from tensorhub.core.names import Digest, ModelName, ReplicaName, Shard, Version
-from tensorhub.core.server.catalog import Content, Model, version_in
+from tensorhub.core.server.catalog import Model
+from tensorhub.core.server.content import NOTHING, Content, version_in
 from tensorhub.core.server.groups import Replica
 
 from .kit import worker
@@ -207,7 +208,7 @@ def test_the_index_of_holders_is_what_was_last_said(moves: list[tuple[str, Buffe
     found, now = model(), {}
     for name, buffer, beside in moves:
         said = content(buffer, *beside)
-        found.move(worker(name), now.get(name), said)
+        found.move(worker(name), now.get(name, NOTHING), said)
         now[name] = said
     for version in (1, 2, 3):
         record = found.versions.get(Version(version))

@@ -115,7 +115,7 @@ def test_what_is_over_does_not_change() -> None:
     group = replica()
     group.arrive(ZERO, called(1), now=0.0)
     assert group.call is not None
-    group.call.is_finished = True
+    group.call.finish()
     group.lose(ZERO, "died")
     group.note_ended(ONE, 1, 0)
     assert group.call.error is None

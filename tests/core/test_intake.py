@@ -1,25 +1,18 @@
 """What a report changes, and what one changes that a lost or late message came before."""
 
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
 from tensorhub.core.messages import (
     CallReport,
-    Failure,
     Filling,
     Grant,
     Holding,
-    HostCopy,
     Reading,
-    Report,
-    Roster,
     TicketFailure,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.server import intake
+from tensorhub.core.names import Digest, Version
 
 from .kit import worker
 from .town import Town
@@ -42,54 +35,6 @@ def begins_to_read(town: Town) -> Reading:
     reading = Reading(grant.ticket, grant.source, ONE)
     town.says(READER, buffer=Filling(ONE), call=replace(call, resolved=ONE), reading=reading)
     return reading
-
-
-# --- what is news -----------------------------------------------------------------------------------------------------
-
-WITH_EVERY_REPORT = ("number", "seen", "closed", "received_bytes", "ceiling", "ceiling_receipt", "roster")
-NEWS: dict[str, Any] = {
-    "session": Number(2),
-    "buffer": Filling(ONE),
-    "layout": Digest("other"),
-    "size_bytes": 1,
-    "call": CallReport(1, "replicate", 1),
-    "ended": 1,
-    "finished": 1,
-    "reading": Reading(Ticket(1), TRAINER, ONE),
-    "newest": ONE,
-    "failures": (TicketFailure(Ticket(1), TRAINER, "source-lost", "reset"),),
-    "cross_site_bytes": {1: 100},
-    "copies": (HostCopy(1, ONE, ROOT),),
-    "copies_left": 1,
-    "copy_error": Failure("internal", "no memory"),
-    "pins": (ONE,),
-    "prefetch": "latest",
-    "newest_receipt": "receipt",
-    "receipts": {1: "receipt"},
-    "closing": True,
-    "leaving": True,
-    "claim": ONE,
-    "stops": True,
-}
-
-
-@pytest.mark.parametrize("field", NEWS)
-def test_whatever_a_worker_says_anew_is_more_than_that_it_lives(field: str) -> None:
-    said = replace(Report(2), **{field: NEWS[field]})
-    assert not intake.is_same(said, Report(1))
-    if field != "leaving":  # which is said once
-        assert intake.is_same(replace(said, number=3), said)
-
-
-def test_what_changes_with_every_report_is_no_news() -> None:
-    said = Report(
-        2, Number(0), Number(5), closed=Ticket(3), received_bytes={"a": 7}, ceiling=Number(9), ceiling_receipt="receipt"
-    )
-    assert intake.is_same(replace(said, roster=Roster(Number(4), 1, "digest", "receipt")), Report(1))
-
-
-def test_every_field_of_a_report_is_one_or_the_other() -> None:
-    assert sorted([*WITH_EVERY_REPORT, *NEWS]) == sorted(Report.__struct_fields__)
 
 
 # --- reads ------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_a_member_can_be_looked_at_before_its_lease_ends() -> None:
 def test_a_former_session_is_forgotten() -> None:
     members, old, new = Members(), member("a", 10.0), member("a", 30.0)
     members.add(old)
-    members.remove(old.worker)
+    del members[old.worker]
     members.add(new)
     assert members.due(20.0) == ([], [])
     assert members.due(30.0) == ([new], [])
@@ -57,7 +57,7 @@ def test_nobody_is_missed_and_the_queue_does_not_grow(history: list[tuple[str, f
         now += step_s
         ended, _ = members.due(now)
         for one in ended:
-            members.remove(one.worker)
+            del members[one.worker]
             del alive[one.worker.replica]
         assert all(one.lease_end > now for one in alive.values())
         if name not in alive:

@@ -19,16 +19,16 @@ def test_a_read_is_found_from_both_ends() -> None:
     reads.add(one)
     assert reads.of(worker("b")) == reads.from_source(worker("a")) == reads.all() == [one]
     assert (reads.load(worker("a")), reads.load(worker("b"))) == (1, 0)
-    assert reads.current(worker("b")) is one
+    assert reads.current.get(worker("b")) is one
 
 
 def test_what_was_taken_back_stays_open_and_is_not_gone_on_with() -> None:
     reads = OpenReads()
     old, new = read(1, "b", "a"), read(2, "b", "c")
     reads.add(old)
-    old.is_void = True
+    reads.take_back(old)
     reads.add(new)
-    assert reads.current(worker("b")) is new
+    assert reads.current.get(worker("b")) is new
     assert reads.load(worker("a")) == 1
     assert reads.close(worker("b"), Ticket(1)) == [old]
     assert reads.load(worker("a")) == 0

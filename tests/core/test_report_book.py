@@ -1,8 +1,10 @@
 """When a worker says how things are."""
 
-from tensorhub.core.messages import Empty, Filling, Holding
-from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker.report_book import MAX_UNACKNOWLEDGED, ReportBook, news_of
+from msgspec.structs import replace
+
+from tensorhub.core.messages import CallReport, Empty, Filling, Holding, Reading, Vacated, Withdrawing
+from tensorhub.core.names import Digest, Number, Ticket, Version, worker_id
+from tensorhub.core.worker.report_book import MAX_UNACKNOWLEDGED, TOGETHER_S, ReportBook, news_of
 
 from .kit import report
 
@@ -53,3 +55,48 @@ def test_an_acknowledgement_of_what_was_never_sent_counts_for_nothing() -> None:
     book = ReportBook()
     book.sent(report(0), now=0.0)
     assert book.acknowledge(99) is None
+
+
+def opened(*, is_opened: bool = False) -> Reading:
+    return Reading(Ticket(7), worker_id("policy", "trainer", 0), Version(2), is_opened=is_opened)
+
+
+def test_what_leads_to_further_news_waits_for_that_and_not_for_long() -> None:
+    book, held = ReportBook(), Holding(Version(1), Digest("r"))
+    update = CallReport(1, "update", "latest")
+    book.sent(report(0, buffer=held, call=update), now=0.0)
+    resolved = report(0, buffer=held, call=replace(update, resolved=Version(2)), reading=opened())
+    assert not book.is_due(resolved, now=0.2)
+    assert not book.is_due(resolved, now=0.25)
+    assert book.next_at == 0.2 + TOGETHER_S
+    assert book.is_due(resolved, now=book.next_at)
+    withdrawing = report(0, buffer=Withdrawing(Version(1), Digest("r")), call=resolved.call, reading=opened())
+    assert book.is_due(withdrawing, now=0.25)
+    book.sent(withdrawing, now=0.25)
+    assert book.next_at == 1.25
+    vacated = report(0, buffer=Vacated(Version(1), Digest("r")), call=resolved.call, reading=opened())
+    assert not book.is_due(vacated, now=0.3)
+    assert book.is_due(report(0, buffer=Filling(Version(2)), call=resolved.call, reading=opened()), now=0.31)
+
+
+def test_what_waits_and_is_over_is_forgotten() -> None:
+    book, held = ReportBook(), Holding(Version(1), Digest("r"))
+    book.sent(report(0, buffer=held), now=0.0)
+    assert not book.is_due(report(0, buffer=held, reading=opened()), now=0.2)
+    assert not book.is_due(report(0, buffer=held), now=0.21)
+    assert book.next_at == 1.0
+
+
+def test_a_buffer_that_is_vacated_for_its_caller_is_told_at_once() -> None:
+    book = ReportBook()
+    book.sent(report(0, buffer=Withdrawing(Version(1), Digest("r"), True)), now=0.0)
+    assert book.is_due(report(0, buffer=Vacated(Version(1), Digest("r"), True)), now=0.1)
+
+
+def test_a_read_into_host_memory_and_one_into_an_empty_buffer_are_told_at_once() -> None:
+    book = ReportBook()
+    book.sent(report(0, buffer=Filling(Version(2))), now=0.0)
+    assert book.is_due(report(0, buffer=Filling(Version(2)), reading=opened()), now=0.1)
+    book.sent(report(0, buffer=Holding(Version(1), Digest("r"))), now=0.2)
+    to_host = replace(opened(), to_host=True)
+    assert book.is_due(report(0, buffer=Holding(Version(1), Digest("r")), reading=to_host), now=0.3)

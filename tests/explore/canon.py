@@ -23,10 +23,12 @@ import msgspec
 
 from tensorhub.core.messages import Hello, LayoutInfo, Orders, Report, Roster
 from tensorhub.core.names import Number, WorkerId
-from tensorhub.core.server.membership import Member, Members
-from tensorhub.core.server.open_reads import OpenRead
+from tensorhub.core.server.content import Content
+from tensorhub.core.server.membership import Member
+from tensorhub.core.server.open_reads import OpenRead, OpenReads
 from tensorhub.core.server.receipts import Notary
 from tensorhub.core.server.roster import MODULUS, Roll, Tally
+from tensorhub.core.server.state import State
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker.report_book import ReportBook
 from tensorhub.core.worker.state import WorkerState
@@ -44,7 +46,7 @@ REPORT_MARKS = ("withdrawn_in", "leaving_in", "released_in", "_sent_at", "_since
 RATES = ("rate", "best", "usual", "must_beat", "unsure")
 DEADLINES = (  # times that are compared with now only
     *("recovered_at", "trust_until", "lease_end", "until", "wakes_at", "avoided_until", "may_move_at", "slow_until"),
-    *("left", "usual_until"),
+    *("left", "usual_until", "silent_at"),
 )
 SKIPPED = (
     *("_story", "effects", "counters", "message", "hint", "reason", "stop_reason", "why", "path", "transport", "story"),
@@ -65,7 +67,9 @@ BY_CLASS = {
     (Report, "seen"): SKIP,
     (WorkerState, "now"): SKIP,  # of its last event: each event brings its own
     (Member, "queued_at"): SKIP,  # when it is looked at although nothing may be due then
-    (Members, "_times"): SKIP,
+    (State, "now"): SKIP,
+    # what follows from the rest
+    **dict.fromkeys([(State, "speakers"), (Content, "held"), (Content, "versions"), (OpenReads, "current")], SKIP),
     **dict.fromkeys([(Roll, "upto"), (Roll, "witnessed"), (Roll, "unwitnessed"), (Roster, "number")], ROLL),
     (Member, "asked"): ROLL,  # all these are compared with each other, whoever they are about
     (Roster, "receipt"): SKIP,

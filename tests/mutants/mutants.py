@@ -198,14 +198,14 @@ MUTANTS = (
     ),
     Mutant(
         "reads of a former life are forgotten",
-        "    if reading is not None and not is_known and state.is_recovering and _may_adopt(state, report):\n",
+        "    if reading is not None and state.is_recovering and _may_adopt(state, worker, report):\n",
         "    if reading is not None and state is None:\n",
         "reads granted before a restart stay open for their source",
     ),
     Mutant(
         "a read that was taken back counts as closed",
-        "    read.is_void = True\n",
-        "    read.is_void = True\n    state.reads.close(read.reader, read.ticket)\n",
+        "    state.reads.take_back(read)\n",
+        "    state.reads.take_back(read)\n    state.reads.close(read.reader, read.ticket)\n",
         "a read is open until its reader says that it is closed",
     ),
     Mutant(
@@ -355,7 +355,7 @@ MUTANTS = (
     Mutant(
         "who was let go counts as one who keeps it",
         "(isinstance(buffer, Withdrawing) and not self.is_let_go)\n",
-        "isinstance(buffer, Withdrawing | Vacated)\n",
+        "self.is_full\n",
         "who closes does not leave a version to one who may give it up",
     ),
     Mutant(
@@ -499,7 +499,7 @@ MUTANTS = (
     ),
     Mutant(
         "the silent are given reads",
-        "        if facts.is_here(state, member):\n            apply.carry_out(",
+        "        if is_here:\n            apply.carry_out(",
         "        if member.is_connected:\n            apply.carry_out(",
         "nobody is given a read that would not hear of it",
     ),
@@ -529,8 +529,8 @@ MUTANTS = (
     ),
     Mutant(
         "one failure is held against a source for good",
-        "    member.lease_end, member.is_doubted = max(state.now, arrived) + state.settings.lease_s, False\n",
-        "    member.lease_end = max(state.now, arrived) + state.settings.lease_s\n",
+        "    member.is_doubted = False\n",
+        "",
         "a source that is heard again is in doubt no more",
     ),
     Mutant(
@@ -655,7 +655,7 @@ MUTANTS = (
     ),
     Mutant(
         "no grants during recovery",
-        "wanted_read(state, model, replica, member) if facts.is_here(state, member) else None",
+        "wanted_read(state, model, replica, member) if is_here else None",
         "wanted_read(state, model, replica, member) if not state.is_recovering else None",
         "transfers go on while a server that has restarted listens",
     ),
@@ -805,8 +805,8 @@ MUTANTS = (
     ),
     Mutant(
         "who is still is never decided for",
-        "        if member.settled_at != state.happened or member.told is None",
-        "        if member.told is None",
+        "    if member.settled_at != state.happened or model.watches",
+        "    if model.watches",
         "what has happened elsewhere reaches everybody within a report",
     ),
     Mutant(
@@ -829,8 +829,8 @@ MUTANTS = (
     ),
     Mutant(
         "who waited for a source that stood still is sent elsewhere when that one gets something",
-        "    _note_fed(state, member, former)\n",
-        "",
+        "                read.pace.wait(state.now)\n",
+        "                pass\n",
         "a reader stays in its site when its source has something for it at last",
     ),
     Mutant(

@@ -23,6 +23,7 @@ ROWS: dict[str, tuple[str, ...]] = {
             "pace",
             "roster",
             "open_reads",
+            "content",
             "groups",
             "watches",
             "keepers",
@@ -45,7 +46,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("rules.sharing", "rules.moving", "rules.grants", "rules.interests", "rules.calls"),
         *("rules.numbering", "rules.held", "rules.described"),
         # what changes the state, and the machine, which alone says when
-        *("apply", "evidence", "rollcall", "intake", "sessions", "invariants", "snapshot", "machine"),
+        *("apply", "evidence", "rollcall", "intake", "routine", "sessions", "invariants", "snapshot", "machine"),
     ),
     WORKER: (
         "events",

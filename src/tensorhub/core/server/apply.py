@@ -69,7 +69,7 @@ def carry_out(state: State, decisions: Iterable[Decision]) -> None:
 
 
 def _take_back(state: State, read: OpenRead) -> None:
-    read.is_void = True
+    state.reads.take_back(read)
     state.mark_dirty(read.reader)
     for behind in state.reads.from_source(read.reader):
         state.mark_dirty(behind.reader)
@@ -102,7 +102,6 @@ def _give(state: State, give: Give) -> None:
     state.counters["grants"] += 1
     if give.counted_as:
         state.counters[give.counted_as] += 1
-    state.mark_dirty(reader.worker)
     state.mark_waiting_dirty(model, sources_of(record.version, reader.shard))
 
 
@@ -174,7 +173,7 @@ def _advance(state: State, decision: Wait | Fail | Resolve | AcceptPublish | Pro
         case Promise(model, replica, version):
             model.record(version).promised[replica.name] = None
         case Finish(model, replica, call):
-            call.is_finished = True
+            call.finish()
             replica.finished = max(replica.finished, call.number)
             if call.verb == "publish" and call.version is not None:
                 if model.note_exists(call.version):
@@ -276,9 +275,14 @@ def offer_keeper(state: State, model: Model, member: Member) -> None:
     version = model.newest_established
     if version is not None:
         record = model.look_up(version)
+        keepers = record.keepers.get(member.shard)
         if established.may_keep(state, model, record, member):
-            record.keepers.setdefault(member.shard, Keepers()).offer(established.rank(member, record))
-        choose_keeper(state, model, record, member.shard)
+            keepers = keepers or record.keepers.setdefault(member.shard, Keepers())
+            is_news = keepers.offer(established.rank(member, record))
+        else:
+            is_news = keepers is not None and keepers.chosen == member.worker
+        if is_news:
+            choose_keeper(state, model, record, member.shard)
 
 
 def choose_keepers(state: State, model: Model) -> None:

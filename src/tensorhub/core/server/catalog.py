@@ -11,20 +11,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from ..messages import Buffer, Empty, Failure, Filling, Holding, HostCopy, Spec, Vacated, Withdrawing
+from ..messages import Failure, Spec
 from ..names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from ..version_spec import parse_spec, steps_back
+from .content import Content
 from .groups import Replica
 from .keepers import Keepers
 from .roster import Roll
 from .watches import Watches
-
-
-class Content(NamedTuple):
-    """What a worker has, as far as the server believes it. What differs from its version counts as poisoned."""
-
-    buffer: Buffer = Empty()
-    copies: tuple[HostCopy, ...] = ()
 
 
 @dataclass
@@ -136,9 +130,9 @@ class Model:
         record.layouts.setdefault(worker.shard, layout)
         return True
 
-    def move(self, worker: WorkerId, old: Content | None, new: Content | None) -> None:
+    def move(self, worker: WorkerId, old: Content, new: Content) -> None:
         """The worker has something else than before: keep the index of holders."""
-        before, after = versions_in(old), versions_in(new)
+        before, after = old.versions, new.versions
         for version in before:
             record = self.versions.get(version)
             if record is None:
@@ -362,22 +356,6 @@ class Model:
 def is_same_content(known: dict[Shard, Digest], roots: dict[Shard, Digest]) -> bool:
     """These are the version's shards, all of them and no others: it may have been cut into another number of them."""
     return len(known) == len(roots) and all(known.get(shard) == root for shard, root in roots.items())
-
-
-def version_in(buffer: Buffer | None) -> Version | None:
-    """The version that the buffer has, whole or in part."""
-    return buffer.version if isinstance(buffer, Filling | Holding | Withdrawing | Vacated) else None
-
-
-def versions_in(content: Content | None) -> dict[Version, bool]:
-    """The versions that a worker has, in its buffer or beside it, and whether it has all of it."""
-    if content is None:
-        return {}
-    found = {copy.version: copy.whole for copy in content.copies}
-    held = version_in(content.buffer)
-    if held is not None:
-        found[held] = found.get(held, False) or not isinstance(content.buffer, Filling)
-    return found
 
 
 def _take_out(ascending: list[WorkerId], worker: WorkerId) -> None:

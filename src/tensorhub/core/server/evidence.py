@@ -4,9 +4,10 @@ A receipt says that the content of a shard is what all shards of a replica have 
 by a publish that never finished. It yields to content with one, whichever is heard first, and its worker is told.
 """
 
-from ..messages import Holding, Report, Vacated, Withdrawing
+from ..messages import Report
 from ..names import Digest, Version, WorkerId
-from .catalog import Content, Model
+from .catalog import Model
+from .content import WHOLE, Content
 from .groups import Replica
 from .membership import Member
 from .receipts import are_equal
@@ -33,7 +34,7 @@ def owed(state: State, model: Model, member: Member) -> dict[int, str]:
 def _held(content: Content) -> list[tuple[Version, Digest]]:
     buffer = content.buffer
     found = [(copy.version, copy.root) for copy in content.copies if copy.whole]
-    if isinstance(buffer, Holding | Withdrawing | Vacated):
+    if isinstance(buffer, WHOLE):
         found.append((buffer.version, buffer.root))
     return found
 

@@ -14,18 +14,12 @@ FILLS = ("replicate", "update")
 
 def is_silent(state: State, member: Member) -> bool:
     """Nothing has come from it for more than two reports."""
-    return state.now > silent_at(state, member)
-
-
-def silent_at(state: State, member: Member) -> float:
-    """When nothing will have come from it for two reports, if nothing comes."""
-    heard_at = member.lease_end - state.settings.lease_s
-    return heard_at + 2 * max(state.settings.report_s, member.report_s)
+    return state.now > member.silent_at
 
 
 def is_here(state: State, member: Member) -> bool:
     """It seems to live: its connection is open, and it was heard lately. A dead host leaves its connections open."""
-    return member.is_connected and not is_silent(state, member)
+    return member.is_connected and state.now <= member.silent_at
 
 
 def is_doubtful(state: State, source: Member) -> bool:
@@ -43,7 +37,7 @@ def members_of(state: State, model: Model, shard: Shard) -> Iterator[Member]:
 
 def is_full(member: Member, version: Version, from_host: bool) -> bool:
     """It has all of the version, in its host copy or in its buffer."""
-    return member.has_whole_copy(version) if from_host else member.holds(version)
+    return member.has_whole_copy(version) if from_host else member.content.held == version
 
 
 def is_leaving(source: Member, version: Version, from_host: bool) -> bool:
@@ -59,7 +53,7 @@ def serves(state: State, source: WorkerId, version: Version, from_host: bool) ->
     member = state.members.get(source)
     if member is None:
         return True
-    current = state.reads.current(source)
+    current = state.reads.current.get(source)
     is_about_to = current is not None and current.version == version and current.grant.to_host == from_host
     if from_host:
         return member.keeps_copy(version) or (is_about_to and not member.loses_copy(version))

@@ -30,20 +30,22 @@ class GroupCall:
     arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
     is_finished: bool = False
     error: Failure | None = None
+    is_over: bool = False  # it is finished, or has an error
     waiting: Failure | None = None
     waits: bool = False  # of a replicate: for a number that nobody has published yet
     metadata: Digest = Digest("")  # of what a publish says beside its tensors
 
-    @property
-    def is_over(self) -> bool:
-        return self.is_finished or self.error is not None
-
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)
 
+    def finish(self) -> None:
+        """It has ended well on all shards."""
+        self.is_finished = self.is_over = True
+
     def fail(self, failure: Failure) -> None:
+        """It ends so on all shards, unless it has ended before."""
         if not self.is_over:
-            self.error = failure
+            self.error, self.is_over = failure, True
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Replica:
         if call is None or call.is_over or call.number > ended:
             return
         if finished == call.number:
-            call.is_finished = True  # as a server before this one had said
+            call.finish()  # as a server before this one had said
             return
         text = f"shard {shard} of {self.name} gave up {call} before all shards were done"
         call.fail(Failure("group-incomplete", text, "retry on all shards"))
@@ -107,7 +109,8 @@ class Replica:
         call = GroupCall(reported.number, reported.verb, reported.spec, now, reported.claim)
         call.waits, call.metadata = reported.waits, reported.metadata
         if reported.number == self.finished:
-            call.is_finished, call.version = True, reported.resolved
+            call.version = reported.resolved
+            call.finish()
         elif reported.number <= self.ended:
             text = f"{call} is position {reported.number} of {self.name}, whose other shards are past {self.ended}"
             call.fail(Failure("group-incomplete", text, "retry on all shards"))

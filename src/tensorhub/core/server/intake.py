@@ -21,10 +21,11 @@ from ..messages import (
     Vacated,
     Withdrawing,
 )
-from ..names import Digest, Ticket, Version
+from ..names import Digest, Ticket, Version, WorkerId
 from ..sums import add_up
 from . import apply, evidence, facts, rollcall
-from .catalog import Content, Model, version_in, versions_in
+from .catalog import Model
+from .content import WHOLE, Content, version_in
 from .groups import Replica
 from .membership import Avoided, Member
 from .open_reads import OpenRead
@@ -34,17 +35,17 @@ from .watches import NEWS, SERVICE, sources_of
 
 MAX_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
 MAX_SITES = 64  # named in a version's count of what came into each
-WHOLE = Holding | Withdrawing | Vacated  # buffers that have all of a version
 
 
 def take_report(state: State, member: Member, report: Report, arrived: float) -> None:
     """Take in a report that came at `arrived`, in time awake."""
-    member.lease_end, member.is_doubted = max(state.now, arrived) + state.settings.lease_s, False
+    member.note_heard(max(state.now, arrived), state.settings)
+    member.is_doubted = False
     before, member.report = member.report, report
     model, replica = state.place(member)
     former = member.content
     take_content(state, model, replica, member, before)
-    _note_fed(state, member, former)
+    note_fed(state, member, former)
     take_reads(state, member)
     take_call(state, replica, member)
     rollcall.hear(state, model, member)
@@ -55,42 +56,6 @@ def count(state: State, report: Report) -> None:
     state.counters["reports"] += 1
     if not state.numbers.learn(report):
         state.counters["odd_numbers"] += 1
-
-
-def is_same(report: Report, before: Report) -> bool:
-    """It tells of nothing new but that its worker lives, and what it has heard. Of one that has no read open."""
-    return report.buffer == before.buffer and report.reading == before.reading and _is_same_beside(report, before)
-
-
-def is_progress(report: Report, before: Report) -> bool:
-    """It tells of nothing new but that the fill of its buffer has gone on."""
-    now, then = report.buffer, before.buffer
-    if not (isinstance(now, Filling) and isinstance(then, Filling) and now.version == then.version):
-        return False
-    return now.done > then.done and report.closed == before.closed and _is_same_beside(report, before)
-
-
-def _is_same_beside(report: Report, before: Report) -> bool:
-    """What it tells beside its buffer and its read is the same."""
-    return (
-        report.call == before.call
-        and report.session == before.session
-        and (report.ended, report.finished) == (before.ended, before.finished)
-        and (report.prefetch, report.claim, report.stops) == (before.prefetch, before.claim, before.stops)
-        and (report.failures, report.copy_error, report.copies_left)
-        == (before.failures, before.copy_error, before.copies_left)
-        and report.size_bytes == before.size_bytes
-        and not report.leaving
-        and _content_told(report) == _content_told(before)
-    )
-
-
-def take_sign_of_life(state: State, model: Model, member: Member, report: Report, arrived: float) -> None:
-    """All that follows from a report that tells of nothing new."""
-    count(state, report)
-    member.lease_end = max(state.now, arrived) + state.settings.lease_s
-    member.report = report
-    rollcall.hear(state, model, member)
 
 
 def take_layout(state: State, layout: LayoutInfo) -> None:
@@ -133,7 +98,7 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
     for copy in copies:
         if copy.published:
             model.record(copy.version).publishers[replica.name] = None
-    for version in versions_in(content):
+    for version in content.versions:
         for group, other in evidence.holders_in_dispute(state, model, version):
             judge_content(state, model, group, other, other.report)
             state.mark_dirty(other.worker)
@@ -145,7 +110,7 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
         state.mark_waiting_dirty(model, NEWS)
     is_other_buffer = type(former.buffer) is not type(buffer) or (former.buffer != buffer and member.is_full)
     if is_other_buffer or [_kind(copy) for copy in former.copies] != [_kind(copy) for copy in copies]:
-        versions = {**versions_in(former), **versions_in(content)}
+        versions = {**former.versions, **content.versions}
         state.mark_concerned_dirty(model, member, versions)
         if not isinstance(buffer, Holding) or copies or former.copies:
             state.mark_readers_dirty(member.worker)  # whoever reads from its buffer stays once that is whole
@@ -157,8 +122,13 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
 
 def _content_told(report: Report) -> tuple[object, ...]:
     """What it says of content, beside that of its buffer."""
+    return report.receipts, *content_beside(report)
+
+
+def content_beside(report: Report) -> tuple[object, ...]:
+    """The same without what the server has signed of it."""
     return (
-        *(report.copies, report.newest, report.newest_receipt, report.receipts, report.layout),
+        *(report.copies, report.newest, report.newest_receipt, report.layout),
         *(report.pins, report.closing, report.cross_site_bytes),
     )
 
@@ -236,8 +206,7 @@ def take_reads(state: State, member: Member) -> None:
     report, worker = member.report, member.worker
     close_reads(state, member, report.closed)
     reading = report.reading
-    is_known = reading is None or any(read.ticket == reading.ticket for read in state.reads.of(worker))
-    if reading is not None and not is_known and state.is_recovering and _may_adopt(state, report):
+    if reading is not None and state.is_recovering and _may_adopt(state, worker, report):
         text = "granted before a restart"
         grant = Grant(
             *(reading.ticket, reading.version, Digest(""), reading.source, (), text),
@@ -246,13 +215,11 @@ def take_reads(state: State, member: Member) -> None:
             shares=reading.shares,
         )
         behind = state.reads.readers_behind(worker, reading.version)
-        is_void = reading.source in behind or state.reads.current(worker) is not None
+        is_void = reading.source in behind or state.reads.current.get(worker) is not None
         state.open_read(OpenRead(grant, worker, is_void, shares=reading.shares))
     _note_sharing(state, member)
-    _note_pace(state, member)
-    number = report.call.number if report.call is not None else 0
-    if number != member.call_number:
-        member.call_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
+    note_pace(state, member)
+    note_call(member)
     for failure in report.failures:
         if failure.ticket > member.last_failed:
             member.last_failed = failure.ticket
@@ -267,6 +234,14 @@ def _note_sharing(state: State, member: Member) -> None:
             read.shares, member.alone_until = False, state.now + state.settings.leave_s
             state.counters["unshared"] += 1
             state.mark_waiting_dirty(state.models[member.hello.model], sources_of(read.version, member.shard))
+
+
+def note_call(member: Member) -> None:
+    """What has failed is counted for each call."""
+    call = member.report.call
+    number = call.number if call is not None else 0
+    if number != member.call_number:
+        member.call_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
 
 
 def _count_failure(state: State, reader: Member, failure: TicketFailure) -> None:
@@ -284,10 +259,12 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure) -> None
     state.counters["failed_reads"] += 1
 
 
-def _may_adopt(state: State, report: Report) -> bool:
+def _may_adopt(state: State, worker: WorkerId, report: Report) -> bool:
     """A server before this one may have granted what the worker reads."""
     reading = report.reading
-    return reading is not None and reading.ticket > report.closed and state.numbers.is_ours(reading.ticket)
+    if reading is None or any(read.ticket == reading.ticket for read in state.reads.of(worker)):
+        return False  # it is known
+    return reading.ticket > report.closed and state.numbers.is_ours(reading.ticket)
 
 
 def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
@@ -298,9 +275,9 @@ def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
         state.mark_waiting_dirty(model, sources_of(read.version, member.shard))  # it is behind nobody any more
         record = model.versions.get(read.version)
         _note_ended(state, model, member, read)
-        still = state.reads.current(member.worker)
+        still = state.reads.current.get(member.worker)
         is_read = still is not None and still.version == read.version
-        if record is not None and not is_read and read.version not in versions_in(member.content):
+        if record is not None and not is_read and read.version not in member.content.versions:
             model.remove_holder(record, member.worker)
 
 
@@ -329,10 +306,10 @@ def take_call(state: State, replica: Replica, member: Member) -> None:
 # --- how a read goes --------------------------------------------------------------------------------------------------
 
 
-def _note_fed(state: State, source: Member, former: Content) -> None:
+def note_fed(state: State, source: Member, former: Content) -> None:
     """It has more of a version than before: a reader that had all of that until now can get something only now."""
     for had in (former.buffer, *former.copies):
-        if not isinstance(had, Filling | HostCopy) or (isinstance(had, HostCopy) and had.whole):
+        if not isinstance(had, (Filling, HostCopy)) or (isinstance(had, HostCopy) and had.whole):
             continue
         from_host = isinstance(had, HostCopy)
         is_whole = facts.is_full(source, had.version, from_host)
@@ -346,10 +323,10 @@ def _note_fed(state: State, source: Member, former: Content) -> None:
                 read.pace.wait(state.now)
 
 
-def _note_pace(state: State, reader: Member) -> None:
+def note_pace(state: State, reader: Member) -> None:
     """What the reader's report says of its open read."""
     told, now = reader.report.reading, state.now
-    read = state.reads.current(reader.worker)
+    read = state.reads.current.get(reader.worker)
     if told is None or read is None or told.ticket != read.ticket:
         return
     done, chunks, is_filled = reader.filled(read.version, to_host=read.grant.to_host)
@@ -362,8 +339,9 @@ def _note_pace(state: State, reader: Member) -> None:
     read.pace.note(now, arrived_bytes=arrived, done=done, chunk_bytes=chunk_bytes, over_s=progress.window_s(state))
     if reader.paced != read.version:
         reader.paced, reader.best, reader.moves, reader.may_move_at = read.version, {}, 0, -inf
-    tier = progress.tier(state, read)
-    reader.best[tier] = max(reader.best.get(tier, 0.0), read.pace.rate or 0.0)
+    if read.pace.rate is not None:
+        tier = progress.tier(state, read)
+        reader.best[tier] = max(reader.best.get(tier, 0.0), read.pace.rate)
     source = state.members.get(read.source)
     if source is not None:
         its_own = progress.its_own(state, read)

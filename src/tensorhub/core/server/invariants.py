@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from .catalog import Model, versions_in
+from .catalog import Model
 from .state import State
 
 
@@ -26,7 +26,7 @@ def server_contradiction(state: State) -> str | None:
                     if member is None:
                         return f"{worker} counts as a holder of {record.version} and has no session"
                     is_reading = any(read.version == record.version for read in state.reads.of(worker))
-                    if not is_reading and record.version not in versions_in(member.content):
+                    if not is_reading and record.version not in member.content.versions:
                         return f"{worker} counts as a holder of {record.version} and says {member.report}"
         wrong = _index_contradiction(state, model)
         if wrong is not None:

@@ -16,12 +16,14 @@ class Keepers:
         self._ranks: dict[WorkerId, Rank] = {}
         self._heap: list[Rank] = []
 
-    def offer(self, rank: Rank) -> None:
-        """This one may be able to; the worker is the last part of its rank."""
+    def offer(self, rank: Rank) -> bool:
+        """This one may be able to; the worker is the last part of its rank. Returns whether that is news."""
         worker = rank[-1]
-        if self._ranks.get(worker) != rank:
-            self._ranks[worker] = rank
-            heapq.heappush(self._heap, rank)
+        if self._ranks.get(worker) == rank:
+            return False
+        self._ranks[worker] = rank
+        heapq.heappush(self._heap, rank)
+        return True
 
     def best(self, is_able: Callable[[WorkerId], bool]) -> WorkerId | None:
         """The best of those who are able; the others are forgotten on the way."""

@@ -18,14 +18,12 @@ It must never read a clock, touch a socket, or see a weight byte.
 from collections import OrderedDict
 from math import inf
 
-from msgspec.structs import replace
-
 from ..errors import InvariantViolation
 from ..messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
 from ..names import WorkerId
 from ..settings import Settings
 from ..snapshot import Status
-from . import apply, evidence, facts, intake, rollcall, sessions
+from . import apply, evidence, facts, intake, rollcall, routine, sessions
 from .catalog import Model
 from .clock import Clock
 from .groups import GroupCall, Replica
@@ -82,10 +80,11 @@ class Server:
                 intake.take_layout(self.state, message)
             case Report():
                 arrived_at = max(now, arrived or now) - self.state.clock.paused_s
-                still = self._member_that_is_still(message, sender)
-                if still is not None:
-                    return outbox + self._answer_still(still, message, arrived_at)
-                reply, reporter = self._take_report(message, sender, arrived_at)
+                reporter = routine.take(self.state, message, sender, arrived_at)
+                if reporter is None:
+                    reply, reporter = self._take_report(message, sender, arrived_at)
+                elif not self.state.dirty:
+                    return [*outbox, self._say_again(reporter)]
         if reply is not None:
             self.state.counters["refusals"] += isinstance(reply, Refusal)
             outbox.append((sender, reply))
@@ -124,6 +123,7 @@ class Server:
 
     def _advance_clock(self, now: float) -> None:
         is_pause = self.state.clock.advance(now, due=self._due(), report_s=self.state.settings.report_s)
+        self.state.now = self.state.clock.now
         if is_pause:
             self.state.counters["pauses"] += 1
 
@@ -160,7 +160,7 @@ class Server:
         if hello is None:
             return Refusal("refused", "a report before any hello", "is this a TensorHub worker?"), None
         intake.count(state, report)
-        member = state.members.get(hello.worker)
+        member = state.members.get(state.speakers[sender])
         if member is not None and member.hello.life != hello.life:
             return admission.taken(state, member), None
         if member is None:
@@ -172,8 +172,8 @@ class Server:
             member = sessions.begin(state, hello, sender, report)
         if report.number <= member.report.number:
             return None, None  # late or repeated
-        is_progress, is_same = (tells(report, member.report) for tells in (intake.is_progress, intake.is_same))
-        state.happened += not (is_progress or is_same)
+        is_progress = routine.is_progress(report, member.report)
+        state.happened += not (is_progress or routine.is_same(report, member.report))
         intake.take_report(state, member, report, arrived)
         if not is_progress:
             state.to_advance[member.worker.model, member.worker.replica] = None
@@ -233,8 +233,9 @@ class Server:
             apply.carry_out(state, witness.seek_witness(state, model, member))
         if state.to_advance and state.to_advance.pop((model.name, replica.name), 0) is None:
             self._advance(model, replica)
-        wanted = wanted_read(state, model, replica, member) if facts.is_here(state, member) else None
-        if facts.is_here(state, member):
+        is_here = facts.is_here(state, member)
+        wanted = wanted_read(state, model, replica, member) if is_here else None
+        if is_here:
             apply.carry_out(state, grants.decide_read(state, model, member, wanted))
         model.watches.watch(member.worker, interests_of(state, model, replica, member, wanted))
         apply.offer_keeper(state, model, member)
@@ -268,7 +269,7 @@ class Server:
         release = retention.copies_to_release(state, model, member)
         drained = draining.drained_version(state, model, member)
         apply.note_drained(state, member, drained)
-        current = state.reads.current(member.worker)
+        current = state.reads.current.get(member.worker)
         told = Told(
             position=replica.ended if witness.is_whole(state, model, replica) else None,
             answer=replica.answer(member.shard, reported) if reported is not None else None,
@@ -287,9 +288,15 @@ class Server:
         member.told = told
         return [(member.sender, self._orders(model, member, told))]
 
+    def _say_again(self, member: Member) -> tuple[str, ToWorker]:
+        """What it was told last."""
+        assert member.told is not None
+        return member.sender, self._orders(self.state.models[member.hello.model], member, member.told)
+
     def _orders(self, model: Model, member: Member, told: Told) -> Orders:
         state = self.state
-        member.report_s = state.report_s
+        if member.report_s != state.report_s:
+            member.note_pace(state.report_s, state.settings)
         roster = rollcall.roster_for(state, model, member)  # its number is below that of the orders
         return Orders(
             number=state.next_number(),
@@ -314,39 +321,6 @@ class Server:
             roster=roster,
             witness=told.witness,
         )
-
-    # --- who only says that it lives ----------------------------------------------------------------------------------
-
-    def _member_that_is_still(self, report: Report, sender: str) -> Member | None:
-        """Who has sent this, if nothing can follow from it: it waits for nothing, and nothing has happened since."""
-        state = self.state
-        hello = state.hellos.get(sender)
-        member = state.members.get(hello.worker) if hello is not None else None
-        if member is None or hello is None or member.hello.life != hello.life or state.is_recovering or state.dirty:
-            return None
-        if member.settled_at != state.happened or member.told is None or report.number <= member.report.number:
-            return None
-        roll, watches = state.models[hello.model].roll, state.models[hello.model].watches
-        if (
-            state.reads.of(member.worker)
-            or member.worker not in roll.witnessed
-            or watches.is_waiting(member.worker)
-            or member.awaited_by
-        ):
-            return None
-        if not facts.is_here(state, member) or member.is_doubted:
-            return None
-        return member if intake.is_same(report, member.report) else None
-
-    def _answer_still(self, member: Member, report: Report, arrived: float) -> Outbox:
-        state = self.state
-        model = state.models[member.hello.model]
-        intake.take_sign_of_life(state, model, member, report, arrived)
-        told = member.told
-        assert told is not None
-        if told.witness:
-            told = member.told = replace(told, witness=witness.is_asked(model, member))
-        return [(member.sender, self._orders(model, member, told)), *self._settle()]
 
 
 def _progress(call: GroupCall) -> tuple[object, ...]:

@@ -10,9 +10,10 @@ from math import inf
 
 import msgspec
 
-from ..messages import Answer, Filling, Grant, Hello, Holding, HostCopy, Report, Vacated, Withdrawing
+from ..messages import Answer, Filling, Grant, Hello, Holding, HostCopy, Report, Withdrawing
 from ..names import Digest, Number, Shard, Ticket, Version, WorkerId
-from .catalog import Content
+from ..settings import Settings
+from .content import NOTHING, Content
 from .pace import Capacity
 
 
@@ -48,8 +49,9 @@ class Member:
     sender: str
     session: Number
     lease_end: float
+    silent_at: float = inf  # when it will not have been heard for more than two reports
     report: Report = field(default_factory=lambda: Report(number=0))  # as it came: nobody changes it
-    content: Content = Content()  # what it has of that, as far as the server believes it
+    content: Content = field(default_factory=lambda: NOTHING)  # what it has of that, as far as the server believes it
     is_connected: bool = True
     has_lived_before: bool = False  # it had a session before this one: of a server before this one, perhaps
     is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
@@ -88,9 +90,20 @@ class Member:
         self.worker: WorkerId = self.hello.worker
         self.shard: Shard = self.hello.shard
 
+    def note_heard(self, at: float, settings: Settings) -> None:
+        """It was heard at that time: its lease begins anew."""
+        self.lease_end = at + settings.lease_s
+        self.note_pace(self.report_s, settings)
+
+    def note_pace(self, report_s: float, settings: Settings) -> None:
+        """It is told to report so often."""
+        self.report_s = report_s
+        self.silent_at = self.lease_end - settings.lease_s + 2 * max(settings.report_s, report_s)
+
     @property
     def is_full(self) -> bool:
-        return isinstance(self.content.buffer, Holding | Withdrawing | Vacated)
+        """It has all of some version in its buffer."""
+        return self.content.held is not None
 
     @property
     def is_let_go(self) -> bool:
@@ -103,8 +116,7 @@ class Member:
 
     def holds(self, version: Version) -> bool:
         """All of the version is in its buffer."""
-        buffer = self.content.buffer
-        return isinstance(buffer, Holding | Withdrawing | Vacated) and buffer.version == version
+        return self.content.held == version
 
     def stays(self, version: Version) -> bool:
         """Its buffer holds the version, and it does not want to leave it."""
@@ -151,7 +163,7 @@ class Member:
     def filled(self, version: Version, *, to_host: bool) -> tuple[int, int, bool]:
         """Of its buffer or host copy: (chunks in place, chunks in all, whether it is filled with that version)."""
         place = self.copy(version) if to_host else self.content.buffer
-        if isinstance(place, HostCopy | Filling) and place.version == version:
+        if isinstance(place, (HostCopy, Filling)) and place.version == version:
             return place.done, place.chunks, True
         return 0, 0, False
 
@@ -170,31 +182,19 @@ class Member:
         return buffer.done if isinstance(buffer, Filling) and buffer.version == version else 0
 
 
-class Members:
+class Members(dict[WorkerId, Member]):
     """The sessions, by worker, and a queue of the times at which one of them needs to be looked at."""
 
     def __init__(self) -> None:
-        self._members: dict[WorkerId, Member] = {}
+        super().__init__()
         self._times: list[tuple[float, WorkerId]] = []
 
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def get(self, worker: WorkerId) -> Member | None:
-        return self._members.get(worker)
-
-    def __contains__(self, worker: WorkerId) -> bool:
-        return worker in self._members
-
     def all(self) -> list[Member]:
-        return list(self._members.values())
+        return list(self.values())
 
     def add(self, member: Member) -> None:
-        self._members[member.worker] = member
+        self[member.worker] = member
         self._queue(member)
-
-    def remove(self, worker: WorkerId) -> None:
-        del self._members[worker]
 
     def wake(self, member: Member, at: float) -> None:
         """Look at this member again at that time."""
@@ -217,7 +217,7 @@ class Members:
         woken: list[Member] = []
         while self._times and self._times[0][0] <= now:
             at, worker = heapq.heappop(self._times)
-            member = self._members.get(worker)
+            member = self.get(worker)
             if member is None or member.queued_at != at:
                 continue  # of a former session, or it was queued for an earlier time since
             member.queued_at = inf

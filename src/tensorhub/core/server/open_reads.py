@@ -30,23 +30,17 @@ class OpenRead:
     must_beat: float = 0.0  # where it gets so much, that one was at fault
     shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
 
-    @property
-    def ticket(self) -> Ticket:
-        return self.grant.ticket
-
-    @property
-    def source(self) -> WorkerId:
-        return self.grant.source
-
-    @property
-    def version(self) -> Version:
-        return self.grant.version
+    def __post_init__(self) -> None:
+        self.ticket: Ticket = self.grant.ticket
+        self.source: WorkerId = self.grant.source
+        self.version: Version = self.grant.version
 
 
 class OpenReads:
     """All open reads, found by reader and by source. Each method takes as long as the reads it returns."""
 
     def __init__(self) -> None:
+        self.current: dict[WorkerId, OpenRead] = {}  # by reader: the one read that it may go on with, which is not void
         self._of_reader: dict[WorkerId, dict[Ticket, OpenRead]] = {}
         # by reader and ticket: a worker that lies may repeat a ticket number
         self._from_source: dict[WorkerId, dict[tuple[WorkerId, Ticket], OpenRead]] = {}
@@ -54,6 +48,14 @@ class OpenReads:
     def add(self, read: OpenRead) -> None:
         self._of_reader.setdefault(read.reader, {})[read.ticket] = read
         self._from_source.setdefault(read.source, {})[read.reader, read.ticket] = read
+        if not read.is_void:
+            self.current[read.reader] = read
+
+    def take_back(self, read: OpenRead) -> None:
+        """It is void from now on."""
+        read.is_void = True
+        if self.current.get(read.reader) is read:
+            del self.current[read.reader]
 
     def of(self, reader: WorkerId) -> list[OpenRead]:
         return list(self._of_reader.get(reader, {}).values())
@@ -75,21 +77,14 @@ class OpenReads:
         """How many reads are open on it."""
         return len(self._from_source.get(source, {}))
 
-    def current(self, reader: WorkerId) -> OpenRead | None:
-        """The one read that the reader may go on with."""
-        reads = self._of_reader.get(reader)
-        if reads is not None:
-            for read in reads.values():
-                if not read.is_void:
-                    return read
-        return None
-
     def close(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
         """The reader's reads up to that ticket (None: all of them) are over. Returns them."""
         if reader not in self._of_reader:
             return []
         over = [read for read in self.of(reader) if upto is None or read.ticket <= upto]
         for read in over:
+            if self.current.get(reader) is read:
+                del self.current[reader]
             _forget(self._of_reader, reader, read.ticket)
             _forget(self._from_source, read.source, (reader, read.ticket))
         return over
@@ -108,11 +103,11 @@ class OpenReads:
     def chain(self, reader: WorkerId) -> list[WorkerId]:
         """The source of the reader, the source of that one for the same version, and so on; each of them once."""
         found: list[WorkerId] = []
-        read = self.current(reader)
+        read = self.current.get(reader)
         version = read.version if read is not None else None
         while read is not None and read.version == version and read.source not in found:
             found.append(read.source)
-            read = self.current(read.source)
+            read = self.current.get(read.source)
         return found
 
     def all(self) -> list[OpenRead]:

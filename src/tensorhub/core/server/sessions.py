@@ -3,7 +3,8 @@
 from ..messages import Hello, Report
 from ..names import Shard, Version
 from . import apply, intake, rollcall
-from .catalog import Model, versions_in
+from .catalog import Model
+from .content import NOTHING
 from .groups import Replica
 from .membership import Member
 from .state import State
@@ -19,9 +20,11 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     model.shards = hello.shards  # as of all who live; free when nobody does
     replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
     member = Member(hello, sender, state.next_number(), state.now + state.settings.lease_s)
+    member.note_heard(state.now, state.settings)
     member.has_lived_before = report.session > 0
     replica.members[hello.shard] = member.worker
     state.members.add(member)
+    state.note_size()
     rollcall.begin(state, model, member, report)
     model.take_place(member.worker, hello.site, hello.host)
     if hello.reliable:
@@ -37,12 +40,13 @@ def end(state: State, member: Member, why: str) -> None:
     model, replica = state.place(member)
     versions = concerned(state, member)
     intake.close_reads(state, member, None)
-    model.move(member.worker, member.content, None)
+    model.move(member.worker, member.content, NOTHING)
     replica.lose(member.shard, why)
     model.forget(member.worker)
     _note_company(state, model, member.shard)
     model.leave_place(member.worker, member.hello.site, member.hello.host)
-    state.members.remove(member.worker)
+    del state.members[member.worker]
+    state.note_size()
     rollcall.end(state, model, member)
     state.forget(member.worker)
     if replica.is_empty:
@@ -68,7 +72,7 @@ def _note_company(state: State, model: Model, shard: Shard) -> None:
 
 def connect(state: State, hello: Hello, sender: str) -> None:
     """Somebody has said who it is, over that connection."""
-    state.hellos[sender] = hello
+    state.hellos[sender], state.speakers[sender] = hello, hello.worker
     member = state.members.get(hello.worker)
     if member is not None:
         was_reached, member.is_connected = member.is_connected, True
@@ -83,7 +87,7 @@ def connect(state: State, hello: Hello, sender: str) -> None:
 def disconnect(state: State, sender: str) -> None:
     """The connection is gone."""
     hello = state.hellos.pop(sender, None)
-    member = state.members.get(hello.worker) if hello is not None else None
+    member = state.members.get(state.speakers.pop(sender)) if hello is not None else None
     if member is not None and member.sender == sender:
         member.is_connected = False
         _note_reach(state, member)
@@ -102,7 +106,7 @@ def _note_reach(state: State, member: Member) -> None:
 
 def concerned(state: State, member: Member) -> list[Version]:
     """The versions for which it matters to others what becomes of the member."""
-    found = dict.fromkeys(versions_in(member.content))
+    found = dict.fromkeys(member.content.versions)
     found.update((read.version, None) for read in state.reads.of(member.worker))
     _, replica = state.place(member)
     if replica.call is not None and replica.call.version is not None:

@@ -37,6 +37,7 @@ class State:
     members: Members = field(default_factory=Members)
     reads: OpenReads = field(default_factory=OpenReads)
     hellos: dict[str, Hello] = field(default_factory=dict)  # by connection
+    speakers: dict[str, WorkerId] = field(default_factory=dict)  # who has said so
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
@@ -45,16 +46,15 @@ class State:
     )  # whom to decide for again; True: and answer
     happened: int = 0  # how often something happened from which anything may follow for anybody
     to_advance: dict[tuple[ModelName, ReplicaName], None] = field(default_factory=dict)  # whose call may go on
+    report_s: float = field(init=False)  # how often each worker is to report: see `note_size`
 
-    @property
-    def now(self) -> float:
-        """The time awake."""
-        return self.clock.now
+    def __post_init__(self) -> None:
+        self.now: float = self.clock.now  # the time awake
+        self.note_size()
 
-    @property
-    def report_s(self) -> float:
-        """How often each worker is to report."""
-        return self.settings.report_s_of(len(self.members))
+    def note_size(self) -> None:
+        """Members have come or gone."""
+        self.report_s = self.settings.report_s_of(len(self.members))
 
     def next_number(self) -> Number:
         return self.numbers.next()

@@ -4,36 +4,28 @@ A member that is decided for says what it waits for from then on, as topics. Who
 those decided for again that wait for it, and nobody else.
 """
 
-from typing import NamedTuple
-
 from ..names import Shard, Version, WorkerId
 
+# Something that may change: what it is, and of which version and shard. Of the model as a whole where it names none.
+Topic = tuple[str, Version | None, Shard | None]
 
-class Topic(NamedTuple):
-    """Something that may change. Of the model as a whole where it names no version."""
-
-    what: str
-    version: Version | None = None
-    shard: Shard | None = None
-
-
-NEWS = Topic("news")  # which versions there are, and which of them are to be kept
-SERVICE = Topic("service")  # whether somebody serves a version that exists
+NEWS: Topic = ("news", None, None)  # which versions there are, and which of them are to be kept
+SERVICE: Topic = ("service", None, None)  # whether somebody serves a version that exists
 
 
 def loss_of(version: Version) -> Topic:
     """Whether the version is lost."""
-    return Topic("loss", version)
+    return "loss", version, None
 
 
 def sources_of(version: Version, shard: Shard) -> Topic:
     """From whom that shard of the version may be read."""
-    return Topic("sources", version, shard)
+    return "sources", version, shard
 
 
 def references_of(version: Version, shard: Shard) -> Topic:
     """Who keeps that shard of the version, and who is to get it yet."""
-    return Topic("references", version, shard)
+    return "references", version, shard
 
 
 class Watches:
@@ -64,6 +56,10 @@ class Watches:
     def waiting_for(self, topic: Topic) -> list[WorkerId]:
         """Those who wait for it, the first who came first."""
         return list(self._by.get(topic, ()))
+
+    def waits_for_more(self, worker: WorkerId, than: str) -> bool:
+        """It waits for something else too than topics of that kind."""
+        return any(topic[0] != than for topic in self._of.get(worker, ()))
 
     def is_waiting(self, worker: WorkerId) -> bool:
         """It waits for something."""

@@ -53,6 +53,7 @@ def ended(worker: WorkerState, event: events.ReadEnded) -> None:
     if event.complete:
         filling.touched(worker, event.ticket)  # a version of no bytes has touched none
     reading, by_itself = worker.slot.ended(event.ticket)
+    worker.is_urgent = True  # somebody may wait for that; and the server need not have heard of it yet
     if event.complete and reading.shares:
         worker.copies.shared(reading.version, worker.slot.root)
         worker.note(f"shares the host copy of version {reading.version} of {reading.source}")

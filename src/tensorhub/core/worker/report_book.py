@@ -1,15 +1,18 @@
 """When a worker reports: at once when there is news, and once a second in any case.
 
-The book remembers when each report was sent: a lease counts from the sending of the report that was acknowledged.
+What only leads to further news waits a moment for that, and goes in the same report: it spares a server of thousands of
+workers two of nine reports of an update. The book remembers when each report was sent: a lease counts from the sending
+of the report that was acknowledged.
 """
 
 from math import inf
 
 from msgspec.structs import replace
 
-from ..messages import Filling, Report
+from ..messages import Filling, Report, Vacated, Withdrawing
 from ..names import Number, Ticket
 
+TOGETHER_S = 0.1  # a source answers within a few round trips, and serving stops within a millisecond
 MAX_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is long over
 
 
@@ -26,6 +29,18 @@ def news_of(report: Report) -> Report:
     return replace(carried, buffer=buffer, reading=reading, copies=copies, **counters)
 
 
+def pressing(news: Report) -> Report:
+    """What of the news must not wait for more: not which read is about to be begun, nor what leads to it."""
+    buffer, reading, call = news.buffer, news.reading, news.call
+    if call is not None:
+        call = replace(call, resolved=None)  # the server itself has said so
+    if reading is not None and not reading.to_host and not isinstance(buffer, Filling):
+        reading = None  # it is opened, and writes nothing yet
+        if isinstance(buffer, Vacated):
+            buffer = Withdrawing(buffer.version, buffer.root, buffer.published)  # it is written over next
+    return replace(news, buffer=buffer, reading=reading, call=call)
+
+
 class ReportBook:
     """Numbers a worker's reports and says when the next one is due."""
 
@@ -37,6 +52,7 @@ class ReportBook:
         self._sent_at: dict[int, float] = {}
         self._last_news: Report | None = None
         self._last_at = -inf
+        self._waits_since = inf  # there is news that may wait a moment for more
 
     def statistics(self) -> dict[str, int]:
         """Counters, for people."""
@@ -44,8 +60,8 @@ class ReportBook:
 
     @property
     def next_at(self) -> float:
-        """When the next report is due if there is no news."""
-        return self._last_at + self.every_s
+        """When the next report is due if there is no further news."""
+        return min(self._last_at + self.every_s, self._waits_since + TOGETHER_S)
 
     def unanswered_s(self, now: float) -> float:
         """How long the oldest report has waited that the server has not acknowledged."""
@@ -65,12 +81,20 @@ class ReportBook:
         return acknowledged >= self._since
 
     def is_due(self, report: Report, *, now: float) -> bool:
-        return self._last_news is None or now >= self.next_at or news_of(report) != self._last_news
+        """It is to go out now. News that may wait has its time from the first of these calls that shows it."""
+        former = self._last_news
+        if former is None or now >= self.next_at:
+            return True
+        news = news_of(report)
+        if pressing(news) != pressing(former):
+            return True
+        self._waits_since = min(self._waits_since, now) if news != former else inf
+        return False
 
     def sent(self, report: Report, *, now: float) -> Report:
         """Number the report and note that it goes out now."""
         self.number += 1
-        self._last_news, self._last_at = news_of(report), now
+        self._last_news, self._last_at, self._waits_since = news_of(report), now, inf
         self._sent_at[self.number] = now
         if len(self._sent_at) > MAX_UNACKNOWLEDGED:
             del self._sent_at[min(self._sent_at)]

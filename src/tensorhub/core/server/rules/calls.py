@@ -8,7 +8,7 @@ from math import inf
 
 from ...errors import UsageError
 from ...manifest import layout_difference
-from ...messages import Empty, Failure, Holding, Poisoned, Spec, Vacated
+from ...messages import Empty, Failure, Holding, Poisoned, Spec, Vacated, Withdrawing
 from ...names import Shard, Version
 from ...version_spec import PREFETCHED
 from .. import facts
@@ -99,7 +99,9 @@ def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
     """Why a shard may never leave the version that it holds, as this call wants."""
     for worker in replica.members.values():
         member = state.members.get(worker)
-        failure = retention.why_stuck(state, model, replica, member) if member is not None else None
+        if member is None or not isinstance(member.content.buffer, Withdrawing):
+            continue
+        failure = retention.why_stuck(state, model, replica, member)
         if failure is not None:
             return failure
     return None
@@ -116,7 +118,7 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
             return False
         buffer = member.content.buffer
         if call.verb == "unpublish":
-            if not isinstance(buffer, Empty | Vacated | Poisoned):
+            if not isinstance(buffer, (Empty, Vacated, Poisoned)):
                 return False
         elif not isinstance(buffer, Holding) or buffer.version != call.version:
             return False
@@ -169,7 +171,7 @@ def _advance_fill(state: State, model: Model, replica: Replica, call: GroupCall)
     for shard in call.arrived:
         worker = replica.members.get(shard)
         member = state.members.get(worker) if worker is not None else None
-        if member is not None and not call.is_over:
+        if member is not None and not call.is_over and not _has_arrived(member, version):
             failure = _why_hopeless(state, model, record, member)
             if failure is not None:
                 yield _give_up(replica, call, failure)
@@ -264,10 +266,13 @@ def _unavailable(state: State, model: Model, record: VersionRecord, shard: int) 
     return Failure("version-unavailable", text, hint)
 
 
+def _has_arrived(member: Member, version: Version) -> bool:
+    """This shard has what the call is about."""
+    return isinstance(member.content.buffer, Holding) and member.content.held == version
+
+
 def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
     """Why this shard can never get the version by this call, or None."""
-    if isinstance(member.content.buffer, Holding) and member.content.buffer.version == record.version:
-        return None
     theirs = record.layouts.get(member.shard)
     if theirs is not None and theirs != member.report.layout:
         return _layout_mismatch(state, model, record, member)
@@ -277,7 +282,7 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         last = failures[-1]
         text = f"{member.worker} failed {member.failures} reads of version {record.version}; last from {last.source}"
         return Failure(last.code, f"{text}: {last.message}", "see `tensorhub status` for who holds it")
-    if state.is_recovering or state.reads.current(member.worker) is not None:
+    if state.is_recovering or state.reads.current.get(member.worker) is not None:
         return None
     if member.has_whole_copy(record.version):
         return None

@@ -21,7 +21,7 @@ class Drained(NamedTuple):
 def drained_version(state: State, model: Model, member: Member) -> Drained:
     """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
     buffer = member.content.buffer
-    if not isinstance(buffer, Withdrawing | Poisoned) or buffer.version is None:
+    if not isinstance(buffer, (Withdrawing, Poisoned)) or buffer.version is None:
         return Drained()
     if not model.roll.is_over or witness.is_strange(state, member):
         return Drained()

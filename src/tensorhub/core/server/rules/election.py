@@ -11,7 +11,7 @@ def is_elected(state: State, model: Model, record: VersionRecord, member: Member
     site, shard = member.hello.site, member.shard
     if len(model.sites) < 2 or not _is_able(state, model, member, record):
         return False
-    current = state.reads.current(member.worker)
+    current = state.reads.current.get(member.worker)
     is_begun = current is not None and current.version == record.version and current.grant.to_host
     if (is_begun and not member.loses_copy(record.version)) or member.copy(record.version) is not None:
         return True  # it was elected before, and has begun

@@ -95,7 +95,7 @@ def is_another_on_its_way(state: State, model: Model, record: VersionRecord, mem
         if wanted is None or wanted <= record.version:
             continue
         buffer = other.content.buffer
-        has_left = not isinstance(buffer, Holding | Withdrawing) or buffer.version != record.version
+        has_left = not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != record.version
         if has_left or other.is_let_go:
             return True
         if other.worker > member.worker:  # of those that still withdraw it the first by name stays

@@ -24,7 +24,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     One that has gone keeps what it has until it is back or its lease ends: it would not hear of another, and a source
     would wait in vain.
     """
-    current = state.reads.current(member.worker)
+    current = state.reads.current.get(member.worker)
     record = model.versions.get(wanted.version) if wanted is not None else None
     if wanted is None or record is None:
         if current is not None:
@@ -41,9 +41,9 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
             return
         if not current.shares and (yield from _moves(state, model, record, member, current)):
             return
-        if not (facts.is_leaving(source, current.version, current.grant.from_host) or _is_paused(state, current)):
+        if not _is_to_be_left(state, source, current):
             return
-        waits_for_us = _waits_for_its_readers(state, current)
+        waits_for_us = _waits_for_its_readers(state, source, current)
         others = [c for c in sources.candidates(state, model, record, member) if waits_for_us or not c.is_withdrawing]
         if facts.is_here(state, source):
             others = [c for c in others if not c.is_doubtful]
@@ -68,32 +68,37 @@ def _moves(
 
 def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
     """It has no source for what it should be reading, or one that it is to leave as soon as there is another."""
-    current = state.reads.current(member.worker)
+    current = state.reads.current.get(member.worker)
     if current is None or (current.version, current.grant.to_host) != wanted:
         return True
     source = state.members.get(current.source)
     if source is None or not facts.serves(state, current.source, current.version, current.grant.from_host):
         return True
-    return facts.is_leaving(source, current.version, current.grant.from_host) or _is_paused(state, current)
+    return _is_to_be_left(state, source, current)
 
 
-def _is_paused(state: State, read: OpenRead) -> bool:
-    """Its source has only a part of the version, and nothing to read the rest from: it has something else to do."""
-    source, from_host = state.members.get(read.source), read.grant.from_host
-    if source is None or facts.is_full(source, read.version, from_host):
-        return False
-    current = state.reads.current(read.source)
-    if current is None or (current.version, current.grant.to_host) != (read.version, from_host):
+def _is_to_be_left(state: State, source: Member, read: OpenRead) -> bool:
+    """Its source wants to leave what is read there; or it is paused.
+
+    A source is paused that has only a part of the version, and nothing to read the rest from: it has something else to
+    do.
+    """
+    from_host = read.grant.from_host
+    if facts.is_leaving(source, read.version, from_host):
         return True
-    return _waits_for_its_readers(state, read)
-
-
-def _waits_for_its_readers(state: State, read: OpenRead) -> bool:
-    """Its source has a part of the version, and goes on only when others have it all: they must get it elsewhere."""
-    source = state.members.get(read.source)
-    if source is None or read.grant.from_host or facts.is_full(source, read.version, from_host=False):
+    if facts.is_full(source, read.version, from_host):
         return False
-    return retention.leaves_last(state, source)
+    its_own = state.reads.current.get(read.source)
+    if its_own is None or its_own.version != read.version or its_own.grant.to_host != from_host:
+        return True
+    return _waits_for_its_readers(state, source, read)
+
+
+def _waits_for_its_readers(state: State, source: Member, read: OpenRead) -> bool:
+    """The source has a part of the version, and goes on only when others have it all: they must get it elsewhere."""
+    if read.grant.from_host or not isinstance(source.content.buffer, Withdrawing):
+        return False
+    return source.content.held != read.version and retention.leaves_last(state, source)
 
 
 def _is_impatient(source: Member, version: Version) -> bool:

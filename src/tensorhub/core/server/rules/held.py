@@ -12,7 +12,8 @@ from ...messages import Empty, Filling
 from ...names import ModelName, ReplicaName, Version
 from ...snapshot import HeldView
 from .. import facts
-from ..catalog import Model, version_in
+from ..catalog import Model
+from ..content import version_in
 from ..groups import Replica
 from ..membership import Member
 from ..state import State

@@ -107,7 +107,7 @@ def _way_out(
     better = [c for c in sources.candidates(state, model, record, reader) if _is_better(state, read, c, needed)]
     if not progress.tier(state, read)[0] and not sources.may_cross(state, model, record, reader):
         better = [candidate for candidate in better if candidate.is_same_site]
-    its_own = state.reads.current(read.source)
+    its_own = state.reads.current.get(read.source)
     first = [candidate for candidate in better if not candidate.load and not candidate.is_slow]
     if its_own is not None and its_own.version == read.version:
         first = first or [candidate for candidate in better if candidate.worker == its_own.source]
@@ -121,6 +121,8 @@ def _why_leave(
     pace, name = read.pace, read.source.replica
     if pace.is_still(state.now, progress.patience_s(state)):
         return f"left {name}: nothing came for {state.now - pace.moved_at:.1f} s", 0.0
+    if pace.rate is None:
+        return None  # too little is known yet
     its_own = progress.its_own(state, read)
     is_hopeless = its_own is not None and its_own.pace.is_stuck
     if state.now < pace.waited_at + progress.window_s(state) and not is_hopeless:
@@ -148,13 +150,13 @@ def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float
     if not candidate.is_same_site and not is_still and (candidate.leaving_site or not progress.tier(state, read)[0]):
         return False
     if not candidate.is_full:
-        its_own = state.reads.current(candidate.worker)
+        its_own = state.reads.current.get(candidate.worker)
         rate = its_own.pace.rate if its_own is not None else None
         is_enough = is_still if rate is None else rate >= needed
         return is_enough and _is_sound(state, candidate.worker, without=read.source)
     if not candidate.load:
         return True
-    source, its_own = state.known(candidate.worker), state.reads.current(read.source)
+    source, its_own = state.known(candidate.worker), state.reads.current.get(read.source)
     others = [one for one in state.reads.from_source(candidate.worker) if not one.is_void]
     if is_still:
         return not any(progress.is_held_up(state, one) for one in others)
@@ -168,7 +170,7 @@ def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float
 
 def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
     """It is filling, and so is each source above it, up to one that has everything. None of them is `without`."""
-    read = state.reads.current(worker)
+    read = state.reads.current.get(worker)
     for _ in range(MAX_HOPS):
         if read is None or read.source == without or read.pace.is_stuck or progress.is_held_up(state, read):
             return False
@@ -177,7 +179,7 @@ def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
             return False
         if facts.is_full(source, read.version, read.grant.from_host):
             return True
-        read = state.reads.current(read.source)
+        read = state.reads.current.get(read.source)
     return False
 
 
@@ -188,14 +190,14 @@ def _settle_places(
     slow = state.members.get(read.instead_of) if read.instead_of is not None else None
     if slow is not None and read.pace.rate is not None:
         yield SettlePlaces(read)
-        its_own = state.reads.current(slow.worker)
+        its_own = state.reads.current.get(slow.worker)
         if its_own is not None and (its_own.source, its_own.version) == (read.source, read.version):
             if read.pace.rate < read.must_beat:
                 yield from _note_stuck(state, reader, read)
                 return (yield from _follow(state, model, record, reader, read, slow.worker, "no better than"))
             yield GiveWay(slow, reader.worker)
     other = reader.gives_way_to
-    theirs = state.reads.current(other) if other is not None else None
+    theirs = state.reads.current.get(other) if other is not None else None
     if other is None or theirs is None or (theirs.source, theirs.version) != (read.source, read.version):
         if other is not None:
             yield GiveWay(reader, None)
@@ -233,7 +235,7 @@ def _usual(state: State, record: VersionRecord, read: OpenRead) -> Generator[Dec
         found: dict[Tier, list[float]] = {}
         for holders in record.holders.values():
             for worker in holders:
-                one = state.reads.current(worker)
+                one = state.reads.current.get(worker)
                 if one is not None and one.version == record.version and one.pace.rate is not None:
                     found.setdefault(progress.tier(state, one), []).append(one.pace.rate)
         rates = {each: usual(those) for each, those in found.items()}

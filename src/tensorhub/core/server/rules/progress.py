@@ -10,12 +10,12 @@ REPORTS = 1.75  # without anything: two, less the time by which the second may c
 
 def patience_s(state: State) -> float:
     """How long a read may stand still."""
-    return max(state.settings.stalled_s, REPORTS * state.settings.report_s_of(len(state.members)))
+    return max(state.settings.stalled_s, REPORTS * state.report_s)
 
 
 def window_s(state: State) -> float:
     """Over how long a rate is measured."""
-    return max(state.settings.slow_s, 2 * state.settings.report_s_of(len(state.members)))
+    return max(state.settings.slow_s, 2 * state.report_s)
 
 
 def its_own(state: State, read: OpenRead) -> OpenRead | None:
@@ -23,7 +23,7 @@ def its_own(state: State, read: OpenRead) -> OpenRead | None:
     source = state.members.get(read.source)
     if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.grant.from_host):
         return None
-    its_own = state.reads.current(read.source)
+    its_own = state.reads.current.get(read.source)
     if its_own is None or (its_own.version, its_own.grant.to_host) != (read.version, read.grant.from_host):
         return None
     return its_own

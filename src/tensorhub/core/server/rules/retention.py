@@ -135,6 +135,8 @@ def leaves_last(state: State, member: Member) -> bool:
     buffer = member.content.buffer
     if not isinstance(buffer, Withdrawing) or member.report.closing or not _is_squeezed(buffer.version, member):
         return False
+    if member.is_let_go:
+        return False  # it was told to go on, and does
     return must_stay(state, state.models[member.hello.model], member)
 
 
@@ -148,10 +150,12 @@ def version_to_offload(state: State, model: Model, member: Member) -> Version | 
 
 def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> Failure | None:
     """Why the version that it wants to leave, and may not, cannot be offloaded; None where it can or need not."""
+    report, buffer = member.report, member.content.buffer
+    if report.copy_error is None and (report.copies_left or not isinstance(buffer, Withdrawing)):
+        return None  # there is room
     version = version_to_offload(state, model, member)
     if version is None or member.has_whole_copy(version) or not (member.hello.reliable and model.is_wished(version)):
         return None
-    report = member.report
     if report.copy_error is not None:
         return report.copy_error
     if not _is_squeezed(version, member) or any(copy.leaving for copy in member.content.copies):
@@ -169,7 +173,7 @@ def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> F
 def version_to_fetch(state: State, model: Model, replica: Replica, member: Member) -> Version | None:
     """What it is to fill a host copy with, as far as there is room."""
     report = member.report
-    if not model.roll.is_over or report.closing:
+    if not model.roll.is_over or report.closing or not _may_want_a_copy(model, member):
         return None
     if _is_squeezed(version_to_offload(state, model, member), member):
         return None
@@ -187,6 +191,13 @@ def version_to_fetch(state: State, model: Model, replica: Replica, member: Membe
             continue  # the buffer is filled at once, or there is no room
         return version
     return None
+
+
+def _may_want_a_copy(model: Model, member: Member) -> bool:
+    """Somebody closes, its caller or its settings wish it, or it may be elected: else it fetches nothing ahead."""
+    if model.closing or member.report.prefetch is not None or member.hello.prefetch == "always":
+        return True
+    return len(model.sites) > 1 and member.hello.prefetch != "never"
 
 
 def _wanted_copies(state: State, model: Model, replica: Replica, member: Member) -> Iterator[Version]:
@@ -350,7 +361,7 @@ def _is_needed(
     copy: HostCopy,
     is_squeezed: bool,
 ) -> bool:
-    version, reading = copy.version, state.reads.current(member.worker)
+    version, reading = copy.version, state.reads.current.get(member.worker)
     if copy.number in member.releasing:
         return False
     if version == version_to_offload(state, model, member) or _is_read(state, member, copy):

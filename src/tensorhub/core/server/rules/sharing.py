@@ -40,11 +40,11 @@ def awaited_until(state: State, model: Model, record: VersionRecord, member: Mem
     if not _may_share(state, record, member):
         return None
     for mate in _mates(state, model, member):
-        read = state.reads.current(mate.worker)
+        read = state.reads.current.get(mate.worker)
         if read is None or read.version != record.version or not read.grant.to_host or not facts.is_here(state, mate):
             continue
         if mate.fits(record.layouts.get(member.shard)) and not progress.is_held_up(state, read):
-            is_silent_at = facts.silent_at(state, mate) + MOMENT * state.report_s
+            is_silent_at = mate.silent_at + MOMENT * state.report_s
             return min(is_silent_at, state.now + progress.patience_s(state))
     return None
 

@@ -18,7 +18,7 @@ from ..state import State
 from . import retention, wanted, witness
 from .selection import Candidate
 
-MAX_ALL = 64  # holders of whom each is looked at: beyond that an idle one is taken from their index
+MAX_ALL = 8  # holders of whom each is looked at: beyond that an idle one is taken from their index
 
 
 def candidates(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
@@ -111,7 +111,7 @@ def may_cross(state: State, model: Model, record: VersionRecord, reader: Member)
     """The reader is the seed of its site for its shard: nobody else is to read that across."""
     best: tuple[int, object] | None = None
     for member in facts.members_of(state, model, reader.shard):
-        if member.hello.site != reader.hello.site or state.reads.current(member.worker) is not None:
+        if member.hello.site != reader.hello.site or state.reads.current.get(member.worker) is not None:
             continue
         if not facts.is_here(state, member):
             continue
@@ -136,7 +136,7 @@ def _candidate(
     if not facts.serves(state, worker, version, from_host) or (from_host and member.loses_copy(version)):
         return None
     has_all = facts.is_full(member, version, from_host)
-    current = state.reads.current(worker)
+    current = state.reads.current.get(worker)
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
     if not has_all and (not is_filling or (not from_host and retention.leaves_last(state, member))):
         return None  # it waits for a source itself, or for those who would read behind it

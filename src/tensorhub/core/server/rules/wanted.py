@@ -26,7 +26,7 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
         version = retention.version_to_fetch(state, model, replica, member)
         is_whole = version is not None and member.has_whole_copy(version)
         return Wanted(version, True) if version is not None and not is_whole else None
-    copy, current = member.copy(version), state.reads.current(member.worker)
+    copy, current = member.copy(version), state.reads.current.get(member.worker)
     if copy is not None and not copy.unfit:
         return Wanted(version, True)
     is_coming = current is not None and current.version == version and current.grant.to_host

@@ -1,0 +1,116 @@
+"""Reports from which nothing follows, and that every other report is more than that."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from tensorhub.core.messages import (
+    CallReport,
+    Failure,
+    Filling,
+    Holding,
+    HostCopy,
+    Reading,
+    Report,
+    Roster,
+    TicketFailure,
+)
+from tensorhub.core.names import Digest, Number, Ticket, Version
+from tensorhub.core.server import routine
+
+from .kit import worker
+from .town import Town
+
+ONE, ROOT = Version(1), Digest("r")
+TRAINER, READER = worker("trainer"), worker("reader")
+
+# --- what is news -----------------------------------------------------------------------------------------------------
+
+WITH_EVERY_REPORT = ("number", "seen", "closed", "received_bytes", "ceiling", "ceiling_receipt", "roster")
+NEWS: dict[str, Any] = {
+    "session": Number(2),
+    "buffer": Filling(ONE),
+    "layout": Digest("other"),
+    "size_bytes": 1,
+    "call": CallReport(1, "replicate", 1),
+    "ended": 1,
+    "finished": 1,
+    "reading": Reading(Ticket(1), TRAINER, ONE),
+    "newest": ONE,
+    "failures": (TicketFailure(Ticket(1), TRAINER, "source-lost", "reset"),),
+    "cross_site_bytes": {1: 100},
+    "copies": (HostCopy(1, ONE, ROOT),),
+    "copies_left": 1,
+    "copy_error": Failure("internal", "no memory"),
+    "pins": (ONE,),
+    "prefetch": "latest",
+    "newest_receipt": "receipt",
+    "receipts": {1: "receipt"},
+    "closing": True,
+    "leaving": True,
+    "claim": ONE,
+    "stops": True,
+}
+
+
+@pytest.mark.parametrize("field", NEWS)
+def test_whatever_a_worker_says_anew_is_more_than_that_it_lives(field: str) -> None:
+    said = replace(Report(2), **{field: NEWS[field]})
+    assert not routine.is_same(said, Report(1))
+    if field != "leaving":  # which is said once
+        assert routine.is_same(replace(said, number=3), said)
+
+
+def test_what_changes_with_every_report_is_no_news() -> None:
+    said = Report(
+        2, Number(0), Number(5), closed=Ticket(3), received_bytes={"a": 7}, ceiling=Number(9), ceiling_receipt="receipt"
+    )
+    assert routine.is_same(replace(said, roster=Roster(Number(4), 1, "digest", "receipt")), Report(1))
+
+
+def test_every_field_of_a_report_is_one_or_the_other() -> None:
+    assert sorted([*WITH_EVERY_REPORT, *NEWS]) == sorted(Report.__struct_fields__)
+
+
+@pytest.mark.parametrize("field", [field for field in NEWS if field not in ("buffer", "reading")])
+def test_whatever_is_said_beside_it_is_more_than_that_a_fill_goes_on(field: str) -> None:
+    before = Report(1, buffer=Filling(ONE, 3, 9))
+    goes_on = Report(2, buffer=Filling(ONE, 4, 9))
+    assert routine.is_progress(goes_on, before)
+    assert not routine.is_progress(replace(goes_on, **{field: NEWS[field]}), before)
+
+
+def test_a_fill_with_another_version_or_from_its_beginning_is_no_progress() -> None:
+    before = Report(1, buffer=Filling(ONE, 3, 9))
+    for buffer in (Filling(Version(2), 4, 9), Filling(ONE, 2, 9), Holding(ONE, ROOT)):
+        assert not routine.is_progress(Report(2, buffer=buffer), before)
+    assert not routine.is_progress(Report(2, buffer=Filling(ONE, 4, 9), closed=Ticket(1)), before)
+
+
+# --- how they are answered --------------------------------------------------------------------------------------------
+
+
+def test_who_has_heard_the_end_of_its_call_is_told_nothing_more_of_it() -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER)
+    call = CallReport(1, "replicate", 1)
+    town.says(READER, call=call)
+    grant = town.orders[READER].grant
+    assert grant is not None
+    reading, call = Reading(grant.ticket, TRAINER, ONE), replace(call, resolved=ONE)
+    for done in range(3):
+        town.says(READER, buffer=Filling(ONE, done, 3), call=call, reading=reading)
+        assert town.orders[READER].grant == grant
+    town.says(READER, buffer=Holding(ONE, ROOT), call=call, closed=grant.ticket)
+    told = town.orders[READER]
+    assert told.answer is not None
+    assert told.answer.finished
+    assert told.receipts
+    said = {"buffer": Holding(ONE, ROOT), "closed": grant.ticket, "ended": 1, "finished": 1, "receipts": told.receipts}
+    town.says(READER, **said)
+    told = town.orders[READER]
+    assert (told.position, told.answer, told.grant, told.receipts) == (1, None, None, {})
+    town.says(READER, **said, closing=True)
+    assert town.server.state.models[READER.model].closing, "what is more than that is taken in"
