@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Answer, Holding, LayoutInfo, Poisoned
+from tensorhub.core.messages import Answer, Holding, LayoutInfo, Poisoned, Withdrawing
 from tensorhub.core.names import Digest, Number, Ticket, Version
 from tensorhub.core.worker import events
 
@@ -51,3 +51,15 @@ def test_a_copy_that_only_the_call_wanted_is_read_no_more_once_that_is_over() ->
     assert it.wants(events.StartRead(ahead))
     it.tell(events.Cancelled())
     assert it.wants(events.StopRead(Ticket(2)))
+
+
+def test_that_it_became_impatient_is_one_line_of_its_story() -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("publish", 1, deadline=60.0, root=Digest("r")))
+    it.tell(events.Received(orders(2, answer=it.resolved(1))))
+    it.tell(events.Received(orders(3, answer=replace(it.resolved(1), finished=True))))
+    it.tell(events.Called("unpublish", "", deadline=60.0))
+    for it.now in (10.0, 40.0, 41.0, 42.0):
+        it.tell(events.Tick())
+    assert it.worker.buffer == Withdrawing(ONE, Digest("r"), published=True, impatient=True)
+    assert [line for _, line in it.worker.story() if "impatient" in line] == ["withdraws version 1, impatient"]

@@ -92,6 +92,18 @@ def test_among_very_many_one_that_has_everything_comes_before_one_that_is_fillin
         town.says(who, call=call, buffer=Filling(ONE), reading=Reading(grant.ticket, grant.source, ONE))
 
 
+def test_among_very_many_a_relay_comes_before_the_publisher() -> None:
+    town = Town()
+    town.joins(worker("a"), host="a", buffer=Holding(ONE, ROOT, published=True))
+    for number in range(sources.MAX_ALL):
+        town.joins(worker(f"relay-{number:02}"), host=f"{number}", buffer=Holding(ONE, ROOT))
+    town.joins(READER, host="reader")
+    town.says(READER, call=CallReport(1, "replicate", 1))
+    grant = town.orders[READER].grant
+    assert grant is not None
+    assert grant.source == worker("relay-00")
+
+
 def test_prefetched_is_the_newest_of_the_copies_that_are_whole() -> None:
     town = Town()
     town.joins(TRAINER, buffer=Holding(Version(4), ROOT, published=True))

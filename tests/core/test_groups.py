@@ -27,6 +27,18 @@ def test_the_first_to_arrive_begins_it_and_the_others_join() -> None:
     assert group.missing() == []
 
 
+def test_who_wants_to_publish_is_a_trainer_though_nothing_came_of_it_yet() -> None:
+    for call, is_trainer in (
+        (called(1, "publish", 7), True),
+        (called(1, "unpublish", "", claim=Version(7)), True),
+        (called(1, "unpublish", ""), False),
+        (called(1, "replicate"), False),
+    ):
+        group = replica()
+        group.arrive(ZERO, call, now=0.0)
+        assert group.publishes is is_trainer
+
+
 def test_the_stored_answer_is_everybodys() -> None:
     group = replica()
     group.arrive(ZERO, called(1), now=0.0)

@@ -1,6 +1,6 @@
 """The steps of leaving: withdraw, let heirs and readers finish for nearly all of the time, then go."""
 
-from ..messages import Empty, Failure, Holding, Poisoned, Withdrawing
+from ..messages import Failure, Holding, Withdrawing
 from . import calling, events, filling
 from .departure import Departure
 from .state import WorkerState
@@ -42,6 +42,5 @@ def leave(worker: WorkerState, departure: Departure, *, drained: bool) -> None:
 
 
 def _is_gone(worker: WorkerState) -> bool:
-    """Nothing is held here any more, and nobody reads or writes here."""
-    is_empty = isinstance(worker.buffer, Empty | Poisoned) and not worker.copies.by_version
-    return is_empty and worker.is_untouched and worker.reading is None
+    """Nothing is held here any more, and nobody reads or writes here: what was held was served until it was left."""
+    return not worker.copies.by_version and worker.is_untouched and worker.reading is None
