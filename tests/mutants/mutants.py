@@ -371,6 +371,12 @@ MUTANTS = (
         "who closes waits for an heir that has room as soon as its old copy is gone",
     ),
     Mutant(
+        "who leaves last waits for what is there",
+        "    if own is not None and own > record.version and _is_all_outside(model, model.look_up(own)):\n",
+        "    if False:\n",
+        "two replicas that have half of a version each do not wait for each other",
+    ),
+    Mutant(
         "leavers rely on each other",
         "        if not is_copy and not is_self and is_keeper and comes_first:\n",
         "        if not is_copy and not is_self and is_keeper:\n",

@@ -36,6 +36,14 @@ def _is_whole_outside(model: Model, record: VersionRecord) -> bool:
     return True
 
 
+def _is_all_outside(model: Model, record: VersionRecord) -> bool:
+    """Somebody has each shard, beside its publishers, whether anybody relies on him or not."""
+    return all(
+        any(worker.replica not in record.publishers for worker in record.whole.get(Shard(shard), {}))
+        for shard in range(model.shards)
+    )
+
+
 def has_reliable_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
     """Somebody reliable keeps the leaver's shard.
 
@@ -87,7 +95,14 @@ def rank(member: Member, record: VersionRecord) -> Rank:
 
 
 def is_another_on_its_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Another replica is leaving this version for a newer one, or has left it: it has that one before this one must."""
+    """Another replica is leaving this version for a newer one, or has left it: it has that one before this one must.
+
+    Nobody is waited for once all of what this one wants is outside its publishers, in one replica or in several: two
+    of them that have half of it each would wait for each other.
+    """
+    own = facts.wanted_version(model.replicas[member.hello.replica], member)
+    if own is not None and own > record.version and _is_all_outside(model, model.look_up(own)):
+        return False
     for other in facts.members_of(state, model, member.shard):
         if other.worker == member.worker or not other.is_connected or other.report.closing:
             continue

@@ -5,12 +5,13 @@ leads to it anyway.
 """
 
 from ...messages import Withdrawing
+from ...names import Shard
 from ..catalog import Model
 from ..groups import Replica
 from ..membership import Member
 from ..state import State
 from ..watches import NEWS, SERVICE, Topic, loss_of, references_of, sources_of
-from . import grants
+from . import grants, retention
 from .wanted import Wanted
 
 
@@ -26,6 +27,8 @@ def interests_of(
     if isinstance(content.buffer, Withdrawing) and is_leaving:
         found.append(references_of(content.buffer.version, shard))
     found += [references_of(copy.version, shard) for copy in content.copies]
+    if call is not None and call.version is not None and retention.leaves_last(state, member):
+        found += [references_of(call.version, Shard(each)) for each in range(model.shards)]  # until others have it
     is_open = call is not None and not call.is_over
     if call is not None and is_open:
         found += [loss_of(call.version)] if call.version is not None else [SERVICE]
