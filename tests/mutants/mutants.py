@@ -366,7 +366,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy that goes makes no room for its heir",
-        "    has_room = report.copies_left > 0 or has_it\n",
+        "    has_room = report.copies_left > 0 or may_have_room or is_making_room\n",
         "    has_room = report.copies_left > 0 or member.copy(record.version) is not None\n",
         "who closes waits for an heir that has room as soon as its old copy is gone",
     ),
