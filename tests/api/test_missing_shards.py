@@ -1,6 +1,7 @@
 """A replica whose shards do not all come to a call: what the others are told, and when."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -116,3 +117,31 @@ def test_a_shard_that_is_closed_while_its_sibling_calls_costs_nothing(pair):
     thread.join(10)
     assert found
     assert found[0] - began < LEASE_S / 2
+
+
+def test_a_publish_that_fails_before_it_is_hashed_counts_as_a_call(pair):
+    """Its shard's next call is not compared with the publish that the other still waits in, as if both were first."""
+
+    def program(weights, timeout, error):
+        with pytest.raises(error):
+            weights.publish(1, timeout=timeout)
+        for _ in range(3):
+            with contextlib.suppress(tensorhub.GroupIncomplete):
+                return weights.unpublish(timeout=20)
+
+    def late():
+        eventually(lambda: pair[0]._aio._client.driver.worker.call is not None, "the other waits")
+        return program(pair[1], 1e-6, tensorhub.DeadlineExceeded)
+
+    assert in_threads(lambda: program(pair[0], 60, tensorhub.GroupIncomplete), late) == [None, None]
+    assert in_threads(*(lambda w=w: w.publish(1, timeout=5) for w in pair)) == [1, 1]
+
+
+def test_shards_that_go_on_at_once_with_another_call_are_in_step(pair):
+    """Shard 1 comes to the next call before it can have heard that shard 0 has given up the one before."""
+    assert in_threads(*(lambda w=w: w.publish(1, timeout=5) for w in pair)) == [1, 1]
+    for version in range(2, 12):
+        with pytest.raises(tensorhub.DeadlineExceeded):
+            pair[0].replicate(1, timeout=0.001)
+        assert in_threads(*(lambda w=w: w.unpublish(timeout=5) for w in pair)) == [None, None]
+        assert in_threads(*(lambda w=w, v=version: w.publish(v, timeout=5) for w in pair)) == [version, version]

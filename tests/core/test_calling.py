@@ -112,3 +112,36 @@ def test_what_is_granted_before_the_buffer_is_free_is_read_as_soon_as_it_is() ->
     it.tell(events.ServingStopped(ONE))
     assert it.wants(events.StartRead(grant(4)))
     assert it.worker.state.seen == Number(5)
+
+
+def test_a_call_at_a_position_that_was_over_goes_on_at_another() -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("update", "latest", 60.0))
+    over = Failure("group-incomplete", "its siblings are past that")
+    it.tell(events.Received(orders(2, answer=Answer(1, error=over, instead=4))))
+    assert it.errors == []
+    assert it.worker.call is not None
+    assert it.worker.call.number == 4
+    it.tell(events.Received(orders(3, answer=Answer(1, error=over, instead=5))))  # about a call of the past
+    assert it.worker.call.number == 4
+    it.tell(events.Cancelled(), events.Called("update", "latest", 60.0))
+    assert it.worker.call.number == 5
+
+
+def test_a_call_that_was_resolved_ends_where_it_is() -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("update", "latest", 60.0))
+    over = Failure("group-incomplete", "its siblings are past that")
+    it.tell(events.Received(orders(2, answer=it.resolved(1))))
+    it.tell(events.Received(orders(3, answer=Answer(1, error=over, instead=4))))
+    assert it.errors == ["group-incomplete"]
+
+
+def test_a_worker_counts_its_own_calls_and_only_the_first_from_where_it_is_told() -> None:
+    it = Conversation.begun()
+    it.worker.state.position = 7
+    it.tell(events.Called("update", "latest", 60.0), events.Cancelled())
+    it.worker.state.position = 20
+    it.tell(events.Called("update", "latest", 60.0))
+    assert it.worker.call is not None
+    assert it.worker.call.number == 9

@@ -1,6 +1,6 @@
 """What the shards of one replica do together."""
 
-from tensorhub.core.messages import Failure
+from tensorhub.core.messages import Answer, CallReport, Failure
 from tensorhub.core.names import Digest, ReplicaName, Shard, Version
 from tensorhub.core.server.groups import Replica, some_shards
 
@@ -16,6 +16,13 @@ def replica(shards: int = 2) -> Replica:
 
 def code(failure: Failure | None) -> str:
     return failure.code if failure is not None else ""
+
+
+def heard(group: Replica, shard: Shard, mine: CallReport) -> Answer:
+    """What the shard hears of its call."""
+    answer = group.answer(shard, mine)
+    assert answer is not None
+    return answer
 
 
 def test_the_first_to_arrive_begins_it_and_the_others_join() -> None:
@@ -45,16 +52,149 @@ def test_the_stored_answer_is_everybodys() -> None:
     assert group.call is not None
     group.call.version = Version(7)
     group.arrive(ONE, called(1), now=0.0)
-    assert group.answer(ZERO, called(1)).version == group.answer(ONE, called(1)).version == 7
+    assert heard(group, ZERO, called(1)).version == heard(group, ONE, called(1)).version == 7
 
 
-def test_another_verb_or_spec_is_a_mismatch_for_all() -> None:
+def test_who_calls_another_verb_or_spec_does_not_arrive_and_fails_nothing_yet() -> None:
     for other in (called(1, "replicate"), called(1, spec="latest-1"), called(1, spec=7)):
         group = replica()
         group.arrive(ZERO, called(1), now=0.0)
         group.arrive(ONE, other, now=0.0)
-        assert code(group.answer(ZERO, called(1)).error) == "group-mismatch"
-        assert code(group.answer(ONE, other).error) == "group-mismatch"
+        assert group.call is not None
+        assert group.missing() == [1]
+        assert list(group.call.differing) == [ONE]
+        for shard, mine in ((ZERO, called(1)), (ONE, other)):
+            assert heard(group, shard, mine).error is None
+
+
+def test_both_hear_of_a_difference_that_is_certain() -> None:
+    group = replica()
+    group.arrive(ZERO, called(1), now=0.0)
+    group.arrive(ONE, called(1, "replicate"), now=0.0)
+    assert group.call is not None
+    group.call.fail(Failure("group-mismatch", "they differ"))
+    for shard, mine in ((ZERO, called(1)), (ONE, called(1, "replicate"))):
+        answer = heard(group, shard, mine)
+        assert (code(answer.error), answer.instead) == ("group-mismatch", 0)
+
+
+def test_who_differs_from_a_call_that_was_given_up_comes_to_the_next() -> None:
+    for end in ("gives up", "goes on", "dies"):
+        group = replica()
+        group.arrive(ZERO, called(1), now=0.0)
+        group.arrive(ONE, called(1, "replicate"), now=0.0)
+        match end:
+            case "gives up":
+                group.note_ended(ZERO, 1, 0)
+            case "goes on":
+                group.arrive(ZERO, called(2, "replicate"), now=0.0)
+            case "dies":
+                group.lose(ZERO, "died")
+        assert heard(group, ONE, called(1, "replicate")).instead == 2, end
+
+
+# --- who comes to what is over ----------------------------------------------------------------------------------------
+
+
+def given_up() -> Replica:
+    """Shard 0 has given up position 1, to which shard 1 had not come."""
+    group = replica()
+    group.arrive(ZERO, called(1), now=0.0)
+    group.note_ended(ZERO, 1, 0)
+    return group
+
+
+def instead(group: Replica, shard: Shard, mine: CallReport) -> int | None:
+    """Where that call goes on; None if it hears nothing yet."""
+    group.arrive(shard, mine, now=0.0)
+    answer = group.answer(shard, mine)
+    assert answer is None or answer.instead == 0 or code(answer.error) == "group-incomplete"
+    return answer.instead if answer is not None else None
+
+
+def test_who_comes_to_what_was_given_up_begins_the_next() -> None:
+    assert instead(given_up(), ONE, called(1)) == 2
+    assert instead(given_up(), ONE, called(1, "replicate")) == 2
+
+
+def test_who_comes_late_joins_the_call_that_its_siblings_are_in_if_that_is_the_same() -> None:
+    group = given_up()
+    group.arrive(ZERO, called(5), now=0.0)
+    assert instead(group, ONE, called(1)) == 5
+
+
+def test_who_comes_late_with_another_call_has_been_left_behind() -> None:
+    group = given_up()
+    group.arrive(ZERO, called(2, "replicate"), now=0.0)
+    assert instead(group, ONE, called(1)) == 0
+
+
+def test_who_comes_to_a_position_long_past_is_numbered_after_all_that_have_ended() -> None:
+    group = replica()
+    group.note_ended(ZERO, 7, 5)
+    assert instead(group, ONE, called(2)) == 8
+
+
+def test_whose_call_was_resolved_does_not_come_to_another() -> None:
+    assert instead(given_up(), ONE, called(1, resolved=Version(7))) == 0
+
+
+def test_where_ends_may_be_unknown_nobody_is_numbered_anew() -> None:
+    group = given_up()
+    assert group.answer(ONE, called(1), is_whole=False) is None
+    assert group.answer(ZERO, called(1), is_whole=False) is not None  # who was there hears that it is over
+
+
+def test_who_was_put_there_arrives_when_another_is_known_to_be_there_still() -> None:
+    group = replica(3)
+    group.arrive(ZERO, called(4), now=0.0, is_put=True)  # nobody is there whom it could have misunderstood
+    group.arrive(ONE, called(4), now=0.0)
+    group.arrive(Shard(2), called(4), now=0.0, is_put=True)
+    assert group.call is not None
+    assert (list(group.call.arrived), list(group.call.pending)) == ([ZERO, ONE], [Shard(2)])
+    group.note_ended(ZERO, 4, 3)
+    assert [heard(group, shard, called(4)).instead for shard in (ONE, Shard(2))] == [0, 5]
+
+
+def test_who_waited_for_one_that_was_past_it_has_come_late() -> None:
+    """The news that shard 0 had given up came after shard 1."""
+    group = replica(3)
+    group.arrive(ONE, called(1), now=0.0)
+    group.arrive(Shard(2), called(1), now=0.0)
+    group.note_ended(ZERO, 1, 0)
+    assert [heard(group, shard, called(1)).instead for shard in (ONE, Shard(2))] == [2, 2]
+    group = replica(3)
+    group.arrive(ONE, called(1), now=0.0)
+    group.arrive(ZERO, called(1, "replicate"), now=0.0)
+    group.note_ended(ZERO, 1, 0)
+    assert heard(group, ONE, called(1)).instead == 2
+    group = replica(3)
+    group.arrive(ONE, called(1), now=0.0)
+    group.arrive(ZERO, called(4), now=0.0)
+    assert heard(group, ONE, called(1)).instead == 4
+
+
+def test_a_new_life_has_not_arrived_where_the_life_before_it_had() -> None:
+    for is_in_call, expected in ((False, 2), (True, 0)):
+        group = replica()
+        group.arrive(ZERO, called(1), now=0.0)
+        group.arrive(ONE, called(1), now=0.0)
+        group.lose(ONE, "died")
+        group.join(ONE, worker("rollout", 1), is_in_call=is_in_call)
+        assert instead(group, ONE, called(1)) == expected
+
+
+def test_a_call_that_was_begun_here_has_not_ended_well_at_a_server_before() -> None:
+    group = replica()
+    group.arrive(ONE, called(3), now=0.0)
+    group.note_ended(ZERO, 3, 3)  # which shard 1 cannot have been in
+    assert code(heard(group, ONE, called(3)).error) == "group-incomplete"
+    group = replica()
+    group.note_ended(ZERO, 3, 3)
+    assert instead(group, ONE, called(3)) == 4
+
+
+# --- how it ends ------------------------------------------------------------------------------------------------------
 
 
 def test_a_shard_that_gives_up_fails_it_for_the_others() -> None:
@@ -62,21 +202,21 @@ def test_a_shard_that_gives_up_fails_it_for_the_others() -> None:
     group.arrive(ZERO, called(1), now=0.0)
     group.arrive(ONE, called(1), now=0.0)
     group.note_ended(ZERO, 1, 0)
-    assert code(group.answer(ONE, called(1)).error) == "group-incomplete"
+    assert code(heard(group, ONE, called(1)).error) == "group-incomplete"
 
 
 def test_a_shard_that_saw_it_end_well_is_believed() -> None:
     group = replica()
-    group.arrive(ONE, called(1), now=0.0)
+    group.arrive(ONE, called(1), now=0.0, is_first=True)
     group.note_ended(ZERO, 1, 1)
-    assert group.answer(ONE, called(1)).finished
+    assert heard(group, ONE, called(1)).finished
 
 
 def test_after_a_restart_a_late_shard_hears_that_it_had_finished() -> None:
     group = replica()
     group.note_ended(ZERO, 5, 5)
-    group.arrive(ONE, called(5, resolved=Version(7)), now=0.0)
-    answer = group.answer(ONE, called(5, resolved=Version(7)))
+    group.arrive(ONE, called(5, resolved=Version(7)), now=0.0, is_first=True)
+    answer = heard(group, ONE, called(5, resolved=Version(7)))
     assert (answer.finished, answer.version) == (True, 7)
 
 
@@ -84,7 +224,7 @@ def test_after_a_restart_a_late_shard_hears_that_it_had_failed() -> None:
     group = replica()
     group.note_ended(ZERO, 5, 4)
     group.arrive(ONE, called(5), now=0.0)
-    assert code(group.answer(ONE, called(5)).error) == "group-incomplete"
+    assert code(heard(group, ONE, called(5)).error) == "group-incomplete"
 
 
 def test_one_that_goes_on_fails_the_call_it_left() -> None:
@@ -92,15 +232,15 @@ def test_one_that_goes_on_fails_the_call_it_left() -> None:
     group.arrive(ZERO, called(1), now=0.0)
     group.arrive(ONE, called(1), now=0.0)
     group.arrive(ZERO, called(2), now=0.0)
-    assert code(group.answer(ONE, called(1)).error) == "group-incomplete"
-    assert group.answer(ZERO, called(2)).error is None
+    assert code(heard(group, ONE, called(1)).error) == "group-incomplete"
+    assert heard(group, ZERO, called(2)).error is None
 
 
 def test_a_position_long_past_is_over() -> None:
     group = replica()
     for number in (1, 2, 3):
         group.arrive(ZERO, called(number), now=0.0)
-    answer = group.answer(ONE, called(1))
+    answer = heard(group, ONE, called(1))
     assert code(answer.error) == "group-incomplete"
 
 
@@ -109,7 +249,7 @@ def test_a_death_fails_what_the_dead_had_arrived_at() -> None:
     group.arrive(ZERO, called(1), now=0.0)
     group.arrive(ONE, called(1), now=0.0)
     group.lose(ONE, "died")
-    assert code(group.answer(ZERO, called(1)).error) == "group-incomplete"
+    assert code(heard(group, ZERO, called(1)).error) == "group-incomplete"
     assert ONE not in group.members
 
 
@@ -117,10 +257,10 @@ def test_a_death_before_it_arrived_fails_it_too_and_its_next_life_comes_to_the_n
     group = replica()
     group.arrive(ZERO, called(1), now=0.0)
     group.lose(ONE, "died")
-    assert code(group.answer(ZERO, called(1)).error) == "group-incomplete"
+    assert code(heard(group, ZERO, called(1)).error) == "group-incomplete"
     group.note_ended(ZERO, 1, 0)
     group.arrive(ONE, called(2), now=0.0)
-    assert group.answer(ONE, called(2)).error is None
+    assert heard(group, ONE, called(2)).error is None
 
 
 def test_what_is_over_does_not_change() -> None:
@@ -137,7 +277,7 @@ def test_what_was_resolved_before_a_restart_is_believed() -> None:
     group = replica()
     group.arrive(ZERO, called(3, resolved=Version(7)), now=0.0)
     group.arrive(ONE, called(3), now=0.0)
-    assert group.answer(ONE, called(3)).version == 7
+    assert heard(group, ONE, called(3)).version == 7
 
 
 def test_roots_of_a_publish_are_kept_by_shard() -> None:

@@ -181,7 +181,10 @@ def test_a_mismatch_among_four_thousand_shards_fits() -> None:
         group.arrive(Shard(shard), CallReport(1, "update", "latest"), now=0.0)
     odd = CallReport(1, "replicate", "latest")
     group.arrive(Shard(MAX_SHARDS - 1), odd, now=0.0)
-    for reported in (odd, CallReport(1, "update", "latest")):
-        answer = group.answer(Shard(0), reported)
+    assert group.call is not None
+    group.call.fail(Failure("group-mismatch", group.call.difference(group.name)))
+    for shard, reported in ((MAX_SHARDS - 1, odd), (0, CallReport(1, "update", "latest"))):
+        answer = group.answer(Shard(shard), reported)
+        assert answer is not None
         assert answer.error is not None
         assert len(encode(Orders(Number(1), Number(1), 1, 1.0, 1.0, 1.0, answer=answer))) < MAX_REPORT_BYTES // 4

@@ -239,8 +239,8 @@ MUTANTS = (
     ),
     Mutant(
         "finished before all shards are",
-        "        if member is None or reported is None or reported.number != call.number:\n            return False\n",
-        "        if member is None or reported is None or reported.number != call.number:\n            continue\n",
+        "        if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):\n            return False\n",
+        "        if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):\n            continue\n",
         "a call is finished when every shard of the replica is",
     ),
     Mutant(
@@ -963,8 +963,44 @@ MUTANTS = (
     ),
     Mutant(
         "shards may say different things of one version",
-        "        if is_same and call.metadata == reported.metadata:\n",
-        "        if is_same:\n",
+        "        return _said_of(self) == _said_of(reported) and self.metadata == reported.metadata\n",
+        "        return _said_of(self) == _said_of(reported)\n",
         "all shards of a version say the same of it",
+    ),
+    Mutant(
+        "a number that was stale is final",
+        "        instead = self._instead(reported) if reported.resolved is None else 0\n",
+        "        instead = 0\n",
+        "who calls again before it has heard that a sibling gave up is not failed for that",
+    ),
+    Mutant(
+        "who is late joins whatever its siblings are in",
+        "        return current.number if current.is_same(reported) else 0\n",
+        "        return current.number\n",
+        "who was left behind is in step again with its next call",
+    ),
+    Mutant(
+        "who had come before is late for nothing",
+        "        if not self.is_over and shard not in self.arrived:\n            self.arrived = {}\n",
+        "",
+        "news that a sibling had given up may come after the next call of the others",
+    ),
+    Mutant(
+        "a difference is certain at once",
+        "    if not arrived or not differing:\n        return None\n",
+        "",
+        "no trainer is told that it is wrong because a sibling's deadline was not heard of in time",
+    ),
+    Mutant(
+        "a difference is always a mistake",
+        "    if all(member.report.ended == call.number - 1 for member in (*arrived, *differing)):\n",
+        "    if True:\n",
+        "a shard that was started again may call something else, and try again",
+    ),
+    Mutant(
+        "who was put there is in the call at once",
+        "        if is_put and not is_first and call.arrived and shard not in call.arrived:\n",
+        "        if False:\n",
+        "a sibling may have ended the call that a new shard comes to",
     ),
 )

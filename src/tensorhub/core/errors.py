@@ -64,7 +64,7 @@ class VersionConflict(UsageError):
 
 
 class GroupMismatch(UsageError):
-    """The shards of one replica made different calls at the same position of their sequence."""
+    """The shards of one replica made different calls after the same one."""
 
     code = "group-mismatch"
 

@@ -295,13 +295,18 @@ class Grant(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """What became of one call: its version once resolved, then `finished` or `error`; else what it awaits."""
+    """What became of one call: its version once resolved, then `finished` or `error`; else what it awaits.
+
+    `instead`: its position was over before this shard came to it. Where nothing was resolved, the call goes on at that
+    position, and the `error` is none.
+    """
 
     number: int
     version: Version | None = None
     finished: bool = False
     error: Failure | None = None
     waiting: Failure | None = None
+    instead: int = 0
 
 
 class Orders(_Message, frozen=True, tag="orders"):
@@ -313,7 +318,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
     grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
     and dropped when orders that answer a report of it as `leaving` still name it. `roster`: who lives, to be shown to
-    the next life of the server; None takes an older one back. `witness`: report at once that it is known here.
+    the next life of the server; None takes an older one back. `witness`: report at once that all this is known here.
     """
 
     number: Number

@@ -160,13 +160,18 @@ class Client:
         with self._one_call("publish"):
             buffer = self.driver.worker.buffer
             root = buffer.root if isinstance(buffer, Holding) else Digest("")
-            wrong = self.driver.worker.why_not_begin(Called("publish", version, deadline, root))
+            called = Called("publish", version, deadline, root)
+            wrong = self.driver.worker.why_not_begin(called)
             if wrong is not None:
                 raise failed(wrong)
-            self._check_in_place()
-            said = self._metadata_of(version, metadata)
-            manifest = replace(await self._hashed(version, deadline), metadata=said)
-            self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, has been hashed
+            try:
+                self._check_in_place()
+                said = self._metadata_of(version, metadata)
+                manifest = replace(await self._hashed(version, deadline), metadata=said)
+                self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
+            except BaseException:
+                self.driver.miss(called)
+                raise
             self.driver.data.prepare(manifest)
             self.driver.data.unserved = None
             called = Called("publish", version, deadline, manifest.root(), metadata=digest_of_metadata(said))

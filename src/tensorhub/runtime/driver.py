@@ -144,6 +144,11 @@ class Driver:
             raise failed(self._with_circumstances(finished.error))
         return finished.version
 
+    def miss(self, called: Called) -> None:
+        """That call has failed before the machine heard of it. It counts all the same, as the siblings' does."""
+        if self.broken is None:
+            self.feed(Called(called.verb, called.spec, self._loop.time()))
+
     def _with_circumstances(self, failure: Failure) -> Failure:
         """With what only this process knows of why time ran out."""
         if failure.code != DeadlineExceeded.code:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Outcomes = dict[int, Finished]
 DIED = Finished(0, error=Failure("died", "the process was killed"))
+AT_ONCE_S = 0.001  # no time for the shards to hear of each other
 BOLD = 0.3  # a program whose shards are not all there calls all the same, so often
 
 
@@ -37,6 +38,7 @@ class App:
         self._taken = 0  # steps of the plan
         self._waiting_for: dict[int, None] = {}
         self._outcomes: Outcomes = {}
+        self._failures = 0  # of steps, one after another
 
     @property
     def shard_count(self) -> int:
@@ -154,6 +156,7 @@ class App:
         self._outcomes[shard] = finished
         if not self._waiting_for:
             outcomes, self._outcomes = self._outcomes, {}
+            self._failures = 0 if self.succeeded(outcomes) else self._failures + 1
             self.cluster.watch.group_ended(self, outcomes)
             closer = self.shards.get(self.step.closer)
             if closer is not None and not self.is_quiet:
@@ -168,7 +171,11 @@ class App:
         return self.cluster.plan.settings.lease_s * 2 + 3 if is_long else self.step.timeout_s
 
     def again(self, rest_s: float, then: Callable[[], None]) -> None:
-        """After the rest, at a whole second if that is how the program runs."""
+        """After the rest, at a whole second if that is how the program runs. Who is in haste rests only if one try more
+        has not helped."""
+        if self.replica.is_hasty and self._failures == 1:
+            self.world.after(AT_ONCE_S, then)
+            return
         if self.replica.is_in_step:
             rest_s += -(self.world.now + rest_s) % 1.0
         self.world.after(rest_s, then)

@@ -14,6 +14,7 @@ STEPS = 40  # of one program, drawn ahead: more than a storm has time for
 FAIR = 0.08  # share of the seeds in which nothing bad happens
 WIDE, LONG, GREAT = 0.02, 0.02, 0.003  # shares of the seeds with eight shards, with sixteen rollouts, with both
 RESTARTS = 0.12  # share of the others in which the server is restarted, and little else happens
+HASTY = 0.4  # share of the programs that call again at once after a failure
 STAYING = 0.2  # share of the others in which something bad stays to the end
 
 
@@ -27,6 +28,7 @@ def draw_plan(seed: int) -> Plan:
     replicas = _replicas(shape, seed, most=16 if is_long else 2 if is_wide else 4, is_fair=is_fair)
     if conditions.maps:
         replicas = _together(replicas, Random(f"{seed} together"))
+    replicas = tuple(_with_haste(seed, each) for each in replicas)
     most = len(replicas) * conditions.shards
     if shape.random() < 0.1:
         settings = replace(settings, most_workers=most)
@@ -117,8 +119,13 @@ def _replicas(shape: Random, seed: int, *, most: int, is_fair: bool) -> tuple[Re
             steps = _rollout_steps(Random(f"{seed} app {model}/rollout-{index}"), ahead, is_fair)
             steps = _with_waits(Random(f"{seed} waits {model}/rollout-{index}"), steps, is_fair)
             place = (site, f"host-{site[5:]}-{host}", shape.random() >= spot)
-            found.append(Replica(model, f"rollout-{index}", False, *place, is_in_step, steps))
+            found.append(Replica(model, f"rollout-{index}", False, *place, is_in_step, steps=steps))
     return tuple(found)
+
+
+def _with_haste(seed: int, replica: Replica) -> Replica:
+    haste = Random(f"{seed} haste {replica.model}/{replica.name}")
+    return replace(replica, is_hasty=haste.random() < HASTY)
 
 
 def _timeout_s(app: Random, is_fair: bool) -> float:

@@ -74,6 +74,7 @@ class Replica:
     host: str = "host-0"
     reliable: bool = True
     is_in_step: bool = False  # it calls at whole seconds
+    is_hasty: bool = False  # after a call that has failed it makes the next one at once
     steps: tuple[Step, ...] = ()
     starts_s: float = 0.0  # it comes only then
 

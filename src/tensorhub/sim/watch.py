@@ -234,6 +234,7 @@ class Watch:
         """All shards of a replica are about to call."""
         lives = {shard: self.life(process) for shard, process in app.shards.items()}
         self.groups[app.name] = GroupCall(app.name, verb, spec, self.truth.now, lives)
+        self.errors.began(self.groups[app.name])
 
     def group_ended(self, app: "App", outcomes: "Outcomes") -> None:
         """All have returned, or died."""

@@ -9,6 +9,7 @@ from ..names import Shard, Ticket, Version, WorkerId
 from .catalog import Model, VersionRecord
 from .decisions import (
     AcceptPublish,
+    Admit,
     AskToWitness,
     AwaitWord,
     CallSlow,
@@ -51,7 +52,7 @@ def carry_out(state: State, decisions: Iterable[Decision]) -> None:
                 _take_back(state, read)
             case LookAgain(member, at):
                 state.members.wake(member, at)
-            case Wait() | Fail() | Resolve() | AcceptPublish() | Promise() | Finish():
+            case Admit() | Wait() | Fail() | Resolve() | AcceptPublish() | Promise() | Finish():
                 _advance(state, decision)
             case Witness(model, upto):
                 for worker in model.roll.witness(upto):
@@ -160,8 +161,13 @@ def _leave(state: State, reader: Member, read: OpenRead, may_move_at: float) -> 
 # --- group calls ------------------------------------------------------------------------------------------------------
 
 
-def _advance(state: State, decision: Wait | Fail | Resolve | AcceptPublish | Promise | Finish) -> None:
+def _advance(state: State, decision: Admit | Wait | Fail | Resolve | AcceptPublish | Promise | Finish) -> None:
     match decision:
+        case Admit(replica, call):
+            for shard, root in call.pending.items():
+                call.arrived[shard] = root
+                state.mark_dirty(replica.members[shard])
+            call.pending = {}
         case Wait(call, waiting):
             call.waiting = waiting
         case Fail(call, failure):

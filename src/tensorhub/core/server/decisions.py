@@ -148,6 +148,14 @@ class AwaitWord:
 
 
 @dataclass(frozen=True, slots=True)
+class Admit:
+    """Those who were put at the position of this call are in it: others have said that they still are."""
+
+    replica: Replica
+    call: GroupCall
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The call waits for this. None: for nothing more."""
 
@@ -215,6 +223,7 @@ Decision = (
     | Witness
     | AskToWitness
     | AwaitWord
+    | Admit
     | Wait
     | Fail
     | Resolve

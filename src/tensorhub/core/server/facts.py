@@ -84,7 +84,7 @@ def wanted_version(replica: Replica, member: Member) -> Version | None:
     """The version that this worker is to be filled with now."""
     reported = member.report.call
     call = replica.find(reported.number) if reported is not None else None
-    if call is None or call.is_over or call.verb not in FILLS:
+    if call is None or call.is_over or call.verb not in FILLS or member.shard not in call.arrived:
         return None
     buffer = member.content.buffer
     if isinstance(buffer, Filling) and buffer.version != call.version:

@@ -2,13 +2,25 @@
 
 The number of a call is its position in the replica's sequence of calls. The first shard to arrive fixes what a spec
 means; the others get the stored answer. A call succeeds on all shards, or fails on all of them.
+
+A worker gives its call the number after its last one; its first call, the number after the position that it was told.
+Its siblings may have ended calls of which it has not heard, so that number can be stale. Rules (decision 0028):
+- Who comes to a position that is over is numbered anew: the call that its siblings are in now if that is the same, else
+  the next one. While they are in another call, it fails: it has been left behind, and is in step again after that.
+- A shard that was put at its position, because it was started again or has missed calls, arrives in a call under way
+  only when one who is in it has heard of that and said that it still is: it may have ended it.
+- A call that differs from the one at its position does not arrive there, and fails nothing until one shard of each side
+  has heard of it and said that it still is where it was. If all of them came from the position before, the program is
+  wrong (`GroupMismatch`); else one of them was put there, and all may try again (`GroupIncomplete`).
+- Whoever was in a call with others, or waited for them, when it failed hears so. Who waited for one that had already
+  been past it has come late.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..messages import Answer, CallReport, Failure, Spec
-from ..names import Digest, ReplicaName, Shard, Version, WorkerId
+from ..names import Digest, Number, ReplicaName, Shard, Version, WorkerId
 from ..version_spec import call_text
 
 
@@ -25,9 +37,13 @@ class GroupCall:
     verb: str
     spec: Spec
     began: float  # when its first shard arrived, by the server's clock
+    is_inherited: bool = False  # that shard was in it already when its session began: a former server may have ended it
     claim: Version | None = None  # of an unpublish: what it is to be followed by; `version` once it is granted
     version: Version | None = None
     arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
+    pending: dict[Shard, Digest] = field(default_factory=dict)  # the same, of those who were put there
+    differing: dict[Shard, str] = field(default_factory=dict)  # who calls what else here; "": only other metadata
+    doubted: Number = Number(0)  # who is at this position having heard higher numbers has heard of those two
     is_finished: bool = False
     error: Failure | None = None
     is_over: bool = False  # it is finished, or has an error
@@ -38,14 +54,43 @@ class GroupCall:
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)
 
+    def is_same(self, reported: CallReport) -> bool:
+        """What this shard calls is what those who have arrived call."""
+        return _said_of(self) == _said_of(reported) and self.metadata == reported.metadata
+
+    @property
+    def is_doubted(self) -> bool:
+        """It is not certain that all who are at this position are there together."""
+        return bool(self.differing or self.pending) and not self.is_over
+
+    def difference(self, replica: ReplicaName) -> str:
+        """Who calls something else."""
+        others = some_shards(list(self.arrived)) or "the others"
+        found = [f"shard {shard} of {replica} called {text or self}" for shard, text in self.differing.items()]
+        if not any(self.differing.values()):
+            return f"{', '.join(found[:8])} with other metadata than shard {others}"
+        return f"{', '.join(found[:8])} where shard {others} called {self}"
+
     def finish(self) -> None:
         """It has ended well on all shards."""
         self.is_finished = self.is_over = True
 
     def fail(self, failure: Failure) -> None:
-        """It ends so on all shards, unless it has ended before."""
+        """On all shards that are in it, and on those that call something else there."""
         if not self.is_over:
             self.error, self.is_over = failure, True
+
+    def give_up(self, text: str, hint: str = "retry on all shards") -> None:
+        """It fails, and not for what some call instead: they are late for it, and have done nothing wrong."""
+        if not self.is_over:
+            self.fail(Failure("group-incomplete", text, hint))
+            self.differing, self.pending = {}, {}
+
+    def leave(self, shard: Shard, text: str) -> None:
+        """That shard is past it. If it was never here, the others have come to a position that was over."""
+        if not self.is_over and shard not in self.arrived:
+            self.arrived = {}
+        self.give_up(text)
 
 
 @dataclass
@@ -78,54 +123,62 @@ class Replica:
         self.ended, self.finished = max(self.ended, ended), max(self.finished, finished)
         if call is None or call.is_over or call.number > ended:
             return
-        if finished == call.number:
+        if finished == call.number and call.is_inherited:
             call.finish()  # as a server before this one had said
             return
         text = f"shard {shard} of {self.name} gave up {call} before all shards were done"
-        call.fail(Failure("group-incomplete", text, "retry on all shards"))
+        call.leave(shard, text)
 
-    def arrive(self, shard: Shard, reported: CallReport, *, now: float) -> None:
-        """One shard's caller is in this call."""
+    def arrive(
+        self, shard: Shard, reported: CallReport, *, now: float, is_first: bool = False, is_put: bool = False
+    ) -> None:
+        """One shard's caller is in this call. `is_first`: says the first report of a session.
+
+        `is_put`: it does not come from the position before.
+        """
         self.publishes |= reported.verb == "publish" or reported.claim is not None
         current = self.call
         if current is None or reported.number > current.number:
             if current is not None:
                 text = f"shard {shard} of {self.name} went on before {current} had ended"
-                current.fail(Failure("group-incomplete", text, "retry on all shards"))
+                current.leave(shard, text)
                 self.former = current
-            current = self.call = self._begin(reported, now)
+            current = self.call = self._begin(reported, now, is_first)
         call = self.find(reported.number)
         if call is None or call.is_over:
             return
-        mismatch = self._mismatch(shard, call, reported)
-        if mismatch is not None:
-            call.fail(mismatch)
+        if not call.is_same(reported):
+            if shard not in call.differing:
+                call.doubted = Number(0)  # to be given by whoever gives out numbers
+            text = call_text(reported.verb, reported.spec, reported.claim, waits=reported.waits)
+            call.differing[shard] = text if _said_of(call) != _said_of(reported) else ""
+            return
+        if is_put and not is_first and call.arrived and shard not in call.arrived:
+            if shard not in call.pending:
+                call.doubted = Number(0)
+            call.pending[shard] = reported.root
             return
         call.arrived[shard] = reported.root
         if call.version is None:
             call.version = reported.resolved  # a server before this one had answered so
 
-    def _begin(self, reported: CallReport, now: float) -> GroupCall:
-        call = GroupCall(reported.number, reported.verb, reported.spec, now, reported.claim)
+    def join(self, shard: Shard, worker: WorkerId, *, is_in_call: bool) -> None:
+        """A session of that shard has begun. One that is in no call has not arrived where a life before it had."""
+        self.members[shard] = worker
+        for call in (self.call, self.former):
+            if call is not None and not is_in_call:
+                call.arrived.pop(shard, None)
+
+    def _begin(self, reported: CallReport, now: float, is_first: bool) -> GroupCall:
+        call = GroupCall(reported.number, reported.verb, reported.spec, now, is_first, reported.claim)
         call.waits, call.metadata = reported.waits, reported.metadata
-        if reported.number == self.finished:
+        if reported.number == self.finished and is_first:
             call.version = reported.resolved
             call.finish()
         elif reported.number <= self.ended:
             text = f"{call} is position {reported.number} of {self.name}, whose other shards are past {self.ended}"
-            call.fail(Failure("group-incomplete", text, "retry on all shards"))
+            call.give_up(text)
         return call
-
-    def _mismatch(self, shard: Shard, call: GroupCall, reported: CallReport) -> Failure | None:
-        is_same = _said_of(call) == _said_of(reported)
-        if is_same and call.metadata == reported.metadata:
-            return None
-        others = some_shards(list(call.arrived)) or "the others"
-        mine = call_text(reported.verb, reported.spec, reported.claim, waits=reported.waits)
-        text = f"shard {shard} of {self.name} called {mine} where shard {others} called {call}"
-        if is_same:
-            text = f"shard {shard} of {self.name} called {mine} with other metadata than shard {others}"
-        return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
 
     def find(self, number: int) -> GroupCall | None:
         for call in (self.call, self.former):
@@ -133,26 +186,49 @@ class Replica:
                 return call
         return None
 
-    def answer(self, shard: Shard, reported: CallReport) -> Answer:
-        """What became of the call that a shard's caller is in."""
+    def answer(self, shard: Shard, reported: CallReport, *, is_whole: bool = True) -> Answer | None:
+        """What became of the call that a shard's caller is in. None: what is over cannot be known yet.
+
+        `is_whole`: all who may have ended a call have said so.
+        """
         call = self.find(reported.number)
-        if call is None:
-            text = f"position {reported.number} of {self.name} is over; its other shards are past {self.ended}"
-            return Answer(reported.number, error=Failure("group-incomplete", text, "retry on all shards"))
-        mismatch = self._mismatch(shard, call, reported)
-        if mismatch is not None:
-            return Answer(reported.number, error=mismatch)
+        if call is None or self._is_late(shard, call, reported):
+            return self._answer_late(reported, call, is_whole)
         error = call.error.bounded() if call.error is not None else None
         waiting = call.waiting.bounded() if call.waiting is not None else None
-        version = call.version
+        version = call.version if shard in call.arrived or call.is_finished else None
         return Answer(reported.number, version, call.is_finished, error, waiting)
+
+    def _is_late(self, shard: Shard, call: GroupCall, reported: CallReport) -> bool:
+        """The call was over before the shard came to it."""
+        if not call.is_over or (call.is_finished and call.is_same(reported)):
+            return False
+        return shard not in call.arrived and shard not in call.differing
+
+    def _answer_late(self, reported: CallReport, call: GroupCall | None, is_whole: bool) -> Answer | None:
+        """The position was over before the shard came to it."""
+        if reported.resolved is None and not is_whole:
+            return None
+        error = call.error.bounded() if call is not None and call.error is not None else None
+        if error is None:
+            text = f"position {reported.number} of {self.name} is over; its other shards are past {self.ended}"
+            error = Failure("group-incomplete", text, "retry on all shards")
+        instead = self._instead(reported) if reported.resolved is None else 0
+        return Answer(reported.number, error=error, instead=instead)
+
+    def _instead(self, reported: CallReport) -> int:
+        """At which position that call goes on; 0 if it cannot."""
+        current = self.call
+        if current is None or current.is_over:
+            return max(self.ended, current.number if current is not None else 0) + 1
+        return current.number if current.is_same(reported) else 0
 
     def lose(self, shard: Shard, why: str) -> None:
         """The shard's worker is gone: the call under way fails, whether or not the shard had come to it."""
         self.members.pop(shard, None)
         if self.call is not None:
             text = f"shard {shard} of {self.name} {why} during {self.call}"
-            self.call.fail(Failure("group-incomplete", text, "restart that shard, then retry on all shards"))
+            self.call.give_up(text, "restart that shard, then retry on all shards")
 
 
 def _said_of(call: GroupCall | CallReport) -> tuple[object, ...]:

@@ -47,7 +47,7 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     take_content(state, model, replica, member, before)
     note_fed(state, member, former)
     take_reads(state, member)
-    take_call(state, replica, member)
+    take_call(state, replica, member, is_first=not before.number)
     rollcall.hear(state, model, member)
 
 
@@ -289,17 +289,27 @@ def _note_one_reader_less(state: State, model: Model, read: OpenRead) -> None:
         state.mark_dirty(read.source)
 
 
-def take_call(state: State, replica: Replica, member: Member) -> None:
+def take_call(state: State, replica: Replica, member: Member, *, is_first: bool) -> None:
     """What the worker's caller waits for."""
     report = member.report
     former = replica.call
     was_over, was_ended = former is None or former.is_over, replica.ended
     replica.note_ended(member.shard, report.ended, report.finished)
     if report.call is not None:
-        replica.arrive(member.shard, report.call, now=state.now)
+        is_put = report.ended != report.call.number - 1
+        replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put)
+        _note_doubt(state, replica)
     if former is not replica.call:
         apply.release(state, state.models[member.hello.model], former, replica)
     if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:
+        state.mark_replica_dirty(replica)
+
+
+def _note_doubt(state: State, replica: Replica) -> None:
+    """The siblings of a shard that has come may have ended the call that they were in: all are asked."""
+    call = replica.call
+    if call is not None and call.is_doubted and not call.doubted:
+        call.doubted = state.next_number()
         state.mark_replica_dirty(replica)
 
 

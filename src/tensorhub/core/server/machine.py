@@ -270,9 +270,10 @@ class Server:
         drained = draining.drained_version(state, model, member)
         apply.note_drained(state, member, drained)
         current = state.reads.current.get(member.worker)
+        is_whole = witness.is_whole(state, model, replica)
         told = Told(
-            position=replica.ended if witness.is_whole(state, model, replica) else None,
-            answer=replica.answer(member.shard, reported) if reported is not None else None,
+            position=replica.ended if is_whole else None,
+            answer=replica.answer(member.shard, reported, is_whole=is_whole) if reported is not None else None,
             grant=current.grant if current is not None else None,
             drained=drained.version,
             offload=copies.offload,
@@ -281,7 +282,7 @@ class Server:
             receipts=evidence.owed(state, model, member),
             ceiling=state.numbers.ceiling,
             conflict=member.conflict,
-            witness=witness.is_asked(model, member),
+            witness=witness.is_asked(model, member) or calls.is_asked(replica, member),
         )
         if not must_answer and told == member.told:
             return []

@@ -16,7 +16,7 @@ from . import apply, facts, intake, rollcall
 from .catalog import Model
 from .content import Content
 from .membership import Member, Told
-from .rules import grants, witness
+from .rules import calls, grants, witness
 from .rules.wanted import Wanted
 from .state import State
 
@@ -53,6 +53,8 @@ def _known(state: State, report: Report, sender: str) -> Member | None:
     if member.hello.life != hello.life or report.number <= member.report.number or report.leaving:
         return None
     if report.session != member.session or member.is_doubted or member.awaited_by:
+        return None
+    if calls.is_asked(state.models[hello.model].replicas[hello.replica], member):
         return None
     is_witnessed = member.worker in state.models[hello.model].roll.witnessed
     return member if is_witnessed and facts.is_here(state, member) else None

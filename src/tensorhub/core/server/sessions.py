@@ -22,7 +22,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     member = Member(hello, sender, state.next_number(), state.now + state.settings.lease_s)
     member.note_heard(state.now, state.settings)
     member.has_lived_before = report.session > 0
-    replica.members[hello.shard] = member.worker
+    replica.join(hello.shard, member.worker, is_in_call=report.call is not None)
     state.members.add(member)
     state.note_size()
     rollcall.begin(state, model, member, report)

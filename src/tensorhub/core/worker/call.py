@@ -19,7 +19,9 @@ class Call:
     started: float
     deadline: float
     claim: Version | None = None  # of an unpublish
-    number: int | None = None  # its position among the replica's calls; unknown until the server has told where that is
+    number: int | None = (
+        None  # its position among the replica's calls; None until that can be known, and may turn out late
+    )
     resolved: Version | None = None
     answer: Answer | None = None
     opened: Version | None = None  # some source had this version, and its manifest is here
@@ -64,6 +66,9 @@ class Call:
     def take(self, answer: Answer | None) -> bool:
         """The server has answered. Returns whether it has just said which version it is."""
         if answer is None or answer.number != self.number:
+            return False
+        if answer.instead > answer.number and self.resolved is None:
+            self.number, self.answer = answer.instead, None
             return False
         self.answer = answer
         is_news = self.resolved is None and answer.version is not None

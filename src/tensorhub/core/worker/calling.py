@@ -28,7 +28,7 @@ def advance(worker: WorkerState) -> None:
     if call is None:
         return
     if call.number is None and (worker.ended or worker.position is not None):
-        call.number = max(worker.ended, worker.position or 0) + 1
+        call.number = (worker.ended or worker.position or 0) + 1
     answer, is_late = call.answer, worker.now >= call.deadline
     if call.is_called_again and not is_late:
         _call_again(worker, call)

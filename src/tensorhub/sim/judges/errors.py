@@ -120,38 +120,38 @@ class ErrorJudge(GroupJudge):
         return not is_leaving and troubles.hears(holder, since)
 
     def _incomplete(self, life: Life, call: Call) -> str:
+        """How an earlier step of the program ended is no excuse: that was over on all shards before this one began."""
         since = self.truth.troubles.before_pauses(call.began - self.settings.lease_s * 1.2)
+        step = self.step_of(life)
         others = [other for other in self.truth.group(life) if other is not life]
         if len(others) + 1 < self.conditions.shards or not self.truth.troubles.remembers(since):
             return ""  # somebody is not there, or was not
         for other in self._group_of(life, since):
-            if other is not life and (self._gave_up(other, since) or not self.truth.troubles.hears(other, since)):
+            is_other = other is not life
+            if is_other and (self._gave_up(other, since, step.began) or not self.truth.troubles.hears(other, since)):
                 return ""
-        if not self.truth.troubles.hears(life, since) or self._gave_up(life, call.began - 1e-9, call):
+        if not self.truth.troubles.hears(life, since) or self._gave_up(life, since, call.began, call):
             return ""
-        return "every shard was there and stayed"
+        return "" if self._differs(life, call) else "every shard was there and stayed"
 
     def _group_of(self, life: Life, since: float) -> list[Life]:
         """Its replica, and those of it that have died since then."""
         dead = [d for d in self.truth.dead.values() if d.died >= since and d.me[:2] == life.me[:2]]
         return [*self.truth.group(life), *dead]
 
-    def _gave_up(self, other: Life, since: float, but: Call | None = None) -> bool:
-        """It died, was born, closed, cancelled, was late or was told an error since then."""
+    def _gave_up(self, other: Life, since: float, called: float, but: Call | None = None) -> bool:
+        """It died, was born or closed since then, or a call that it began after `called` ended otherwise than well."""
         if other.started > since or not other.is_alive or other.closing < inf:
             return True
-        calls = [c for c in other.past if c.ended >= since and c is not but]
+        calls = [c for c in other.past if c.began >= called and c is not but]
         return any(c.is_cancelled or c.error is not None for c in calls)
 
     def _mismatch(self, life: Life, call: Call) -> str:
-        since = call.began - self.settings.lease_s - 3.0
-        for other in self._group_of(life, since):
-            calls = [*other.past, *([other.call] if other.call is not None else [])]
-            for theirs in calls:
-                is_near = theirs.ended >= since and theirs is not call
-                if other is not life and is_near and (theirs.verb, theirs.spec) != (call.verb, call.spec):
-                    return ""
-        return "all shards made the same call"
+        return "" if self._differs(life, call) else "all shards made the same call"
+
+    def _differs(self, life: Life, call: Call) -> bool:
+        """Another shard makes another call where this one makes this: in the same step of their program."""
+        return any((c.verb, c.spec) != (call.verb, call.spec) for c in self.step_of(life).calls())
 
     def _conflict(self, life: Life, call: Call) -> str:
         model, version = life.me.model, Version(int(call.spec)) if isinstance(call.spec, int) else Version(-1)

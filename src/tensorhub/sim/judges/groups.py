@@ -5,6 +5,8 @@ from math import inf
 from ...core.names import Version
 from ...core.worker.events import Finished
 from ..truth.life import Call, Life
+from ..truth.record import Truth
+from ..world import World
 from .bench import Judge
 
 FILLS = ("replicate", "update")
@@ -22,9 +24,26 @@ class GroupCall:
         found = [call for call in calls if call.began >= self.began]
         return found[-1] if found else None
 
+    def calls(self) -> list[Call]:
+        """What each shard that has called by now made of it."""
+        found = [self.call_of(life) for life in self.lives.values()]
+        return [call for call in found if call is not None]
+
 
 class GroupJudge(Judge):
     """Watches the calls of whole replicas."""
+
+    def __init__(self, truth: Truth, world: World) -> None:
+        super().__init__(truth, world)
+        self.steps: dict[str, GroupCall] = {}  # what each program is at, or was last
+
+    def began(self, group: GroupCall) -> None:
+        """A program is about to call on all its shards: what it had called before is over on all of them."""
+        self.steps[group.replica] = group
+
+    def step_of(self, life: Life) -> GroupCall:
+        """The step of its program to which its call belongs."""
+        return self.steps[f"{life.me.model}/{life.me.replica}"]
 
     def shard_ended(self, life: Life, call: Call, finished: Finished) -> None:
         """One shard's call has returned."""

@@ -3,7 +3,7 @@
 `advance` yields one decision after another. Each is carried out before it goes on, so that the next follows from it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import inf
 
 from ...errors import UsageError
@@ -13,7 +13,7 @@ from ...names import Shard, Version
 from ...version_spec import PREFETCHED
 from .. import facts
 from ..catalog import Model, VersionRecord
-from ..decisions import AcceptPublish, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
+from ..decisions import AcceptPublish, Admit, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
 from ..groups import GroupCall, Replica, some_shards
 from ..membership import Member
 from ..state import State
@@ -27,6 +27,13 @@ def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> It
     """Take the call as far as the facts allow."""
     if call.is_over:
         return
+    if call.pending and _still_in(state, replica, call, call.arrived):
+        yield Admit(replica, call)
+    if call.differing:
+        difference = _why_different(state, replica, call)
+        if difference is not None:
+            yield Fail(call, difference)
+            return
     missing = _missing(replica)
     if missing != call.waiting:
         yield Wait(call, missing)
@@ -54,11 +61,45 @@ def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> It
 
 
 def _missing(replica: Replica) -> Failure | None:
-    missing = replica.missing()
-    if not missing:
+    missing, call = replica.missing(), replica.call
+    if not missing or call is None:
         return None
-    text = f"{replica.name} waits for shard {some_shards(missing)} of {replica.shards} to call {replica.call}"
+    absent = [shard for shard in missing if Shard(shard) not in call.pending]
+    text = f"{replica.name} waits for shard {some_shards(absent)} of {replica.shards} to call {call}"
+    if not absent:
+        text = f"{replica.name} waits to hear that shard {some_shards(list(call.arrived))} is still in {call}"
+    if call.differing:
+        text = f"{text}; {call.difference(replica.name)}"
     return Failure("group-incomplete", text, "is every shard running, and making the same calls?")
+
+
+def is_asked(replica: Replica, member: Member) -> bool:
+    """It is not certain that all who are at a position are there together; this one is to say whether it still is."""
+    call = replica.call
+    if call is None or not call.is_doubted:
+        return False
+    return (member.shard in call.arrived or member.shard in call.differing) and member.report.seen <= call.doubted
+
+
+def _why_different(state: State, replica: Replica, call: GroupCall) -> Failure | None:
+    """Shards are in different calls at one position, and that is certain: one of each side was asked, and still is."""
+    arrived, differing = (_still_in(state, replica, call, shards) for shards in (call.arrived, call.differing))
+    if not arrived or not differing:
+        return None
+    text = call.difference(replica.name)
+    if all(member.report.ended == call.number - 1 for member in (*arrived, *differing)):
+        return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
+    return Failure("group-incomplete", f"{text}, and not all of them made the call before", "retry on all shards")
+
+
+def _still_in(state: State, replica: Replica, call: GroupCall, shards: Iterable[Shard]) -> list[Member]:
+    """Those who say that they are at that position, and have heard who else has come there."""
+    found = [state.members.get(replica.members[shard]) for shard in shards if shard in replica.members]
+    return [each for each in found if each is not None and each.report.seen > call.doubted and _is_in(each, call)]
+
+
+def _is_in(member: Member, call: GroupCall) -> bool:
+    return member.report.call is not None and member.report.call.number == call.number
 
 
 def _why_incomplete(state: State, replica: Replica, call: GroupCall) -> tuple[Failure | None, float]:
@@ -113,8 +154,7 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
     for shard in range(replica.shards):
         worker = replica.members.get(Shard(shard))
         member = state.members.get(worker) if worker is not None else None
-        reported = member.report.call if member is not None else None
-        if member is None or reported is None or reported.number != call.number:
+        if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):
             return False
         buffer = member.content.buffer
         if call.verb == "unpublish":
