@@ -231,9 +231,9 @@ MUTANTS = (
     ),
     Mutant(
         "each shard gets the latest of its own moment",
-        "        version = call.version\n        return Answer",
-        "        version = call.version\n"
-        '        call.version = None if call.verb == "update" else version\n'
+        "        version = call.version if shard in call.arrived or call.is_finished else None\n        return Answer",
+        "        version = call.version if shard in call.arrived or call.is_finished else None\n"
+        '        call.version = None if call.verb == "update" else call.version\n'
         "        return Answer",
         "the first shard to arrive fixes the version for all",
     ),
