@@ -172,7 +172,7 @@ class Server:
             member = sessions.begin(state, hello, sender, report)
         if report.number <= member.report.number:
             return None, None  # late or repeated
-        is_progress = routine.is_progress(report, member.report)
+        is_progress = routine.is_progress(report, member.report) and not calls.is_asked(state.place(member)[1], member)
         state.happened += not (is_progress or routine.is_same(report, member.report))
         intake.take_report(state, member, report, arrived)
         if not is_progress:
