@@ -46,9 +46,10 @@ def test_no_two_are_the_same() -> None:
 
 
 @pytest.mark.simulation
+@pytest.mark.timeout(310)  # it runs up to eighty histories
 @pytest.mark.parametrize("name", QUICK)
 def test_the_simulator_notices(name: str) -> None:
-    command = [sys.executable, "-m", "tests.mutants", "--only", name, "--no-scenarios", "--seeds", "40", "--jobs", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    command = [sys.executable, "-m", "tests.mutants", "--only", name, "--no-scenarios", "--seeds", "80", "--jobs", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert f"found     {name}  (seed " in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0

@@ -84,6 +84,11 @@ class ProgressJudge(Judge):
                 if replica not in living:
                     self.broken(f"{replica} is dead and still counts as a holder of {what}", "leak")
 
+    def _kept(self, model: str) -> list[Version]:
+        """The newest versions but one that are not lost: numbers between them may have come to nothing."""
+        whole = [version for version in self.truth.existing(model)[1:] if self.truth.is_whole(model, version)]
+        return whole[: max(0, self.conditions.retain - 1)]
+
     def copies(self) -> None:
         """Everybody holds the newest version: no host copy is needed any more but of what is pinned or retained.
 
@@ -102,6 +107,7 @@ class ProgressJudge(Judge):
                 ]
                 is_spare = version == newest and len(kept) > 1
                 is_old = newest is None or is_spare or version < newest - 2 * self.conditions.retain
+                is_old = is_old and version not in self._kept(life.me.model)
                 publishers = [r for r in self.plan.replicas if r.is_trainer and r.model == life.me.model]
                 is_established = version == self.truth.established.get(life.me.model) or len(publishers) > 1
                 if version not in pinned and is_old and not is_established:
