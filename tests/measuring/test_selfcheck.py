@@ -18,6 +18,7 @@ PARTS = {
     "faults",
     "memory",
     "growth",
+    "pieces",
     "plans",
     "server",
     "decisions",
