@@ -4,13 +4,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from tensorhub.core.errors import UsageError
+from tensorhub.demo.director import RESTART_AT
 from tensorhub.demo.orchestrate import Options, run_demo
+from tensorhub.demo.processes import Processes
 from tensorhub.demo.report import Report
 
 STEPS = 24
@@ -38,6 +41,23 @@ def test_whatever_breaks_the_run_ends_and_proves_itself(tmp_path: Path, updates:
     assert status == len(failed)
     assert report.summary.last_version == STEPS
     assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_the_training_waits_for_a_late_rollout_that_is_slow_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts once the version before the held step exists, which without the wait is soon the last one."""
+    held = f'"version":{int(RESTART_AT * STEPS)},'
+    wait = f'until grep -q \'"published".*{held}\' {tmp_path}/events/trainer.jsonl; do sleep 0.1; done; exec "$@"'
+    start = Processes.start
+
+    def start_slowly(self: Processes, name: str, command: Sequence[str]) -> None:
+        start(self, name, ["sh", "-c", wait, "sh", *command] if name == "rollout-3" else command)
+
+    monkeypatch.setattr(Processes, "start", start_slowly)
+    assert run_demo(Options(steps=STEPS, updates=False, out=tmp_path)) == 0
 
 
 @pytest.mark.processes

@@ -1,7 +1,8 @@
 """The director: starts the processes of the demo, and breaks some of them while they work.
 
 What is broken, and when, goes by the progress of the training and not by the clock, so that it is the same on every
-machine. The director never touches weights or samples; it knows what the processes have written down.
+machine; the training in turn waits for the rollout that joins late, whose start takes as long as it takes. The director
+never touches weights or samples; it knows what the processes have written down.
 """
 
 import sys
@@ -44,7 +45,9 @@ class Director:
     def start(self, *, seed: int, rollouts: int, updates: bool) -> None:
         """The reference server, the trainer and the first rollouts; they find each other in any order."""
         self._serve("--fresh")
-        self._run("trainer", TRAINER, "--seed", str(seed), "--steps", str(self._progress.steps))
+        steps = self._progress.steps
+        hold_at = int(RESTART_AT * steps) + 1
+        self._run("trainer", TRAINER, "--seed", str(seed), "--steps", str(steps), "--hold-at", str(hold_at))
         switches = [] if updates else ["--no-updates"]
 
         def start_rollout(index: int, *more: str) -> None:
@@ -67,7 +70,8 @@ class Director:
         self._acts = [
             Act(lambda: self._progress.is_past(KILL_AT), kill_rollout),
             Act(lambda: self._progress.is_past(JOIN_AT), start_late),
-            Act(lambda: self._progress.is_past(RESTART_AT) and self._progress.has_joined(late), self._kill_server),
+            Act(lambda: self._progress.has_joined(late), lambda: self._processes.let_go_on(TRAINER)),
+            Act(lambda: self._progress.is_past(RESTART_AT), self._kill_server),
             Act(lambda: now() > self._server_killed + DOWN_S, self._restart_server),
         ]
 

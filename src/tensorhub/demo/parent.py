@@ -1,5 +1,5 @@
-"""How a child process notices that it should end: its standard input does, because the director closed it or is gone;
-and how the director itself ends in order.
+"""What a child process hears from the director over its standard input: that it may go on, and, when that ends because
+the director closed it or is gone, that it should end. Also how the director itself ends in order.
 
 Nothing that the demo starts outlives the demo, however that ended.
 """
@@ -18,12 +18,16 @@ class Parent:
 
     def __init__(self) -> None:
         self._is_end_expected = False
-        self._ended = threading.Event()
+        self._ended, self._told = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="parent", daemon=True).start()
 
     def expect_end(self) -> None:
         """From now on the end of standard input is the signal to leave; before, it ends this process at once."""
         self._is_end_expected = True
+
+    def wait_told(self) -> None:
+        """Return once the director has said that this may go on."""
+        self._told.wait()
 
     def wait_end(self) -> None:
         """Return when told to leave."""
@@ -31,7 +35,7 @@ class Parent:
 
     def _watch(self) -> None:
         while os.read(STDIN, 4096):  # not through sys.stdin, whose lock the interpreter wants when it exits
-            pass
+            self._told.set()
         if not self._is_end_expected:
             os._exit(1)
         self._ended.set()

@@ -3,6 +3,7 @@
 Each writes its output to a file of its own. Its standard input is a pipe that ends when the director does (`parent`).
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -59,6 +60,14 @@ class Processes:
         _close_input(process)
         if status != -signal.SIGKILL:
             raise ProcessFailed(f"{name} had ended with status {status} before it was killed\n{self._last_words(name)}")
+
+    def let_go_on(self, name: str) -> None:
+        """Tell it that what it may wait for has happened."""
+        process = self._running[name]
+        assert process.stdin is not None, "start gives everybody a pipe"
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `check` says how
+            process.stdin.write(b"\n")
+            process.stdin.flush()
 
     def release(self, name: str) -> None:
         """Tell it to leave."""

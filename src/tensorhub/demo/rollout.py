@@ -15,8 +15,9 @@ import torch
 import tensorhub
 from tensorhub import SessionLost, TransferError, Unavailable, VersionUnavailable
 
+from ..core.snapshot import Status
 from . import grpo, task
-from .events import Ended, Generated, Kept, Updated
+from .events import TRAINER, Ended, Generated, Kept, Updated
 from .logs import EventLog, now
 from .parent import Parent
 from .policy import Policy, answer, fingerprint
@@ -126,19 +127,24 @@ def work(rollout: Rollout, outbox: Outbox, *, updates: bool) -> None:
     rollout.log.write(Ended(time=now(), process=rollout.replica))
 
 
-def common_to_rollouts(server: str, replica: str) -> int:
-    """The newest version that all other rollouts hold.
+def from_rollouts(status: Status, replica: str) -> int:
+    """The newest version that can be had from other rollouts and needs nothing of the trainer.
 
-    At that moment nobody else is about to fetch it, so whoever reads it has the choice between idle rollouts, and the
-    trainer if that still holds it.
+    Either all of them hold it: then nobody else is about to fetch it, and whoever reads it has the choice between idle
+    rollouts, and the trainer if that still holds it. Or some of them hold it and the trainer does not any more. Raises
+    `VersionUnavailable`.
     """
-    common: list[int] = []
-    for model in tensorhub.connect(server).status(model=MODEL).models:
+    found: list[int] = []
+    for model in status.models:
         others = {each.name for each in model.replicas if each.name.startswith("rollout") and each.name != replica}
-        common += [each.version for each in model.versions if others and others <= set(each.holders)]
-    if not common:
-        raise VersionUnavailable("the rollouts hold different versions")
-    return max(common)
+        for version in model.versions:
+            holders = others.intersection(version.holders)
+            has_trainer_left = TRAINER not in {*version.holders, *version.host_copies}
+            if holders and (holders == others or has_trainer_left):
+                found.append(version.version)
+    if not found:
+        raise VersionUnavailable("the rollouts hold different versions, of which the trainer has the only idle copy")
+    return max(found)
 
 
 def main() -> None:
@@ -149,7 +155,7 @@ def main() -> None:
     parser.add_argument("--samples", required=True, help="address of the trainer's inbox")
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--from-rollouts", action="store_true", help="join with a version that all other rollouts hold")
+    parser.add_argument("--from-rollouts", action="store_true", help="join with a version that others have")
     parser.add_argument("--no-updates", action="store_true", help="keep the first version for ever")
     given = parser.parse_args()
     Parent()
@@ -161,8 +167,13 @@ def main() -> None:
         ShardedWeights(policy, replica=given.replica, server=given.server, reliable=False) as weights,
     ):
         rollout = Rollout(given.replica, weights, policy, log, given.seed)
-        late = given.from_rollouts
-        rollout.join((lambda: common_to_rollouts(given.server, given.replica)) if late else (lambda: "latest"))
+
+        def choose() -> int | str:
+            if not given.from_rollouts:
+                return "latest"
+            return from_rollouts(tensorhub.connect(given.server).status(model=MODEL), given.replica)
+
+        rollout.join(choose)
         work(rollout, outbox, updates=not given.no_updates)
 
 

@@ -3,7 +3,8 @@
 While the gradient is computed the weights stay published: nothing changes them. Only `optimizer.step()` does, so only
 that is inside `mutating`, which waits until nobody reads the old version and then publishes the new one.
 
-Told to leave by the end of its standard input, it serves the last version until then.
+Before one step it waits until the director lets it go on, so that whoever joins late finds a training to join, however
+slow the machine is. Told to leave by the end of its standard input, it serves the last version until then.
 """
 
 import argparse
@@ -27,7 +28,7 @@ MOST_GRADIENT = 1.0
 PATIENCE_S = 120.0  # for samples
 
 
-def train(server: str, inbox: Inbox, log: EventLog, parent: Parent, *, steps: int, seed: int) -> None:
+def train(server: str, inbox: Inbox, log: EventLog, parent: Parent, *, steps: int, hold_at: int, seed: int) -> None:
     """Publish the untrained policy as version 0, then one version after each step; returns when told to leave."""
     policy = Policy(seed)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
@@ -37,6 +38,8 @@ def train(server: str, inbox: Inbox, log: EventLog, parent: Parent, *, steps: in
         tell_published(log, weights, 0, fingerprint(policy))
 
         for version in range(1, steps + 1):
+            if version == hold_at:
+                parent.wait_told()
             batches = [take(inbox) for _ in range(BATCHES)]
             optimizer.zero_grad()
             torch.autograd.backward(loss_of(policy, batches))
@@ -93,12 +96,14 @@ def main() -> None:
     parser.add_argument("--samples", required=True, help="address to listen on for samples")
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--hold-at", type=int, required=True, help="the step before which it waits to be let go on")
     parser.add_argument("--seed", type=int, required=True)
     given = parser.parse_args()
     parent = Parent()
     torch.set_num_threads(1)
     with EventLog(given.events, TRAINER) as log:
-        train(given.server, Inbox(given.samples), log, parent, steps=given.steps, seed=given.seed)
+        inbox = Inbox(given.samples)
+        train(given.server, inbox, log, parent, steps=given.steps, hold_at=given.hold_at, seed=given.seed)
 
 
 if __name__ == "__main__":
