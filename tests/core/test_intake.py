@@ -49,6 +49,8 @@ def test_a_read_that_its_session_did_not_outlive_does_not_come_back_with_its_rea
         town.until(float(second))
         town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
     assert READER not in town.server.state.members
+    town.loses_its_line(READER)
+    town.says_hello_again(READER)
     call = CallReport(1, "replicate", 1, resolved=ONE)
     town.says(READER, buffer=Filling(ONE), call=call, reading=reading)
     assert town.orders[READER].session > session

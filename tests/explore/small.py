@@ -266,6 +266,8 @@ class Small:
         until = self.now + SETTINGS.lease_s + SETTINGS.report_s
         while self.now < until:
             self._pass_a_second(cut_off=actor)
+        assert self.server is not None
+        self._send(self.server.disconnected(actor.hello.life, now=self.now))  # by now it knows that the line is gone
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

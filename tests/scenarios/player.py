@@ -66,7 +66,8 @@ class Player:
         self.hello = hello
         self.me = hello.worker
         self.name = name_of(hello.worker)
-        self.sender = hello.life
+        self.line = 0  # how many connections it has made
+        self.ended = -1  # the last of them that the server has closed
         self.memory = ["-"] * CHUNKS
         self.copies: dict[Version, list[str]] = {}  # host copies, as far as they are filled
         self.is_copying_slow = False  # offloads and fills from host copies wait
@@ -190,6 +191,11 @@ class Player:
         self.tell(Wished(prefetch, pins))
 
     # --- the connection -----------------------------------------------------------------------------------------------
+
+    @property
+    def sender(self) -> str:
+        """Its connection, as the server knows it."""
+        return f"{self.hello.life} {self.line}"
 
     def connected(self) -> None:
         self.tell(Connected())

@@ -29,6 +29,9 @@ class Letter:
     message: ToServer | ToWorker
     is_up: bool  # to the server
 
+    def __post_init__(self) -> None:
+        self.line, self.sender = self.player.line, self.player.sender
+
     @property
     def lane(self) -> tuple[str, bool]:
         return self.player.name, self.is_up
@@ -133,7 +136,7 @@ class Stage:
     def connect(self, player: Player) -> None:
         """The player makes a new connection and says hello on it."""
         self.words.forget(player.name)
-        player.retry_at = inf
+        player.retry_at, player.line = inf, player.line + 1
         if self.server is not None:
             self.send(Letter(player, player.hello, is_up=True))
             player.connected()
@@ -153,6 +156,8 @@ class Stage:
     def hand_over(self, letter: Letter, note: str = "") -> None:
         """The message arrives."""
         if letter.player is not self.players.get(letter.player.name):
+            return
+        if letter.is_up and letter.line <= letter.player.ended:
             return
         if letter.is_up:
             self._to_server(letter, note)
@@ -174,7 +179,7 @@ class Stage:
         self._show(letter, note)
         message = letter.message
         assert isinstance(message, ToServer)
-        self._send_all(self.server.handle(message, sender=letter.player.sender, now=self.now))
+        self._send_all(self.server.handle(message, sender=letter.sender, now=self.now))
         self.server.check_invariants()
 
     def _text(self, letter: Letter) -> str | None:
@@ -195,9 +200,12 @@ class Stage:
             if sender not in senders:
                 continue
             player = senders[sender]
-            if isinstance(message, Refusal):  # and then the connection ends
-                self._queue = deque(letter for letter in self._queue if letter.lane != (player.name, True))
             self.send(Letter(player, message, is_up=False))
+            if isinstance(message, Refusal):  # and then the connection ends: nothing that comes by it is heard
+                player.ended = player.line
+        for sender, message in outbox:
+            if sender in senders and isinstance(message, Refusal):
+                self._line_ended(sender)
 
     def pump(self) -> None:
         """Whatever is on its way arrives, and whatever that brings about."""

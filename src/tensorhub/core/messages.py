@@ -345,7 +345,11 @@ class Orders(_Message, frozen=True, tag="orders"):
 
 
 class Refusal(_Message, frozen=True, tag="refusal"):
-    """The server will not talk to this worker; the connection ends. `retry_s` > 0: it may help to come back then."""
+    """The server will not talk to this worker; the connection ends. `retry_s` > 0: it may help to come back then.
+
+    A connection carries one session. A worker whose session has ended is refused with such a pause when it reports
+    again: it has heard by then whatever was said to it before, and begins the next session with that known.
+    """
 
     code: str
     message: str

@@ -167,6 +167,8 @@ class Server:
             for newcomer in admission.giving_way(state, hello, report):
                 sessions.end(state, newcomer, "gave way to who had lived before")
             refusal = admission.why_refuse(state, hello, report)
+            if refusal is None and sender in state.spent:
+                refusal = admission.spent(hello)
             if refusal is not None:
                 return refusal, None
             member = sessions.begin(state, hello, sender, report)
@@ -265,10 +267,10 @@ class Server:
         reported = member.report.call
         needless = retention.copies_to_let_go(state, model, replica, member)
         apply.let_go(state, model, member, needless)  # that makes room, for which it may wait
+        drained = draining.drained_version(state, model, member)
+        apply.note_drained(state, member, drained)  # what it keeps no more, it may have to fetch
         copies = retention.host_copy_orders(state, model, replica, member)
         release = retention.copies_to_release(state, model, member)
-        drained = draining.drained_version(state, model, member)
-        apply.note_drained(state, member, drained)
         current = state.reads.current.get(member.worker)
         is_whole = witness.is_whole(state, model, replica)
         told = Told(

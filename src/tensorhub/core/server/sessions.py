@@ -39,6 +39,8 @@ def end(state: State, member: Member, why: str) -> None:
     """It has left, or died, or gave way."""
     model, replica = state.place(member)
     versions = concerned(state, member)
+    if member.is_connected:
+        state.spent[member.sender] = None
     intake.close_reads(state, member, None)
     model.move(member.worker, member.content, NOTHING)
     replica.lose(member.shard, why)
@@ -86,6 +88,7 @@ def connect(state: State, hello: Hello, sender: str) -> None:
 
 def disconnect(state: State, sender: str) -> None:
     """The connection is gone."""
+    state.spent.pop(sender, None)
     hello = state.hellos.pop(sender, None)
     member = state.members.get(state.speakers.pop(sender)) if hello is not None else None
     if member is not None and member.sender == sender:

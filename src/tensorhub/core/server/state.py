@@ -38,6 +38,7 @@ class State:
     reads: OpenReads = field(default_factory=OpenReads)
     hellos: dict[str, Hello] = field(default_factory=dict)  # by connection
     speakers: dict[str, WorkerId] = field(default_factory=dict)  # who has said so
+    spent: dict[str, None] = field(default_factory=dict)  # connections whose session has ended
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log

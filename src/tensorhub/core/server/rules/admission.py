@@ -1,7 +1,8 @@
 """Which workers the server talks to: one for each shard, and only such as agree on the number of shards of their model.
 
 The server asks on a worker's hello, so that it hears at once, and again when its session begins: two hellos may have
-come before either worker reported, and a connection may outlive the session that it carried.
+come before either worker reported. A connection carries one session: what the server said in it may still be on its
+way, and must not be heard after something else was made of the worker's next report.
 """
 
 from ...messages import PROTOCOL, Hello, Refusal, Report
@@ -12,6 +13,7 @@ from ..state import State
 
 MAX_SHARDS = 4096
 MAX_NAME = 200  # characters of a model's or replica's name
+AT_ONCE_S = 0.01
 
 
 def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refusal | None:
@@ -48,6 +50,12 @@ def taken(state: State, member: Member) -> Refusal:
     left_s = member.lease_end - state.now
     hint = f"if that one has died, its place is free in {left_s:.1f} s"
     return Refusal("shard-taken", text, hint, retry_s=_retry_s(left_s))
+
+
+def spent(hello: Hello) -> Refusal:
+    """The session of this connection has ended. The worker hears all that was said in it, and then begins another."""
+    text = f"the session of {hello.worker} has ended: it was not heard in time, or another has its place"
+    return Refusal("refused", text, "it connects again by itself", retry_s=AT_ONCE_S)
 
 
 def giving_way(state: State, hello: Hello, report: Report) -> list[Member]:
