@@ -21,7 +21,7 @@ from tensorhub.core.errors import error_from_code
 from .memory import Memory
 
 WORKER = Path(__file__).with_name("worker.py")
-LATE_S = 1.0  # no call outlives its deadline by more than that
+LATE_S = 4.0  # no call outlives its deadline by more than that; a machine that stands still may be the reason for less
 SLACK_S = 15.0  # until a machine under load has carried an answer through two pipes
 PATIENCE_S = 60.0  # what a call gets that must succeed; no promise is measured by it
 COOKIE = "TENSORHUB_TEST_COOKIE"

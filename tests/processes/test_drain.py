@@ -11,7 +11,7 @@ from .process import Died, eventually
 
 pytestmark = pytest.mark.processes
 
-ROUND_TRIPS_S = 1.5  # a lease that ended must still be noticed and told, by machines under load
+ROUND_TRIPS_S = 4.0  # a lease that ended must still be noticed and told, by machines under load
 
 
 def draining(cluster, replica):
@@ -97,7 +97,7 @@ def test_unpublish_does_not_wait_for_a_slow_reader_when_there_is_another_holder(
     cluster.judge(slow, 1)
     again, received = read_again(slow), slow.received()
     assert is_reading
-    assert took_s < 1.0
+    assert took_s < 4.0  # with the reader: 8 s
     assert set(received) == {leaving.name, staying.name}
     figures(
         f"unpublish of {source} with a slow reader: {took_s:.2f} s; it re-read {again} of {cluster.chunks} chunks and "

@@ -59,7 +59,7 @@ def test_the_trainer_moves_on_while_its_only_reader_is_slow(start, figures):
     cluster.judge(slow, 1)
     assert is_reading
     eventually(lambda: not versions(cluster)[1].host_copies, "the copy of 1 is released once nobody reads it")
-    assert took_s < 3.0  # one copy in memory, on machines under load; without it, 8 s
+    assert took_s < 5.0  # one copy in memory, on machines under load; without it, 8 s
     figures(
         f"unpublish with one slow reader and nobody else: {took_s:.2f} s, {cluster.shard_bytes >> 20} MiB offloaded"
     )

