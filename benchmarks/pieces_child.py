@@ -1,7 +1,6 @@
 """What a process of the benchmarks does for part `pieces`: a source whose rows hold the reader's, and the reader."""
 
 import base64
-import threading
 import time
 
 import numpy as np
@@ -16,13 +15,13 @@ from tensorhub.memory.tiles.cells import tiles_of
 from tensorhub.memory.tiles.derive import Source, derive_manifest
 from tensorhub.memory.tiles.exported import Cut, decode_cut, export_of, publish_cut
 from tensorhub.memory.tiles.grid import Grid, grid_of
-from tensorhub.memory.tiles.legs import Leg
 from tensorhub.memory.tiles.table import BoxTable, table_of
 from tensorhub.memory.tiles.wire import grid_digest, layout_digest
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
 from tensorhub.transport.base import Export, Transport
 from tensorhub.transport.progress import Progress
+from tensorhub.transport.waiting import read_to_end
 
 from .converse import converse
 from .section import MIB
@@ -123,7 +122,7 @@ class Pieces:
         legs = across.legs([source])
         transport = self._transport(kind)
         began, cpu = time.monotonic(), time.process_time()
-        paths = [_read(transport, endpoint, key, leg) for leg in legs]
+        paths = [read_to_end(transport, endpoint, key, leg, within_s=PATIENCE_S) for leg in legs]
         found = time.monotonic() - began
         for leg in legs:
             across.ended(leg)
@@ -136,25 +135,10 @@ class Pieces:
         registration = register({"plain": self._array.reshape(-1)[:size_bytes]})
         sink = FillSink(registration, root)  # type: ignore[arg-type]
         began, cpu = time.monotonic(), time.process_time()
-        path = _read(self._transport(kind), endpoint, key, sink)
+        path = read_to_end(self._transport(kind), endpoint, key, sink, within_s=PATIENCE_S)
         if not sink.progress.is_complete:
             raise RuntimeError("the read ended before its last chunk")
         return {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu, "path": path}
-
-
-def _read(transport: Transport, endpoint: str, key: str, sink: FillSink | Leg) -> str:
-    ended, errors = threading.Event(), []
-
-    def on_end(error: Exception | None) -> None:
-        errors.append(error)
-        ended.set()
-
-    read = transport.read(endpoint, key, sink, on_end)
-    if not ended.wait(PATIENCE_S):
-        raise TimeoutError(f"the read from {endpoint} has not ended")
-    if errors[0] is not None:
-        raise errors[0]
-    return read.path
 
 
 if __name__ == "__main__":

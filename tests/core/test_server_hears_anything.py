@@ -48,6 +48,12 @@ buffers = st.one_of(
     st.builds(Poisoned, st.none() | versions),
 )
 specs = st.sampled_from(["latest", "latest-1", 1, 2, 3])
+
+
+def fills(verbs: st.SearchStrategy[str], specs: st.SearchStrategy[int | str]) -> st.SearchStrategy[CallReport]:
+    return st.builds(CallReport, st.integers(0, 4), verbs, specs, st.just(Digest("")), st.none() | versions)
+
+
 calls = st.one_of(
     st.builds(CallReport, st.integers(0, 4), st.just("publish"), st.integers(1, 5), roots, st.none() | versions),
     st.builds(
@@ -59,22 +65,8 @@ calls = st.one_of(
         st.none() | versions,
         claim=st.none() | versions,
     ),
-    st.builds(
-        CallReport,
-        st.integers(0, 4),
-        st.sampled_from(["replicate", "update"]),
-        specs,
-        st.just(Digest("")),
-        st.none() | versions,
-    ),
-    st.builds(
-        CallReport,
-        st.integers(0, 4),
-        st.just("update"),
-        st.just("prefetched"),
-        st.just(Digest("")),
-        st.none() | versions,
-    ),
+    fills(st.sampled_from(["replicate", "update"]), specs),
+    fills(st.just("update"), st.just("prefetched")),
 )
 failures = st.builds(
     TicketFailure,

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from tensorhub.transport.base import Transport
+from tensorhub.transport.local import LocalSettings, LocalTransport
 
 from . import kit
+from .kit import Local
 
 Make = Callable[..., Transport]
 Spawn = Callable[..., subprocess.Popen[str]]
@@ -46,6 +48,20 @@ def make(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Make]:
 
     def one(silence_s: float = 5.0) -> Transport:
         made.append(kind.make(silence_s))
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture
+def local(nothing_left_behind: None) -> Iterator[Local]:
+    """Makes `local` transports with the settings given, and closes them at the end."""
+    made: list[LocalTransport] = []
+
+    def one(**settings: object) -> LocalTransport:
+        made.append(LocalTransport(LocalSettings(**settings)))  # type: ignore[arg-type]
         return made[-1]
 
     yield one

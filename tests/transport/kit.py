@@ -36,6 +36,7 @@ from tensorhub.transport.vectors import Addresses
 
 DEADLINE_S = 30.0  # how long a test waits for what must happen; never how long it should take
 MIB = 1 << 20
+Local = Callable[..., LocalTransport]  # makes one, with these settings
 
 
 @dataclass(frozen=True)

@@ -7,39 +7,30 @@ import resource
 import socket
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
 from tensorhub.core.errors import SourceLost
 from tensorhub.transport import local_mapping, local_reader, local_server, sealed
 from tensorhub.transport.base import Terms
-from tensorhub.transport.local import LocalSettings, LocalTransport
 from tensorhub.transport.local_memory import SEAL_BYTES, Seal
 from tensorhub.transport.sealed import Sealed, Unmappable
 from tensorhub.transport.tcp_wire import HEADER, Wire
 
 from . import kit
-from .kit import DEADLINE_S, MIB, Target, content, full, read_all, start_read
+from .kit import DEADLINE_S, MIB, Local, Target, content, full, read_all, start_read
 
 pytestmark = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
 CHUNK = 64 * 1024
 SIZE = 40 * CHUNK + 777
-Local = Callable[..., LocalTransport]
 
 
 @pytest.fixture
-def local(nothing_left_behind: None) -> Iterator[Local]:
-    made: list[LocalTransport] = []
+def local(local: Local) -> Local:
     kit.use(kit.KINDS["local-mapped-3"])
-
-    def one(**settings: object) -> LocalTransport:
-        made.append(LocalTransport(LocalSettings(thread_bytes=1024, **settings)))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for transport in made:
-        transport.close()
+    return partial(local, thread_bytes=1024)
 
 
 def mappings() -> int:

@@ -7,7 +7,7 @@ import struct
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,30 +18,16 @@ from hypothesis import strategies as st
 from tensorhub.core.errors import Refused, SourceLost, TransportMissing
 from tensorhub.transport import local_host, local_memory
 from tensorhub.transport.base import Export
-from tensorhub.transport.local import LocalSettings, LocalTransport
+from tensorhub.transport.local import LocalTransport
 from tensorhub.transport.local_host import Place, format_endpoint, here, parse_endpoint
 from tensorhub.transport.local_memory import Call, Lost, Process, Seal, Token
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.vectors import COUNTS, IOV_MAX, Addresses, Bridged
 
 from . import kit
-from .kit import DEADLINE_S, MIB, Gate, Target, content, full, read_all, start_read
+from .kit import DEADLINE_S, MIB, Gate, Local, Target, content, full, read_all, start_read
 
 CHUNK = 4096
-Local = Callable[..., LocalTransport]
-
-
-@pytest.fixture
-def local(nothing_left_behind: None) -> Iterator[Local]:
-    made: list[LocalTransport] = []
-
-    def one(**settings: object) -> LocalTransport:
-        made.append(LocalTransport(LocalSettings(**settings)))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for transport in made:
-        transport.close()
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------

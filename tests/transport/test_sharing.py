@@ -5,38 +5,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from tensorhub.memory.host import host_view
 from tensorhub.transport import sealed
 from tensorhub.transport.base import Export
-from tensorhub.transport.local import LocalSettings, LocalTransport
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.sealed import Sealed, Shared, Unmappable
 
 from . import kit
-from .kit import DEADLINE_S, Pieces, Target, content, read_all
+from .kit import DEADLINE_S, Local, Pieces, Target, content, read_all
 
 pytestmark = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
 CHUNK = 64 * 1024
 SIZE = 40 * CHUNK + 777
-Local = Callable[..., LocalTransport]
-
-
-@pytest.fixture
-def local(nothing_left_behind: None) -> Iterator[Local]:
-    made: list[LocalTransport] = []
-
-    def one(**settings: object) -> LocalTransport:
-        made.append(LocalTransport(LocalSettings(**settings)))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for transport in made:
-        transport.close()
-    kit.forget()
 
 
 class Keeper(Target):

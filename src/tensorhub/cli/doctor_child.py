@@ -11,12 +11,11 @@ import json
 import mmap
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 
-from ..core.errors import CorruptTransfer, TensorHubError, TransferError
+from ..core.errors import CorruptTransfer, TensorHubError
 from ..core.manifest import DIGEST_BYTES, chunk_count
 from ..memory.digests import Hashing, digest
 from ..memory.host import HostStream, Piece
@@ -25,6 +24,7 @@ from ..runtime.opening import make_transport
 from ..transport.base import Export, Terms, Transport
 from ..transport.nixl_probe import Probe
 from ..transport.progress import Progress
+from ..transport.waiting import read_to_end
 
 KEY = "doctor"
 ROUNDS = 4  # the first one also touches the memory
@@ -110,27 +110,11 @@ def reader(scheme: str) -> None:
     rates = []
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        path = _read(transport, told["endpoint"], Measure(stream, told["chunk_bytes"]))
+        path = read_to_end(transport, told["endpoint"], KEY, Measure(stream, told["chunk_bytes"]), within_s=READ_S)
         rates.append(told["size_bytes"] / (time.perf_counter() - began))
     if isinstance(probed := getattr(transport, "probed", None), Probe):
         path += f"; NIXL {probed.version}"
     say(rate_bytes_per_s=round(max(rates[1:])), path=path)
-
-
-def _read(transport: Transport, endpoint: str, sink: Measure) -> str:
-    """One read, to its end. Returns which way it went."""
-    ended, errors = threading.Event(), list[TensorHubError | None]()
-
-    def end(error: TensorHubError | None) -> None:
-        errors.append(error)
-        ended.set()
-
-    read = transport.read(endpoint, KEY, sink, end)
-    if not ended.wait(READ_S):
-        raise TransferError(f"only {read.received_bytes} B came in {READ_S:.0f} s")
-    if errors[0] is not None:
-        raise errors[0]
-    return read.path
 
 
 def server(address: str) -> None:
