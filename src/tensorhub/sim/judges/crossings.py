@@ -30,7 +30,8 @@ class CrossingJudge(Judge):
         """It has had the chunk for a while, or reads it from afar itself."""
         version, theirs = read.grant.version, other.read
         held, copy = other.held, other.copies.get(version)
-        if held is not None and held.version == version and held.since < settled and held.is_served:
+        is_held = held is not None and held.version == version and held.since < settled and held.is_served
+        if is_held and not self._makes_way(other, read):
             return True
         if copy is not None and copy.since < settled:
             return True
@@ -40,8 +41,19 @@ class CrossingJudge(Judge):
             and theirs.grant.version == version
             and theirs.is_cross_site
             and theirs.began < settled
+            and not self._is_starved(other, settled, read.began)
             and not (other.call is None and not theirs.grant.to_host)
         )
+
+    def _is_starved(self, other: Life, settled: float, began: float) -> bool:
+        """Till lately nothing came by its read, for as long as a source is left for: nobody had to wait for that."""
+        spans = (other.starved, (other.fed_at, inf))
+        return any(since + self.settings.stalled_s <= began and settled < until for since, until in spans)
+
+    def _makes_way(self, other: Life, read: Read) -> bool:
+        """Its caller wanted another version, and knew which, when the read began: it takes no reader any more."""
+        call = other.call
+        return call is not None and call.resolved not in (None, read.grant.version) and call.resolved_at < read.began
 
     def _is_between(self, other: Life, reader: Life, settled: float) -> bool:
         """A fault stood between the two, or between one of them and the server."""

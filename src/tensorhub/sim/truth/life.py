@@ -64,7 +64,7 @@ class Call:
     had_root: Digest
     number: int = 0  # its position, once that was said
     resolved: Version | None = None
-    resolved_at: float = inf
+    resolved_at: float = inf  # when a server first said so, wherever that got
     refused_at: float = inf  # when a server first answered it with an error, wherever that got
     ended: float = inf
     outcome: Finished | None = None
@@ -114,6 +114,7 @@ class Life:
     registered: float = 0.0
     close_deadline: float = inf
     fed_at: float = -inf  # when its open read began, or last brought a chunk
+    starved: tuple[float, float] = (-inf, -inf)  # from when to when a read last brought nothing for long
     stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had all: when its read last did
     failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
     poisoned: bool = False  # a fill that had written ended badly

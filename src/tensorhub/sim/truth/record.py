@@ -287,6 +287,8 @@ class Truth:
     def accepted(self, life: Life, read: Read) -> None:
         """A chunk is in place."""
         self._note_stood_still(life, read)
+        if self.now - life.fed_at >= self.plan.settings.stalled_s:
+            life.starved = (life.fed_at, self.now)
         life.fed_at = self.now
 
     def _note_stood_still(self, life: Life, read: Read) -> None:
@@ -319,7 +321,7 @@ class Truth:
         """The server says something to it; it may never get there."""
         call, answer = life.call, orders.answer
         if call is not None and answer is not None and answer.number == call.number and answer.version is not None:
-            call.resolved = answer.version
+            call.resolved, call.resolved_at = answer.version, min(call.resolved_at, self.now)
         if call is not None and answer is not None and answer.number == call.number and answer.error is not None:
             call.refused_at = min(call.refused_at, self.now)
         for copy in life.said.copies if life.said is not None else ():
