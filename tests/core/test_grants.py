@@ -53,6 +53,14 @@ def test_who_waits_long_for_a_reliable_heir_is_not_looked_at_over_and_over() -> 
         assert town.server.next_deadline() > town.now
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_receipt_is_owed_for_what_is_whole(is_whole: bool) -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, copies=(HostCopy(1, ONE, ROOT, whole=is_whole),))
+    assert (ONE in town.orders[READER].receipts) is is_whole
+
+
 def test_what_was_told_to_go_and_is_gone_is_forgotten() -> None:
     town = Town(keep_established=False)
     town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))

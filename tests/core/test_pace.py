@@ -31,6 +31,13 @@ def test_a_read_by_which_nothing_comes_stands_still() -> None:
     assert not after(1, 0.0).is_still(1.0, 2.0)
 
 
+def test_a_reader_that_says_nothing_itself_shows_nothing() -> None:
+    """Half of the patience at least must lie between the last that came and the last that was said."""
+    for said_at, is_still in ((0.9, False), (1.0, True)):
+        pace = Pace(moved_at=0.0, told_at=said_at)
+        assert pace.is_still(2.0, 2.0) is is_still
+
+
 def test_a_slow_link_with_large_chunks_does_not() -> None:
     pace = after(3, 1.0 * MIB)
     assert pace.done == 0
