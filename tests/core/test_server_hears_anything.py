@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tensorhub.core.messages import (
     CallReport,
     Empty,
+    Failure,
     Filling,
     Holding,
+    HostCopy,
     LayoutInfo,
     Orders,
     Poisoned,
@@ -75,6 +77,19 @@ failures = st.builds(
     st.sampled_from(["source-lost", "corrupt-transfer", "layout-mismatch", "no-such-code"]),
     st.just("why"),
 )
+copies = st.builds(
+    HostCopy,
+    st.integers(0, 4),
+    versions,
+    roots,
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    unfit=st.booleans(),
+    shared=st.booleans(),
+)
 reports = st.builds(
     Report,
     number=st.integers(1, 60),
@@ -102,7 +117,15 @@ reports = st.builds(
     newest=st.none() | versions,
     failures=st.lists(failures, max_size=3).map(tuple),
     leaving=st.sampled_from([False, False, False, True]),
+    closing=st.sampled_from([False, False, False, True]),
     stops=st.booleans(),
+    copies=st.lists(copies, max_size=3).map(tuple),
+    copies_left=st.integers(0, 3),
+    copy_error=st.none() | st.builds(Failure, st.sampled_from(["internal", "no-such-code"]), st.just("why")),
+    pins=st.lists(versions, max_size=2).map(tuple),
+    prefetch=st.none() | specs,
+    receipts=st.dictionaries(st.integers(0, 4), st.sampled_from(["", "x"]), max_size=2),
+    cross_site_bytes=st.dictionaries(st.integers(0, 4), st.integers(0, 100), max_size=2),
     roster=st.none()
     | st.builds(Roster, numbers.map(Number), st.integers(-1, 4), st.sampled_from(["", "x", "0"]), st.text(max_size=3)),
 )

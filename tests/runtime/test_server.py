@@ -80,6 +80,8 @@ BAD_CONVERSATIONS = {
     "two hellos": [encode(hello()), encode(hello())],
     "a long first message": [b"\xc4" * (MAX_REPORT_BYTES + 1)],
     "a long report": [encode(hello()), encode(Report(1, received_bytes={f"r{i}": i for i in range(9000)}))],
+    "a bad version to fetch ahead": [encode(hello()), encode(Report(1, prefetch="x"))],
+    "prefetched to fetch ahead": [encode(hello()), encode(Report(1, prefetch="prefetched"))],
     "orders": [encode(Orders(1, 1, 1, 1.0, 1.0, 1.0))],
     "wrong protocol": [encode(hello()).replace(b"tensorhub/3", b"tensorhub/9")],
     "garbage after a hello": [encode(hello()), b"\xff\xff"],

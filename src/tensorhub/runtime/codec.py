@@ -24,6 +24,7 @@ from ..core.messages import (
     Poisoned,
     Refusal,
     Report,
+    Spec,
     ToServer,
     ToWorker,
 )
@@ -91,7 +92,17 @@ def _nonsense_of(message: ToServer) -> str:
             reading = message.reading
             if reading is not None and len(reading.transport + reading.path + reading.why) > MAX_TEXT:
                 return "too long words about its read"
-            return _nonsense_of_call(message.call)
+            return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call)
+    return ""
+
+
+def _nonsense_of_wish(prefetch: Spec | None) -> str:
+    if prefetch is None:
+        return ""
+    try:
+        parse_spec(prefetch)
+    except UsageError as error:
+        return f"a bad version to fetch ahead: {error}"
     return ""
 
 
@@ -126,5 +137,8 @@ def _numbers_of(report: Report) -> Iterator[int]:
     if report.reading is not None:
         yield from (report.reading.ticket, report.reading.version, report.reading.source.shard)
         yield report.reading.rate_bytes_per_s
+    yield from (report.copies_left, *report.pins)
+    for copy in report.copies:
+        yield from (copy.number, copy.version, copy.done, copy.chunks)
     for failure in report.failures:
         yield from (failure.ticket, failure.source.shard)
