@@ -42,3 +42,17 @@ def test_a_rank_that_was_replaced_counts_no_more() -> None:
     keepers.offer((True, True, B))
     keepers.offer((False, True, A))
     assert keepers.best(everybody) == A
+
+
+def test_of_those_who_come_and_go_nothing_is_left() -> None:
+    keepers = Keepers()
+    keepers.offer((False, False, A))
+    keepers.chosen = keepers.best(everybody)
+    for number in range(1000):
+        gone = worker_id("policy", f"b{number}", 0)
+        keepers.offer((False, True, gone))
+        assert not keepers.withdraw(gone)
+    assert len(keepers._heap) < 40
+    assert list(keepers._ranks) == [A]
+    assert keepers.withdraw(A)
+    assert keepers.best(everybody) is None

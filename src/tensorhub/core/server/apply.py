@@ -286,7 +286,7 @@ def offer_keeper(state: State, model: Model, member: Member) -> None:
             keepers = keepers or record.keepers.setdefault(member.shard, Keepers())
             is_news = keepers.offer(established.rank(member, record))
         else:
-            is_news = keepers is not None and keepers.chosen == member.worker
+            is_news = keepers is not None and keepers.withdraw(member.worker)
         if is_news:
             choose_keeper(state, model, record, member.shard)
 

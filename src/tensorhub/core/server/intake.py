@@ -59,10 +59,21 @@ def count(state: State, report: Report) -> None:
 
 
 def take_layout(state: State, layout: LayoutInfo) -> None:
-    """The tensors that some worker has registered, to name the one that differs."""
+    """The tensors that some worker has registered: to name the one that differs, and for who asks what a version is."""
     state.layouts[layout.digest()] = state.layouts.pop(layout.digest(), layout)  # newest last
-    if len(state.layouts) > state.settings.most_versions:
-        del state.layouts[next(iter(state.layouts))]
+    if len(state.layouts) > state.most_layouts:
+        _forget_layouts(state)
+
+
+def _forget_layouts(state: State) -> None:
+    """Those of no worker and no version, but for the newest: their workers may be about to report."""
+    used = {member.report.layout for member in state.members.all()}
+    for model in state.models.values():
+        used.update(layout for record in model.versions.values() for layout in record.layouts.values())
+    newest = list(state.layouts)[-max(1, state.settings.most_versions // 2) :]
+    used.update(newest)
+    state.layouts = {digest: layout for digest, layout in state.layouts.items() if digest in used}
+    state.most_layouts = max(state.settings.most_versions, 2 * len(state.layouts))  # so this is seldom
 
 
 def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from ..names import WorkerId
 
+ROOM = 16  # former ranks that may stay
 Rank = tuple[bool, bool, WorkerId]  # smaller is better
 
 
@@ -23,7 +24,14 @@ class Keepers:
             return False
         self._ranks[worker] = rank
         heapq.heappush(self._heap, rank)
+        if len(self._heap) > 2 * len(self._ranks) + ROOM:
+            self._heap = sorted(self._ranks.values())  # which is a heap
         return True
+
+    def withdraw(self, worker: WorkerId) -> bool:
+        """This one is not able to any more. Returns whether it was the chosen one."""
+        self._ranks.pop(worker, None)
+        return self.chosen == worker
 
     def best(self, is_able: Callable[[WorkerId], bool]) -> WorkerId | None:
         """The best of those who are able; the others are forgotten on the way."""

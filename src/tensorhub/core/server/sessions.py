@@ -60,7 +60,7 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_replica_dirty(replica)
         state.mark_concerned_dirty(model, member, versions)
         state.mark_readers_dirty(member.worker)
-        apply.offer_keeper(state, model, member)
+    apply.offer_keeper(state, model, member)
     apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
 
 
@@ -78,6 +78,8 @@ def connect(state: State, hello: Hello, sender: str) -> None:
     member = state.members.get(hello.worker)
     if member is not None:
         was_reached, member.is_connected = member.is_connected, True
+        if member.sender != sender and member.sender in state.hellos:
+            state.spent[member.sender] = None  # what is late on the former line begins no session when this one is over
         model, former = state.models[hello.model], member.hello
         model.leave_place(member.worker, former.site, former.host)  # one that lies may be elsewhere now
         model.take_place(member.worker, hello.site, hello.host)

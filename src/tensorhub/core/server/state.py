@@ -40,6 +40,7 @@ class State:
     speakers: dict[str, WorkerId] = field(default_factory=dict)  # who has said so
     spent: dict[str, None] = field(default_factory=dict)  # connections whose session has ended
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
+    most_layouts: int = field(init=False)  # above that, those that nobody uses are forgotten
     counters: Counter[str] = field(default_factory=Counter)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
     dirty: OrderedDict[WorkerId, bool] = field(
@@ -51,6 +52,7 @@ class State:
 
     def __post_init__(self) -> None:
         self.now: float = self.clock.now  # the time awake
+        self.most_layouts = self.settings.most_versions
         self.note_size()
 
     def note_size(self) -> None:
