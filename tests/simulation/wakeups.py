@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Answer, Failure, Orders, ToServer, Withdrawing
-from tensorhub.core.server import Outbox, Server
+from tensorhub.core.messages import Answer, Failure, Grant, Orders, Report, ToServer, Withdrawing
+from tensorhub.core.names import Ticket
+from tensorhub.core.server import Outbox, Server, routine
 from tensorhub.core.server.membership import Member, Told
 
 ROUNDS = 5  # of deciding for everybody, before the copy counts as settled: a move may lead to another one
@@ -33,7 +34,9 @@ class Judged(Server):
         def event(server: Server) -> None:
             server.handle(message, sender=sender, now=now, arrived=arrived)
 
-        self._sample(event, now, f"after {sender}: {message}")
+        self._sample(event, now, f"after {sender}: {message}", reporter=sender)
+        if Judged.events % Judged.every == 0 and isinstance(message, Report):
+            Judged.missed += misjudged(event, self, now, sender)
         return super().handle(message, sender=sender, now=now, arrived=arrived)
 
     def disconnected(self, sender: str, *, now: float) -> Outbox:
@@ -43,18 +46,22 @@ class Judged(Server):
         self._sample(event, now, f"after {sender} was cut off")
         return super().disconnected(sender, now=now)
 
-    def _sample(self, event: Callable[[Server], None], now: float, what: str) -> None:
+    def _sample(self, event: Callable[[Server], None], now: float, what: str, *, reporter: str = "") -> None:
         Judged.events += 1
         if Judged.events % Judged.every == 0:
-            Judged.missed += [f"{told} {what}" for told in missed_by(event, self, now)]
+            Judged.missed += [f"{told} {what}" for told in missed_by(event, self, now, reporter)]
             Judged.judged += 1
 
 
-def missed_by(event: Callable[[Server], None], server: Server, now: float) -> list[str]:
-    """Who is told what only when all are decided for, though the event led to it. The server itself stays as it is."""
+def missed_by(event: Callable[[Server], None], server: Server, now: float, reporter: str = "") -> list[str]:
+    """Who is told what only when all are decided for, though the event led to it. The server itself stays as it is.
+
+    `reporter`: whose report the event is. It has to hear all that there is to say, whether or not it is busy.
+    """
     other = Server.__new__(Server)
     other.state = copy.deepcopy(server.state)
     other.tick(now=now)
+    settled = [member for member in other.state.members.all() if member.settled_at == other.state.happened]
     for _ in range(ROUNDS):
         if not decide_for_all(other, now):
             break
@@ -62,12 +69,14 @@ def missed_by(event: Callable[[Server], None], server: Server, now: float) -> li
         return []  # readers that go from one source to the next: a rule against that is judged elsewhere
     if other.is_recovering:
         return []  # for a lease everybody is heard of anew, and hears with its own next report
+    for member in settled:  # a report from which nothing follows is taken so by the copy too
+        member.settled_at = other.state.happened
     event(other)
     before = {member.sender: member.told for member in other.state.members.all()}
     busy = {member.sender for member in other.state.members.all() if is_busy(other, member)}
     found = []
     for sender, orders in decide_for_all(other, now):
-        if sender not in busy:
+        if sender not in busy and sender != reporter:
             continue  # it hears with its own next report
         former = before[sender]
         assert isinstance(orders, Orders)
@@ -80,6 +89,36 @@ def missed_by(event: Callable[[Server], None], server: Server, now: float) -> li
             words = [f"{name} {getattr(former, name, None)} -> {getattr(now, name)}" for name in news]
             found.append(f"{sender} hears {'; '.join(words)}")
     return found
+
+
+def misjudged(event: Callable[[Server], None], server: Server, now: float, sender: str) -> list[str]:
+    """Who is told something else when the report is not looked at for whether anything follows from it."""
+    one, other = (Server.__new__(Server) for _ in range(2))
+    for each in (one, other):
+        each.state = copy.deepcopy(server.state)
+        each.tick(now=now)
+    event(one)
+    look, routine.take = routine.take, lambda state, report, sender, arrived: None
+    try:
+        event(other)
+    finally:
+        routine.take = look
+    found = []
+    for member in one.state.members.all():
+        theirs = other.state.members.get(member.worker)
+        for name in Told.__struct_fields__:
+            told, so = (
+                getattr(member.told, name, None),
+                getattr(theirs.told if theirs is not None else None, name, None),
+            )
+            if name not in UNTOLD and _without_number(told) != _without_number(so):
+                found.append(f"{member.sender} would hear {name} {so} and not {told} after {sender}")
+    return found
+
+
+def _without_number(told: object) -> object:
+    """A read is the same whatever number its grant has."""
+    return replace(told, ticket=Ticket(0)) if isinstance(told, Grant) else told
 
 
 def _said(told: object, name: str) -> object:
