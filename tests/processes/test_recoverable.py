@@ -172,8 +172,8 @@ def fail(self, what):
         raise ValueError("no export today")
     export(self, what)
 trainer, array = join("trainer", 1)
+TcpTransport.export = fail  # before there is anything that may be copied ahead
 trainer.publish(1)
-TcpTransport.export = fail
 began = time.monotonic()
 say(unpublish=error_of(trainer.unpublish), took_s=time.monotonic() - began, version=trainer.version)
 TcpTransport.export = export
