@@ -195,6 +195,45 @@ def test_a_host_copy_that_cannot_be_mapped_is_read_at_once():
     run(story)
 
 
+def test_a_read_that_is_told_to_stop_because_it_could_not_be_mapped_ends():
+    """The machine hears that it was not mapped just when a lease or a deadline is over."""
+
+    async def story(s):
+        read = start_to_share(s)
+        assert read.sink.begin(s.manifest.encode()) == ()
+        tell = s.data._tell
+
+        def tell_and_stop(event):
+            tell(event)
+            if isinstance(event, NotShared):
+                s.data.stop_read(Ticket(10))
+
+        s.data._tell = tell_and_stop
+        read.on_end(None)
+        (ended,) = await s.until(ReadEnded)
+        assert (ended.ticket, ended.complete) == (Ticket(10), False)
+
+    run(story)
+
+
+@needs_sealed
+def test_a_copy_that_cannot_be_looked_through_ends_its_read(monkeypatch):
+    async def story(s):
+        def share(*arguments):
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(s.data.copies, "share", share)
+        read = start_to_share(s)
+        read.sink.share(*shared_memory(s.source))
+        assert read.sink.begin(s.manifest.encode()) == ()
+        read.on_end(None)
+        (ended,) = await s.until(ReadEnded)
+        assert not ended.complete
+        assert "no room" in ended.failure.message
+
+    run(story)
+
+
 @needs_sealed
 @pytest.mark.parametrize("wrong", ["bytes", "told to stop", "lease"])
 def test_a_host_copy_that_does_not_count_is_not_kept(wrong):

@@ -94,15 +94,20 @@ class Answers:
         look = lambda: describe(self._machine.state, model, spec, shard)  # noqa: E731 - named by the key
         key = ("described", model, spec, shard)
         found = await self.polls.ask(key, look, lambda found: found.is_final, patience_s)
+        self._check_is_on(is_final=found.is_final)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
     async def _answer(
         self, key: tuple[object, ...], look: Callable[[], T], is_final: Callable[[T], bool], patience_s: float
     ) -> web.StreamResponse:
         found = await self.polls.ask(key, look, is_final, patience_s)
-        if self.polls.is_over and not is_final(found):
-            raise web.HTTPServiceUnavailable(text="the server stops\n")
+        self._check_is_on(is_final=is_final(found))
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
+    def _check_is_on(self, *, is_final: bool) -> None:
+        """Who asks again at once would ask without a pause."""
+        if self.polls.is_over and not is_final:
+            raise web.HTTPServiceUnavailable(text="the server stops\n")
 
 
 def _model(request: web.Request) -> ModelName:

@@ -221,6 +221,7 @@ class HostCopies:
         in_parallel(one, missing, threads=min(MOST_THREADS, len(missing)), name="share")
         failure = self._served(content, manifest)
         if failure is not None:
+            self._withdraw(content.key)  # the transports that have taken it
             raise error_from_code(failure.code, failure.message, hint=failure.hint)
         return content
 

@@ -342,7 +342,11 @@ class DataPlane:
         grant, registration = reading.grant, self.registration
         if reading.sink.shared is None:
             self._tell(events.NotShared(grant.ticket))
-            if self._reading is reading and not reading.sink.is_stopped:
+            if self._reading is not reading:
+                return
+            if reading.sink.is_stopped:  # by what was just told: a lease or a deadline was over
+                self._ended(reading, None)
+            else:
                 self._start(structs.replace(grant, shares=False), is_only_opened=False)
             return
         assert registration is not None, "reading without registered memory"
@@ -355,6 +359,10 @@ class DataPlane:
             content = await in_thread(lambda: self.copies.share(version, sink, registration), name="share")
         except TensorHubError as error:
             self._ended(reading, error.with_traceback(None))
+            return
+        except Exception as error:  # noqa: BLE001 - no memory, or our bug: the read ends all the same, and says so
+            text = f"the copy from {reading.grant.source} cannot be looked through: {error!r}"
+            self._ended(reading, TensorHubError(text))
             return
         if self._reading is reading:
             self._reading = None

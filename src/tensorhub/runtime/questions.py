@@ -121,7 +121,10 @@ async def wait_for_holders(
 async def wait_for_description(
     options: Options, model: str, spec: Spec, shard: int, deadline: float
 ) -> tuple[DescribedView, Layout]:
-    """What that shard of the version is. Raises `VersionUnavailable`, `ServerUnreachable`, `UsageError`."""
+    """What that shard of the version is.
+
+    Raises `VersionUnavailable`, `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
+    """
     parse_spec(spec)
     asked = _Asked(options, f"a description of {model}@{spec}", deadline)
     question = {"model": model, "spec": str(spec), "shard": str(shard)}
@@ -130,6 +133,8 @@ async def wait_for_description(
         raise ServerUnreachable(
             f"no reference server at {options.server}: {asked.why or 'it does not answer'}", hint=START
         )
+    if found.failure is not None and not found.is_final:
+        raise asked.late(found.failure.message, "ask again")
     if found.failure is not None:
         raise error_from_code(found.failure.code, found.failure.message, hint=found.failure.hint or None)
     return found, decode_layout(found.layout)

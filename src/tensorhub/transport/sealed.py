@@ -25,6 +25,7 @@ import fcntl
 import mmap
 import os
 import sys
+import threading
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -148,7 +149,8 @@ class Sealed:
         ending = weakref.finalize(self, _give_back, mapping, descriptor, os.getpid())
         ending.atexit = False  # threads that move bytes may outlive the interpreter
         track(self)
-        _all.add(self)
+        with _adding:
+            _all.add(self)
 
     def freeze(self) -> bool:
         """Let nobody write to it ever again; it counts here. Returns whether that is so now.
@@ -195,7 +197,8 @@ class Shared:
         ending = weakref.finalize(self, _give_back, foreign, self.descriptor, os.getpid())
         ending.atexit = False
         track(self)
-        _all.add(self)
+        with _adding:
+            _all.add(self)
 
     @property
     def counts_here(self) -> bool:
@@ -239,11 +242,21 @@ class Foreign:
 
 Region = Sealed | Shared
 _all: "weakref.WeakSet[Region]" = weakref.WeakSet()
+_adding = threading.Lock()
+
+
+def _begin_anew() -> None:
+    global _adding  # another thread may have had it when this process was forked
+    _adding = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def regions_of(addresses: Addresses) -> tuple[Region, ...]:
     """The memory that has all of these bytes; empty unless all of it can be mapped. It lives as long as the answer."""
-    every = sorted(_all, key=lambda each: each.address)
+    with _adding:  # other threads add to it
+        every = sorted(_all, key=lambda each: each.address)
     found: dict[int, Region] = {}
     for start, stop in _runs(addresses) if every else ():
         here = next((each for each in every if each.address <= start and stop <= each.address + each.size_bytes), None)

@@ -213,6 +213,8 @@ class TcpRead(Read):
             return
         try:
             sink.told(news)
+        except TensorHubError as error:
+            self._fail(error)
         except Exception as error:  # noqa: BLE001 the sink's own bug: it ends this read and is reported
             self._fail(self._unforeseen(error))
 
