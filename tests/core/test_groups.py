@@ -292,3 +292,16 @@ def test_of_many_shards_a_few_are_named() -> None:
     assert some_shards([]) == ""
     assert some_shards(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
     assert some_shards(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, …"
+
+
+def test_who_came_after_all_that_the_one_who_left_had_heard_is_late() -> None:
+    group = replica(3)
+    group.arrive(ZERO, called(1), now=0.0, last=10)
+    group.arrive(ONE, called(1), now=0.0, last=20)
+    group.arrive(Shard(2), called(1), now=0.0, last=30)
+    group.note_ended(ZERO, 1, 0, seen=25)
+    (one, two) = (group.answer(shard, called(1)) for shard in (ONE, Shard(2)))
+    assert one is not None
+    assert two is not None
+    assert (one.error is not None, one.instead) == (True, 0), "it had heard of that one"
+    assert two.instead == 2

@@ -23,6 +23,8 @@ from ..messages import Answer, CallReport, Failure, Spec
 from ..names import Digest, Number, ReplicaName, Shard, Version, WorkerId
 from ..version_spec import call_text
 
+ALL = 1 << 63  # above every number
+
 
 def some_shards(shards: Sequence[int]) -> str:
     """The first few of them, for an error: a replica may have thousands."""
@@ -41,6 +43,7 @@ class GroupCall:
     claim: Version | None = None  # of an unpublish: what it is to be followed by; `version` once it is granted
     version: Version | None = None
     arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
+    since: dict[Shard, int] = field(default_factory=dict)  # the last number that had been given out when it arrived
     pending: dict[Shard, Digest] = field(default_factory=dict)  # the same, of those who were put there
     differing: dict[Shard, str] = field(default_factory=dict)  # who calls what else here; "": only other metadata
     doubted: Number = Number(0)  # who is at this position having heard higher numbers has heard of those two
@@ -86,10 +89,16 @@ class GroupCall:
             self.fail(Failure("group-incomplete", text, hint))
             self.differing, self.pending = {}, {}
 
-    def leave(self, shard: Shard, text: str) -> None:
-        """That shard is past it. If it was never here, the others have come to a position that was over."""
-        if not self.is_over and shard not in self.arrived:
-            self.arrived = {}
+    def leave(self, shard: Shard, text: str, seen: int) -> None:
+        """That shard is past it, and has heard numbers up to `seen`.
+
+        If it was never here, the others have come to a position that was over; so have those who came after all that it
+        had heard.
+        """
+        if not self.is_over:
+            was_here = shard in self.arrived
+            met = {each: root for each, root in self.arrived.items() if each == shard or self.since.get(each, 0) < seen}
+            self.arrived = met if was_here else {}
         self.give_up(text)
 
 
@@ -117,8 +126,8 @@ class Replica:
             return []
         return [shard for shard in range(self.shards) if Shard(shard) not in arrived]
 
-    def note_ended(self, shard: Shard, ended: int, finished: int) -> None:
-        """One shard's caller has got its answer for the calls up to `ended`."""
+    def note_ended(self, shard: Shard, ended: int, finished: int, *, seen: int = ALL) -> None:
+        """One shard's caller has got its answer for the calls up to `ended`. `seen`: the highest number heard."""
         call = self.call
         self.ended, self.finished = max(self.ended, ended), max(self.finished, finished)
         if call is None or call.is_over or call.number > ended:
@@ -127,21 +136,30 @@ class Replica:
             call.finish()  # as a server before this one had said
             return
         text = f"shard {shard} of {self.name} gave up {call} before all shards were done"
-        call.leave(shard, text)
+        call.leave(shard, text, seen)
 
     def arrive(
-        self, shard: Shard, reported: CallReport, *, now: float, is_first: bool = False, is_put: bool = False
+        self,
+        shard: Shard,
+        reported: CallReport,
+        *,
+        now: float,
+        is_first: bool = False,
+        is_put: bool = False,
+        seen: int = ALL,
+        last: int = 0,
     ) -> None:
         """One shard's caller is in this call. `is_first`: says the first report of a session.
 
-        `is_put`: it does not come from the position before.
+        `is_put`: it does not come from the position before. `seen`: the highest number that it has heard; `last`: that
+        was given out.
         """
         self.publishes |= reported.verb == "publish" or reported.claim is not None
         current = self.call
         if current is None or reported.number > current.number:
             if current is not None:
                 text = f"shard {shard} of {self.name} went on before {current} had ended"
-                current.leave(shard, text)
+                current.leave(shard, text, seen)
                 self.former = current
             current = self.call = self._begin(reported, now, is_first)
         call = self.find(reported.number)
@@ -159,6 +177,7 @@ class Replica:
             call.pending[shard] = reported.root
             return
         call.arrived[shard] = reported.root
+        call.since.setdefault(shard, last)
         if call.version is None:
             call.version = reported.resolved  # a server before this one had answered so
 

@@ -305,10 +305,11 @@ def take_call(state: State, replica: Replica, member: Member, *, is_first: bool)
     report = member.report
     former = replica.call
     was_over, was_ended = former is None or former.is_over, replica.ended
-    replica.note_ended(member.shard, report.ended, report.finished)
+    replica.note_ended(member.shard, report.ended, report.finished, seen=report.seen)
     if report.call is not None:
         is_put = report.ended != report.call.number - 1
-        replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put)
+        seen, last = report.seen, state.numbers.last
+        replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)
         _note_doubt(state, replica)
     if former is not replica.call:
         apply.release(state, state.models[member.hello.model], former, replica)
