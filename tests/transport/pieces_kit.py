@@ -1,14 +1,20 @@
 """Readers and sources of other layouts, for the tests of reads of pieces."""
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from memory.cutting import Model, Shard, draw_layout, draw_model
 from tensorhub.core.errors import TensorHubError
+from tensorhub.memory.host import Piece
 from tensorhub.memory.hostmemory import copy_stream, on_host
+from tensorhub.memory.registration import Registration
+from tensorhub.memory.staging import Copy, StagedStream, StagingRing
 from tensorhub.memory.tiles.across import Across
 from tensorhub.memory.tiles.cells import tiles_of
 from tensorhub.memory.tiles.derive import Source, derive_manifest
@@ -132,3 +138,37 @@ def half_of(shard: Shard) -> Progress:
     for chunk in range(progress.chunk_count // 2):
         progress.mark(chunk)
     return progress
+
+
+class OnDevice:
+    """Moves bytes between memory that stands for a device's and the staging ring."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = [structs.replace(piece, device="cuda:0") for piece in pieces]
+        self._staged: np.ndarray | None = None
+
+    def staging(self, size_bytes: int) -> memoryview:
+        self._staged = np.zeros(size_bytes, np.uint8)
+        return self._staged.data
+
+    def to_host(self, copies: Sequence[Copy]) -> None:
+        for one in copies:
+            ctypes.memmove(self._host(one), self._device(one), one.size_bytes)
+
+    def to_device(self, copies: Sequence[Copy]) -> None:
+        for one in copies:
+            ctypes.memmove(self._device(one), self._host(one), one.size_bytes)
+
+    def _host(self, one: Copy) -> int:
+        assert self._staged is not None
+        return self._staged.ctypes.data + one.at
+
+    def _device(self, one: Copy) -> int:
+        return self.pieces[one.piece].address + one.inside
+
+
+def on_device(registration: Registration) -> Registration:
+    """The same tensors, as if they could be reached only by way of a small staging ring."""
+    device = OnDevice(registration.pieces)
+    stream = StagedStream(device.pieces, device, StagingRing(slot_bytes=1 << 16, slot_count=4))
+    return replace(registration, stream=stream)

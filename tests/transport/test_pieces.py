@@ -9,7 +9,7 @@ from tensorhub.transport import local_pieces
 
 from . import kit
 from .conftest import Make
-from .pieces_kit import across_for, cuts_of, drawn, exported, read_all, sources_of
+from .pieces_kit import across_for, cuts_of, drawn, exported, on_device, read_all, sources_of
 
 SEEDS = 15
 
@@ -39,6 +39,33 @@ def test_any_layout_from_any_layout(make: Make, is_known: bool, monkeypatch: pyt
         monkeypatch.setattr(turning, "SHORT_BYTES", (0, 12, 64)[seed % 3])  # what goes straight, and what is turned
         model, publisher, target, grid = drawn(chance, is_known=is_known)
         cuts = cuts_of(publisher, grid)
+        for number, (shard, cut) in enumerate(zip(publisher, cuts, strict=True)):
+            exported(source, str(number), shard, cut)
+        before = target.outside()
+        sources = sources_of(cuts)
+        across = across_for(target, grid, sources, parcel_bytes=chance.choice((1, 100, 1 << 20)))
+        read_all(across, sources, reader, [source.endpoint] * len(sources))
+        assert not target.wrong(model), seed
+        assert all((one == other).all() for one, other in zip(target.outside(), before, strict=True)), seed
+        for number in range(len(publisher)):
+            assert source.withdraw(str(number), timeout_s=kit.DEADLINE_S)
+
+
+@pytest.mark.parametrize("who", ["source", "reader", "both"])
+def test_also_where_memory_must_be_entered_block_by_block(make: Make, kind: kit.Kind, who: str) -> None:
+    """A device's: what is written between two runs would be what the staging ring happened to hold."""
+    if "local" in kind.name and who != "reader":
+        pytest.skip("what has no addresses is not served by this transport")
+    source, reader = make(), make()
+    for seed in range(SEEDS):
+        chance = Random(seed)
+        model, publisher, target, grid = drawn(chance, is_known=bool(seed % 2))
+        cuts = cuts_of(publisher, grid)
+        if who != "reader":
+            for shard in publisher:
+                shard.registration = on_device(shard.registration)
+        if who != "source":
+            target.registration = on_device(target.registration)
         for number, (shard, cut) in enumerate(zip(publisher, cuts, strict=True)):
             exported(source, str(number), shard, cut)
         before = target.outside()

@@ -8,7 +8,6 @@ It must never: choose a source, start a read that was not granted, or keep a ver
 
 import asyncio
 import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,13 +32,12 @@ from .loops import hand_over, in_thread
 from .open_read import OpenRead, Received
 from .routes import MEASURE_EVERY_S, Meter, Routes
 from .trust import Lease, TrustedSink
+from .withdrawing import withdraw_everywhere
 
 _log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 0.05  # progress: 20 times a second is as fast as anybody looks
-WITHDRAW_S = 1.0  # one try; they go on until nobody reads any more
 NO_ROOM_S = 1.0  # a fetch ahead that finds none is soon ordered again: let others make room meanwhile
-SLOW_WITHDRAW_S = 10.0  # longer than this is worth a line in the log
 
 
 class DataPlane:
@@ -389,13 +387,7 @@ class DataPlane:
         await in_thread(lambda: self._withdraw_all(key), name="withdraw", otherwise="wait")
 
     def _withdraw_all(self, key: str) -> None:
-        """In a thread: wait until nobody reads it any more."""
-        began, is_told = time.monotonic(), False
-        for transport in self._transports.values():
-            while not self.is_closed and not transport.withdraw(key, timeout_s=WITHDRAW_S):
-                if not is_told and time.monotonic() - began > SLOW_WITHDRAW_S:
-                    is_told = True
-                    _log.warning("%s: %s is still being read after %.0f s", self.me, key, SLOW_WITHDRAW_S)
+        withdraw_everywhere(self._transports.values(), key, who=self.me, is_closed=lambda: self.is_closed)
 
     def _key(self, version: Version, *, on_host: bool = False) -> str:
         return key_of(self.me.model, version, self.me.shard, on_host=on_host)

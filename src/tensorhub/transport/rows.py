@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from .base import ByteStream
+from .gathered import gather, scatter
 from .located import Bare, bare_addresses
 from .native import load, shapes
 from .vectors import Addresses
@@ -133,6 +134,7 @@ class RowStream:
     def __init__(self, stream: ByteStream, rows: Rows) -> None:
         self.rows = rows
         self._stream = stream
+        self._is_bare = isinstance(stream, Bare) and stream.is_bare
 
     @property
     def size_bytes(self) -> int:
@@ -140,23 +142,28 @@ class RowStream:
 
     @contextmanager
     def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        if not self._is_bare:
+            yield [gather(self._stream, self.ranges_of(self.rows, start, stop))]
+            return
         with ExitStack() as stack:
             yield self._views(stack, self._stream.reading, start, stop)
 
     @contextmanager
     def writing(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        if not self._is_bare:
+            data = memoryview(bytearray(stop - start))
+            yield [data]
+            scatter(self._stream, self.ranges_of(self.rows, start, stop), data)
+            return
         with ExitStack() as stack:
             yield self._views(stack, self._stream.writing, start, stop)
 
     def _views(self, stack: ExitStack, block: Block, start: int, stop: int) -> list[memoryview]:
-        """Run by run, so that nothing between them is touched; many at once where blocks do nothing but show memory."""
-        is_bare = isinstance(self._stream, Bare) and self._stream.is_bare
+        """Run by run, so that nothing between them is touched. Blocks do nothing here but show memory."""
         found: list[memoryview] = []
         for place, run, _, stride, first, last in self.rows.series(start, stop):
             begin, end = first // run, -(-last // run)  # runs that have bytes of it
-            near = (
-                stack.enter_context(block(place + begin * stride, place + (end - 1) * stride + run)) if is_bare else ()
-            )
+            near = stack.enter_context(block(place + begin * stride, place + (end - 1) * stride + run))
             if len(near) == 1:
                 views = [near[0][at * stride : at * stride + run] for at in range(end - begin)]
             else:

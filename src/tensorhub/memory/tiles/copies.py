@@ -58,6 +58,15 @@ class Copies:
         ends += (rows[:, COUNTS] - 1) * rows[:, side + OUTER] + rows[:, RUN]
         return int(rows[:, side].min()), int(ends.max())
 
+    def ranges(self, side: int) -> list[tuple[int, int]]:
+        """(place, length) of each run on that side, in order."""
+        found = []
+        for row in self.rows.tolist():
+            for outer in range(row[COUNTS]):
+                first = row[side] + outer * row[side + OUTER]
+                found += [(first + inner * row[side + INNER], row[RUN]) for inner in range(row[COUNT])]
+        return found
+
     def gathering(self) -> "Copies":
         """The same, into a buffer in which the bytes of each piece of work lie one after another, from 0 on."""
         return self._packing(TARGET)

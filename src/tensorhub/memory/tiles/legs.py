@@ -17,8 +17,10 @@ from numpy.lib.stride_tricks import as_strided
 from ...core.errors import CorruptTransfer, InvariantViolation
 from ...core.manifest import DIGEST_BYTES
 from ...core.tile_manifest import TileManifest
+from ...transport import gathered
 from ...transport.base import Look, Terms
 from ...transport.gates import Gate
+from ...transport.located import Bare
 from ...transport.parcels import Parcels
 from ...transport.progress import Progress
 from ...transport.rows import ROW_WORDS, RowStream
@@ -206,6 +208,11 @@ class Leg:
         keeps = np.array(scatter.keeps[COLUMNS * first : COLUMNS * last], np.int64).reshape(-1, COLUMNS)
         for row in keeps:
             copies = Copies(row[None].copy(), EMPTY)
+            if not (isinstance(scatter.stream, Bare) and scatter.stream.is_bare):
+                packed = np.empty(int(copies.size_bytes[0]), np.uint8)
+                carry_out(Copies(copies.rows, np.zeros(1, np.int64)).gathering(), data, packed)
+                gathered.scatter(scatter.stream, copies.ranges(TARGET), packed.data)
+                continue
             start, stop = copies.extent(TARGET)
             copies.rows[:, TARGET] -= start
             with scatter.stream.writing(start, stop) as (view,):
