@@ -269,6 +269,22 @@ def test_a_source_has_room_for_so_much_only(source: TcpTransport, monkeypatch: p
     kit.until(is_room, "who has left takes no room any more")
 
 
+def test_who_drips_what_it_wants_keeps_nobody_out(source: TcpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = body([1], GOOD)
+    monkeypatch.setattr(source._server, "_room", Room(2 << 20))
+    monkeypatch.setattr(pieces_server, "BODY_S", 0.2)
+    slow = wanting(source, good, length=1 << 20)
+
+    def is_room() -> bool:
+        with contextlib.suppress(OSError):
+            slow.sock.send(b"x")
+        with source._server._room.taken(2 * len(good)) as found:
+            return found
+
+    kit.until(is_room, "its room is others' again")
+    slow.close()
+
+
 def test_what_is_wanted_lasts_no_longer_than_its_export(source: TcpTransport) -> None:
     """A source that waits for what a reader wants, and for what it asks for, can be called away."""
     waiting = Wire(socket.create_connection(parse_endpoint(source.endpoint)), SETTINGS)

@@ -17,6 +17,7 @@ from .tcp_settings import TcpSettings
 from .tcp_wire import Garbled, Wire
 
 MOST_BYTES, MOST_VIEWS = 1 << 20, 4096  # that Python handles at once
+BODY_S = 30.0  # for all of what a reader wants to come: meanwhile it has room that others may need
 
 
 class Server(Protocol):
@@ -72,9 +73,8 @@ def _received(room: Room, wire: Wire, served: Served) -> Iterator[Parcels]:
             raise Garbled("too much is wanted of this source at once", "busy")
         export = served.export
         try:
-            parcels = Parcels.decode(
-                wire.receive_body(length, MAX_PIECES_BYTES), export.stream.size_bytes, export.chunk_bytes
-            )
+            wanted = wire.receive_body(length, MAX_PIECES_BYTES, within_s=BODY_S)
+            parcels = Parcels.decode(wanted, export.stream.size_bytes, export.chunk_bytes)
         except BadPieces as error:
             raise Garbled(f"pieces that cannot be: {error}") from error
         yield parcels

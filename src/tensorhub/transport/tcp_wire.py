@@ -351,10 +351,10 @@ class Wire:
         kind, length, number = HEADER.unpack(self._receive(HEADER.size))
         return kind, length, number
 
-    def receive_body(self, length: int, limit_bytes: int) -> bytearray:
+    def receive_body(self, length: int, limit_bytes: int, within_s: float | None = None) -> bytearray:
         if length > limit_bytes:
             raise Garbled(f"a frame of {length} B, where {limit_bytes} B are the limit")
-        return self._receive(length)
+        return self._receive(length, None if within_s is None else time.monotonic() + within_s)
 
     def send_want(self, chunks: Sequence[int], number: int = 0) -> None:
         """Ask for chunks. No chunks: nothing is asked for, only `number` told."""

@@ -63,19 +63,30 @@ _decoder = msgspec.msgpack.Decoder(_Wire)
 
 def decode_cut(data: bytes, expected: Digest) -> Cut:
     """A source's shard. Raises `CorruptTransfer` unless it is what the server named by that root."""
+    found, manifest = _checked(data, expected)
     try:
-        found = _decoder.decode(data)
-        manifest = decode_tile_manifest(found.manifest)
-        if manifest.root() != expected:
-            raise CorruptTransfer(
-                f"the source's content has root digest {manifest.root()}, the server named {expected}"
-            )
         cut = Cut(decode_table(found.layout), decode_grid(found.grid), manifest)
     except (msgspec.MsgspecError, UsageError) as error:
         raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
     if layout_digest(cut.table) != manifest.layout or grid_digest(cut.grid) != manifest.grid:
         raise CorruptTransfer("the source's boxes or grid are not those that its manifest names")
     return cut
+
+
+def check_cut(data: bytes, expected: Digest) -> None:
+    """Nothing but whether it is what the server named by that root. Raises `CorruptTransfer`."""
+    _checked(data, expected)
+
+
+def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
+    try:
+        found = _decoder.decode(data)
+        manifest = decode_tile_manifest(found.manifest)
+    except (msgspec.MsgspecError, UsageError) as error:
+        raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
+    if manifest.root() != expected:
+        raise CorruptTransfer(f"the source's content has root digest {manifest.root()}, the server named {expected}")
+    return found, manifest
 
 
 def publish_cut(registration: Registration, tiles: Tiles, *, salt: str = "", threads: int | None = None) -> Cut:

@@ -28,7 +28,7 @@ from ..registration import Registration
 from .arrays import EMPTY, Ints
 from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out
 from .derive import Source
-from .exported import decode_cut
+from .exported import check_cut
 from .orders import Order
 from .plan import Plan
 
@@ -125,7 +125,7 @@ class Leg:
     def begin(self, manifest: bytes) -> Sequence[int]:
         """All parcels. `CorruptTransfer` if this is another content than the plan was made for."""
         self._fill.check()
-        decode_cut(manifest, self._root)
+        check_cut(manifest, self._root)  # its layout is known: nothing is unpacked
         return self._open
 
     def terms(self) -> Terms | None:
