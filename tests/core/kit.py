@@ -1,5 +1,7 @@
 """Short ways to make the values that the rules of the core are about."""
 
+from msgspec import structs
+
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import PROTOCOL, Answer, CallReport, Grant, Hello, Holding, LayoutInfo, Orders, Report
 from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId, worker_id
@@ -111,10 +113,11 @@ class Fleet:
         self.now = 0.0
         self._numbers: dict[WorkerId, int] = {}
 
-    def says(self, who: WorkerId, *, shards: int = 1, **more: object) -> None:
+    def says(self, who: WorkerId, *, shards: int = 1, is_passing: bool = False, **more: object) -> None:
         """A report of that worker, who says hello first if it is new."""
         if who not in self._numbers:
-            self.server.handle(hello(who, shards=shards), sender=str(who), now=self.now)
+            its = structs.replace(hello(who, shards=shards), is_passing=is_passing)
+            self.server.handle(its, sender=str(who), now=self.now)
         number = self._numbers[who] = self._numbers.get(who, 0) + 1
         report = Report(number, layout=Digest("l"), size_bytes=16, **more)  # type: ignore[arg-type]
         self.server.handle(report, sender=str(who), now=self.now)

@@ -153,3 +153,11 @@ def test_of_many_that_are_missing_a_few_are_named() -> None:
         if each == 7:
             assert held(fleet, 1).waits_for.endswith("a06 (holds nothing), a07 (holds nothing)")
     assert held(fleet, 1).waits_for.endswith("a07 (holds nothing), and 12 more")
+
+
+@pytest.mark.parametrize("is_passing", [True, False])
+def test_who_only_loads_a_version_is_not_waited_for(fleet: Fleet, is_passing: bool) -> None:
+    late = worker("load-1")
+    fleet.says(late, call=CallReport(1, "replicate", 1), is_passing=is_passing)
+    found = held(fleet, 1)
+    assert (found.is_enough, found.counted) == ((True, 3) if is_passing else (False, 4))

@@ -133,6 +133,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     prefetch: str = "seed"  # one of PREFETCH
     retain: int = 0  # versions of the model to keep; the most that anybody asks for counts, and the server's own
     place: str = ""  # workers that name the same one can map each other's host copies; empty: nobody can
+    is_passing: bool = False  # it comes for one version and leaves: no trainer waits for it
 
     @property
     def worker(self) -> WorkerId:

@@ -61,7 +61,8 @@ async def _fill(options: Options, model: str, version: int, layouts: list[Layout
     leave_s = min(LEAVE_S, LEAVE_SHARE * (deadline - time.monotonic()))
     try:
         for shard, (_, registration) in enumerate(made):
-            opening = open_client(model, replica, shard, len(made), False, options, deadline - leave_s)
+            till_s = deadline - leave_s
+            opening = open_client(model, replica, shard, len(made), False, options, till_s, is_passing=True)
             clients.append(await opening)
             await clients[-1].register(registration)
         await _replicate(clients, version, deadline - leave_s)

@@ -37,9 +37,20 @@ EXIT_S = 0.5  # for everybody together: the interpreter must not hang
 
 
 async def open_client(
-    model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options, deadline: float
+    model: str,
+    replica: str,
+    shard: int,
+    shards: int,
+    reliable: bool,
+    options: Options,
+    deadline: float,
+    *,
+    is_passing: bool = False,
 ) -> Client:
-    """A connected worker. In the worker loop. Whatever ends it before, nothing of it is left."""
+    """A connected worker. In the worker loop. Whatever ends it before, nothing of it is left.
+
+    `is_passing`: it comes for one version and leaves.
+    """
     listening = Listening(options)
     try:
         try:
@@ -50,7 +61,7 @@ async def open_client(
         except TimeoutError as error:
             text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
             raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
-        client = _client(model, replica, shard, shards, reliable, options, transports)
+        client = _client(model, replica, shard, shards, reliable, options, transports, is_passing=is_passing)
         await client.start(deadline)
     except BaseException:
         listening.give_up()
@@ -107,6 +118,8 @@ def _client(
     reliable: bool,
     options: Options,
     transports: Mapping[str, Transport],
+    *,
+    is_passing: bool,
 ) -> Client:
     hello = Hello(
         protocol=PROTOCOL,
@@ -124,6 +137,7 @@ def _client(
         prefetch=options.prefetch,
         retain=options.retain,
         place=_place(transports),
+        is_passing=is_passing,
     )
     return Client(hello, options, transports)
 

@@ -1,9 +1,9 @@
 """How many replicas hold a version by now: back-pressure for a trainer that must not run ahead of its rollouts.
 
 Whom it counts: replicas other than the asker's own and other than trainers, all of whose shards live and none of which
-is closing, once they follow the model: they hold something, or have called `replicate` or `update`. So a dead replica
-is waited for until its lease ends, and one that still starts is not waited for. A newer version is as good; it counts
-once it is whole in the tensors, not in a host copy.
+is closing, once they follow the model: they hold something, or have called `replicate` or `update`. Who only loads a
+version and leaves (`load`) does not follow it. So a dead replica is waited for until its lease ends, and one that still
+starts is not waited for. A newer version is as good; it counts once it is whole in the tensors, not in a host copy.
 """
 
 from math import ceil
@@ -54,7 +54,9 @@ def _members(state: State, replica: Replica) -> list[Member]:
 
 def _counts(replica: Replica, members: list[Member]) -> bool:
     """It is no trainer, all of it lives and stays, and it follows the model."""
-    if replica.publishes or len(members) < replica.shards or any(member.report.closing for member in members):
+    if replica.publishes or len(members) < replica.shards:
+        return False
+    if any(member.report.closing or member.hello.is_passing for member in members):
         return False
     call = replica.call
     is_called = replica.finished > 0 or (call is not None and call.verb in facts.FILLS)
