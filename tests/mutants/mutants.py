@@ -945,9 +945,15 @@ MUTANTS = (
     ),
     Mutant(
         "what is shared never counts here",
-        "            self.sizes[version] = self.mapped[version]\n",
-        "            pass\n",
+        "        self.sizes[version] = self.mapped[version]\n",
+        "        pass\n",
         "memory that nobody else counts any more counts here",
+    ),
+    Mutant(
+        "what counts here by now is reported as shared for ever",
+        "        self.by_version[version] = replace(found, shared=False)\n",
+        "        pass\n",
+        "what a worker says of its memory is so: somebody counts what several have",
     ),
     Mutant(
         "a source that is shared from is left for an idle one",

@@ -166,6 +166,8 @@ def test_a_host_copy_that_is_shared_is_looked_through_and_served():
         assert not s.target.any()
         assert s.data.received.by_replica == {}
         assert await s.until(CopyCounted) == [CopyCounted(Version(3))]  # who made it has let it go
+        told = [type(event) for event in s.told if isinstance(event, ReadEnded | CopyCounted)]
+        assert told == [ReadEnded, CopyCounted]  # of a copy that it has not heard of yet the machine would forget it
         assert s.data.copies.used_bytes == s.source.nbytes
         s.data.copy_in(Version(3))
         assert await s.until(CopiedIn) == [CopiedIn(Version(3))]

@@ -226,12 +226,13 @@ class HostCopies:
         return content
 
     def keep_shared(self, content: Content, sink: TrustedSink) -> None:
-        """It is a copy of this worker now. Somebody else counts it."""
+        """It is a copy of this worker now, and the machine is about to hear of it. Somebody else counts it."""
         assert sink.shared is not None, "nothing was mapped"
         memory, _ = sink.shared
         self._contents[content.version] = (None, content)
         self._uncounted[content.version] = memory
-        self._look_who_counts(content.version, memory)
+        # Not at once: the machine cannot count a copy that it has not heard of.
+        asyncio.get_running_loop().call_soon(self._look_who_counts, content.version, memory)
 
     def _look_who_counts(self, version: Version, memory: Shared) -> None:
         if self._uncounted.get(version) is not memory or self._is_closed.is_set():

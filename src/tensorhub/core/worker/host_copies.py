@@ -160,9 +160,10 @@ class HostCopies:
     def counted(self, version: Version) -> None:
         """Nobody else counts its memory any more. So there may be more than the limit allows: until some may go."""
         found = self.by_version.get(version)
-        if found is not None and found.shared:
-            self.by_version[version] = replace(found, shared=False)
-            self.sizes[version] = self.mapped[version]
+        if found is None or not found.shared:
+            raise InvariantViolation(f"the memory of version {version} counts here now, and none of it is shared")
+        self.by_version[version] = replace(found, shared=False)
+        self.sizes[version] = self.mapped[version]
 
     def _make(self, version: Version, root: Digest, *, published: bool = False) -> None:
         self._made += 1
