@@ -187,7 +187,7 @@ class SimRead:
         elif self.plane.plan.conditions.verifies and tuple(self.target.memory) != wanted:
             failure = Failure("corrupt-transfer", "what was mapped is not as published")
         if failure is not None or self.is_stopped or self.is_ended:
-            self.target.let_go(reader)
+            self.target.mapped.let_go(reader)
         else:
             reader.host.keep(self.grant.version, self.target)
         self._end(failure)

@@ -20,6 +20,26 @@ FAILED = Failure("error", "copying to or from host memory failed")
 
 
 @dataclass
+class Mapped:
+    """Who has some memory mapped, and who counts it, as the kernel knows both."""
+
+    users: list["Process"] = field(default_factory=list)
+    counter: "Process | None" = None  # who has the lock: until it dies or lets the memory go
+
+    def counts_at(self, process: "Process") -> bool:
+        """Who asks for the lock has it, unless somebody else does."""
+        if self.counter is None or not self.counter.is_alive:
+            self.counter = process
+        return self.counter is process
+
+    def let_go(self, process: "Process") -> bool:
+        """The process maps it no more. Returns whether nobody does."""
+        self.users[:] = [user for user in self.users if user is not process and user.is_alive]
+        self.counter = self.counter if self.counter is not process else None
+        return not self.users
+
+
+@dataclass
 class Place:
     """Memory for one version: the registered buffer, or a host copy."""
 
@@ -27,18 +47,13 @@ class Place:
     version: Version | None = None  # that is served from here, or filled in
     done: int = 0  # chunks accepted of the fill in hand
     is_filled: bool = False  # its content came by a fill, complete or not: `done` counts
-    users: list["Process"] = field(default_factory=list)  # of memory that several map; the first that lives counts it
+    mapped: Mapped = field(default_factory=Mapped)  # of memory that others have mapped: the same at all of them
 
     def available(self, version: Version) -> int:
         """Chunks of the version that others may read here now."""
         if self.version != version:
             return 0
         return self.done if self.is_filled else len(self.memory)
-
-    def let_go(self, process: "Process") -> bool:
-        """The process maps it no more. Returns whether nobody does."""
-        self.users[:] = [user for user in self.users if user is not process and user.is_alive]
-        return not self.users
 
 
 class HostCopies:
@@ -57,22 +72,23 @@ class HostCopies:
 
     def mapped(self, place: Place, owner: "Process") -> Place:
         """The same memory, which this process has mapped too; nothing that anybody reads here yet."""
-        if not place.users:
-            place.users.append(owner)
-        place.users.append(self.process)
-        return Place(place.memory, is_filled=True, users=place.users)
+        if not place.mapped.users:
+            place.mapped.users.append(owner)
+            place.mapped.counter = owner
+        place.mapped.users.append(self.process)
+        return Place(place.memory, is_filled=True, mapped=place.mapped)
 
     def keep(self, version: Version, place: Place) -> None:
         """What was mapped is a copy of the version, from now on."""
         self.places[version] = place
         place.version, place.done = version, len(place.memory)
-        self.process.later(COUNT_S, lambda: self._count(version, place))
+        self.process.later(0.0, lambda: self._count(version, place))
 
     def _count(self, version: Version, place: Place) -> None:
         """Now and then: does anybody else count that memory?"""
         if self.places.get(version) is not place:
             return
-        if next(user for user in place.users if user.is_alive) is self.process:
+        if place.mapped.counts_at(self.process):
             self.process.tell(CopyCounted(version))
         else:
             self.process.later(COUNT_S, lambda: self._count(version, place))
@@ -128,7 +144,7 @@ class HostCopies:
         place = self.places.pop(version)
 
         def free() -> None:
-            if place.let_go(process):
+            if place.mapped.let_go(process):
                 place.memory[:] = [-7] * len(place.memory)  # it is used for something else now
             process.tell(CopyDropped(version))
 

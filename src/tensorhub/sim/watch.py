@@ -70,7 +70,8 @@ class Watch:
 
     def started(self, process: "Process") -> None:
         now = self.truth.now
-        self.truth.born(Life(process.me, process.name, process.hello, process.memory, lambda: process.now, started=now))
+        memory = process.memory, lambda version: process.host.places[version].memory
+        self.truth.born(Life(process.me, process.name, process.hello, *memory, lambda: process.now, started=now))
 
     def died(self, process: "Process") -> None:
         self.truth.died(self.life(process))

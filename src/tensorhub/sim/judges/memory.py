@@ -77,16 +77,17 @@ class MemoryJudge(Judge):
             is_there = mine is not None and mine.root == copy.root
             if copy.whole and not copy.leaving and not is_there:
                 self.broken(f"{life.name} says {copy}, and has {mine}", "reports are true")
+            if copy.whole and mine is not None and copy.shared == mine.is_counted:
+                self.broken(f"{life.name} says {copy}, and it counts otherwise: {mine}", "reports are true")
 
     def shared(self, life: Life) -> None:
         """Asked for all who live, now and then: memory that several have mapped is as published, and counts once."""
         for version, copy in life.copies.items():
-            if copy.memory is None:
-                continue  # offloaded here, and nobody else's
             sharers = [
-                other.copies[version]
+                each
                 for other in self.truth.same_shard(life.shard)
-                if version in other.copies and other.copies[version].memory is copy.memory
+                for each in (other.copies.get(version), other.freeing.get(version))
+                if each is not None and each.memory is copy.memory
             ]
             counted = sum(each.is_counted for each in sharers)
             if tuple(copy.memory) != self.truth.contents[copy.root]:
@@ -95,7 +96,8 @@ class MemoryJudge(Judge):
                 self.broken(f"{counted} workers count the memory of version {version} that {life.name} has too")
             stood_still = self.truth.troubles.of(life, self.now - UNCOUNTED_S, ("pause",)) is not None
             key = (life.name, version)
-            self._uncounted[key] = self.now if counted or stood_still else self._uncounted.get(key, self.now)
+            last = max(self._uncounted.get(key, copy.since), copy.since)  # it may have had another copy of it before
+            self._uncounted[key] = self.now if counted or stood_still else last
             if self.now > self._uncounted[key] + UNCOUNTED_S:
                 self.broken(f"nobody counts the memory of version {version} that {life.name} has")
 

@@ -47,7 +47,7 @@ class Copied:
     version: Version
     root: Digest
     since: float
-    memory: Memory | None = None  # which others may share
+    memory: Memory  # which others may share
     is_counted: bool = True  # here, and not where it is shared from
 
 
@@ -85,6 +85,7 @@ class Life:
     name: str
     hello: Hello
     memory: Memory
+    host_memory: Callable[[Version], Memory]  # where a copy is
     clock: Callable[[], float]  # its own
     started: float
     is_alive: bool = True
@@ -93,6 +94,7 @@ class Life:
     trust_until: float = -inf  # by its own clock
     held: Held | None = None
     copies: dict[Version, Copied] = field(default_factory=dict)
+    freeing: dict[Version, Copied] = field(default_factory=dict)  # no copies any more, but their memory is here yet
     copying: tuple[Version, Digest] | None = None  # out
     full_until: float = -inf  # when it last had as many copies as it may have, and let one go
     read: Read | None = None

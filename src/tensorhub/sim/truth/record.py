@@ -223,9 +223,11 @@ class Truth:
                     life.copies[version].is_counted = True
             case events.CopiedOut(version, failure):
                 if failure is None and life.copying is not None:
-                    life.copies[version] = Copied(version, life.copying[1], self.now)
+                    life.copies[version] = Copied(version, life.copying[1], self.now, life.host_memory(version))
                     self.note_whole(life, version)
                 life.copying = None
+            case events.CopyDropped(version):
+                life.freeing.pop(version, None)
 
     def _read_ended(self, life: Life, complete: bool, code: str) -> None:
         read, life.read = life.read, None
@@ -257,7 +259,8 @@ class Truth:
             case events.DropCopy(version):
                 if life.hosted >= self.plan.conditions.host_copies:
                     life.full_until = self.now
-                life.copies.pop(version, None)
+                if version in life.copies:
+                    life.freeing[version] = life.copies.pop(version)
                 life.released.pop(version, None)
             case events.Trust(until):
                 life.trust_until = until
