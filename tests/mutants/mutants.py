@@ -987,9 +987,15 @@ MUTANTS = (
     ),
     Mutant(
         "who had come before is late for nothing",
-        "        if not self.is_over and shard not in self.arrived:\n            self.arrived = {}\n",
-        "",
+        "            self.arrived = met if was_here else {}\n",
+        "            self.arrived = met\n",
         "news that a sibling had given up may come after the next call of the others",
+    ),
+    Mutant(
+        "who comes to a call that its leaver has just left belongs to it",
+        "            self.arrived = met if was_here else {}\n",
+        "            self.arrived = self.arrived if was_here else {}\n",
+        "who comes after all that the leaver had heard was never in a call with it",
     ),
     Mutant(
         "a difference is certain at once",
