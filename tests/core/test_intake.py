@@ -8,6 +8,7 @@ from tensorhub.core.messages import (
     Filling,
     Grant,
     Holding,
+    HostCopy,
     Reading,
     TicketFailure,
     Withdrawing,
@@ -179,3 +180,18 @@ def test_a_loss_is_said_when_it_happens_though_nobody_waits_for_anything(site: s
     town.until(4.5)
     (said,) = town.server.state.said
     assert said.startswith("version 1 of policy is lost")
+
+
+# --- what it has ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_worker_has_takes_no_room_of_what_else_it_has() -> None:
+    """The table is full, and nobody else has what it shows: each of them is the oldest that can go, in its turn."""
+    town = Town(most_versions=2)
+    town.joins(SPOT, buffer=Holding(Version(8), ROOT))
+    town.joins(worker("other"), buffer=Holding(Version(9), ROOT))
+    copy = HostCopy(1, TWO, Digest("of two"), whole=True)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), copies=(copy,))
+    town.joins(READER)
+    reading = begins_to_read(town)
+    assert (reading.source, granted(town).root) == (TRAINER, ROOT)

@@ -175,6 +175,10 @@ def _in_another_site(server: Server) -> None:
     server.state.models[A.model].sites["another-site"] += 1
 
 
+def _of_unknown_content(server: Server) -> None:
+    server.state.models[A.model].record(ONE).roots.clear()
+
+
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
@@ -182,6 +186,7 @@ def _in_another_site(server: Server) -> None:
         (_idle_unnoticed, "are idle holders of 1"),
         (_elsewhere, "is not kept among those of its host"),
         (_in_another_site, "the sites of .* are kept as"),
+        (_of_unknown_content, "has 1 with the content r, and that is kept as None"),
         (_two_at_once, "may read 100 and 101 at once"),
         (_of_nobody, "who has no session"),
         (_in_a_ring, "reads from itself"),

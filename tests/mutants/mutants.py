@@ -1015,4 +1015,10 @@ MUTANTS = (
         "        if False:\n",
         "a sibling may have ended the call that a new shard comes to",
     ),
+    Mutant(
+        "what a version is may be forgotten while it is taken in",
+        "        record.layouts.setdefault(worker.shard, layout)\n        self.add_holder(record, worker)\n",
+        "        record.layouts.setdefault(worker.shard, layout)\n",
+        "what a worker has takes no room of what else it has: nobody could read that",
+    ),
 )

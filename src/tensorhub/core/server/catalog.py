@@ -123,11 +123,15 @@ class Model:
         return is_news
 
     def bind_content(self, worker: WorkerId, version: Version, root: Digest, layout: Digest) -> bool:
-        """The worker has the version with this content. False: the version's content is another one."""
+        """The worker has the version with this content. False: the version's content is another one.
+
+        It counts as a holder at once: what it has beside that may take the room of a version that nobody needs.
+        """
         record = self.record(version)
         if record.roots.setdefault(worker.shard, root) != root:
             return False
         record.layouts.setdefault(worker.shard, layout)
+        self.add_holder(record, worker)
         return True
 
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:

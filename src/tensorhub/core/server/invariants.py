@@ -3,6 +3,7 @@
 from collections import Counter
 
 from .catalog import Model
+from .content import WHOLE
 from .state import State
 
 
@@ -28,7 +29,7 @@ def server_contradiction(state: State) -> str | None:
                     is_reading = any(read.version == record.version for read in state.reads.of(worker))
                     if not is_reading and record.version not in member.content.versions:
                         return f"{worker} counts as a holder of {record.version} and says {member.report}"
-        wrong = _index_contradiction(state, model)
+        wrong = _index_contradiction(state, model) or _content_contradiction(state, model)
         if wrong is not None:
             return wrong
         for replica in model.replicas.values():
@@ -55,4 +56,20 @@ def _index_contradiction(state: State, model: Model) -> str | None:
             idle = sorted(worker for worker in holders if worker not in model.read_from)
             if record.idle.get(shard, []) != idle:
                 return f"{idle} are idle holders of {record.version}, {record.idle.get(shard)} are kept as such"
+    return None
+
+
+def _content_contradiction(state: State, model: Model) -> str | None:
+    """Who is believed to have all of a version, of which it is not known what it is: nobody could read it there."""
+    for member in state.members.all():
+        if member.hello.model != model.name:
+            continue
+        buffer, copies = member.content.buffer, member.content.copies
+        whole = [(copy.version, copy.root) for copy in copies if copy.whole and not copy.leaving]
+        if isinstance(buffer, WHOLE):
+            whole.append((buffer.version, buffer.root))
+        for version, root in whole:
+            known = model.look_up(version).roots.get(member.shard)
+            if known != root:
+                return f"{member.worker} has {version} with the content {root}, and that is kept as {known}"
     return None
