@@ -7,8 +7,9 @@ and makes the next step of its plan, as a real SPMD program would. A shard that 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..core.messages import Failure
+from ..core.messages import Failure, Poisoned
 from ..core.names import Digest, Version
+from ..core.worker.call import FILLS
 from ..core.worker.events import Called, Finished
 from .plan import Replica, Step
 from .process import Process
@@ -38,6 +39,7 @@ class App:
         self._taken = 0  # steps of the plan
         self._waiting_for: dict[int, None] = {}
         self._outcomes: Outcomes = {}
+        self._filled: dict[str, None] = {}  # the processes that have called for a version, by name
         self._failures = 0  # of steps, one after another
 
     @property
@@ -138,6 +140,7 @@ class App:
     def _call(self, process: Process, shard: int, called: Called) -> None:
         def call() -> None:
             if self.shards.get(shard) is process:
+                self._filled.update({process.name: None} if called.verb in FILLS else {})
                 process.call(called, lambda finished: self._ended(shard, finished))
 
         process.run(call)
@@ -228,6 +231,13 @@ class TrainerApp(App):
         self.call_all("publish", self.number, roots)
 
     def _fill(self, process: Process, root: Digest) -> None:
+        """Good content. Who has spoiled its buffer with a call by mistake registers it again, as the error's hint says.
+
+        In the storm a program does not listen to hints.
+        """
+        is_spoiled = process.name in self._filled and isinstance(process.worker.buffer, Poisoned)
+        if is_spoiled and self.is_quiet:
+            process.register("same")
         if process.worker.held is None:
             for chunk, value in enumerate(self.cluster.data.contents[root]):
                 process.write(chunk, value)
