@@ -98,7 +98,7 @@ def _player(stage: Stage, name: str) -> Player:
 
 def _settings(stage: Stage, words: list[str]) -> None:
     names = ("lease", "report", "failures", "retain", "rebalance", "stalled", "slow", "established", "rosters")
-    _, options = _options(words, names)
+    _, options = _options(words, (*names, "versions"))
     lease_s = _seconds(options.get("lease", "10s"))
     report_s = _seconds(options.get("report", "1s"))
     failures, retain = int(options.get("failures", "8")), int(options.get("retain", "0"))
@@ -107,7 +107,13 @@ def _settings(stage: Stage, words: list[str]) -> None:
     times |= {f"{name}_s": _seconds(options.get(name, "1000s")) for name in ("stalled", "slow")}
     keep = options.get("established", "no") == "kept"
     stage.words.shows_rosters = options.get("rosters", "") == "shown"
-    stage.settings = Settings(**times, most_failures=failures, default_retain=retain, keep_established=keep)
+    stage.settings = Settings(
+        **times,
+        most_failures=failures,
+        default_retain=retain,
+        keep_established=keep,
+        most_versions=int(options.get("versions", "256")),
+    )
 
 
 def _server(stage: Stage, words: list[str]) -> None:
