@@ -371,6 +371,12 @@ MUTANTS = (
         "who closes waits for an heir that has room as soon as its old copy is gone",
     ),
     Mutant(
+        "an heir that fills its buffer from its only copy has no room",
+        "        or (copy.version == filled and member.fills_itself(copy.version))\n",
+        "",
+        "who closes waits for an heir that has room as soon as its buffer has what its copy has",
+    ),
+    Mutant(
         "who leaves last waits for what is there",
         "    if own is not None and own > record.version and _is_all_outside(model, model.look_up(own)):\n",
         "    if False:\n",

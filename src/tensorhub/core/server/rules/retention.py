@@ -232,7 +232,7 @@ def heir_of(state: State, model: Model, record: VersionRecord, shard: Shard) -> 
             is_left, since = True, min(since, member.closing_since)
     if not is_left:
         return None
-    able = [member for member in facts.members_of(state, model, shard) if _can_inherit(member, record)]
+    able = [member for member in facts.members_of(state, model, shard) if _can_inherit(state, member, record)]
     is_enough = _is_kept_by_spot(state, record, shard) or state.now >= since + state.settings.spot_heir_s
     if is_enough and not any(member.hello.reliable for member in able):
         return None
@@ -245,10 +245,16 @@ def _rank_of_heir(member: Member, record: VersionRecord) -> tuple[object, ...]:
     return not member.hello.reliable, not has_copy, not has_copy and not member.report.copies_left, member.worker
 
 
-def _can_inherit(member: Member, record: VersionRecord) -> bool:
+def _can_inherit(state: State, member: Member, record: VersionRecord) -> bool:
     report = member.report
-    # where a copy of it goes there is room again; and one of what the buffer holds too gives way
-    may_have_room = any(copy.version == record.version or member.stays(copy.version) for copy in member.content.copies)
+    filled = facts.wanted_version(state.place(member)[1], member)
+    # where a copy of it goes there is room again; and one of what the buffer holds too, or soon will, gives way
+    may_have_room = any(
+        copy.version == record.version
+        or member.stays(copy.version)
+        or (copy.version == filled and member.fills_itself(copy.version))
+        for copy in member.content.copies
+    )
     is_making_room = any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
     has_room = report.copies_left > 0 or may_have_room or is_making_room
     is_staying = member.is_connected and not report.closing
