@@ -798,6 +798,18 @@ MUTANTS = (
         "the established version is not given up for want of room that others are about to leave",
     ),
     Mutant(
+        "what is fetched ahead does not give way to the established version",
+        "        may_make_room = any(not copy.whole for copy in member.content.copies)\n",
+        "        may_make_room = False\n",
+        "the established version is not given up for what may never be whole",
+    ),
+    Mutant(
+        "what is fetched ahead does not give way while somebody reads behind it",
+        "    is_being_read = _is_read(state, member, copy) and (copy.whole or not is_squeezed)\n",
+        "    is_being_read = _is_read(state, member, copy)\n",
+        "who waits for room does not wait for a reader that waits for it",
+    ),
+    Mutant(
         "who looks for a source is not told of a new one",
         "    if wanted is not None and grants.is_looking(state, member, wanted):\n",
         "    if False:\n",

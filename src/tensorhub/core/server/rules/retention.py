@@ -5,8 +5,9 @@ reliable worker holds it in its buffer or has a host copy of it, as long as that
 
 Rules:
 - Where there is no room, a version of which a shard seems to be gone goes first.
-- The last reference does not leave before its worker has offloaded the version to its own host memory. Of several
-  workers that leave together only the first by name has to; the others may go as long as that one was not let go.
+- The last reference does not leave before its worker has offloaded the version to its own host memory. Where that is
+  full, a copy gives way that is not whole yet. Of several workers that leave together only the first by name has to;
+  the others may go as long as that one was not let go.
 - A worker that closes cannot keep what it has: another reliable worker, the *heir*, fetches a copy. If need be it drops
   one of what its buffer holds too. Where none can, the worker does not wait.
 - A copy is released when a buffer holds the version, or a copy that comes first by name exists elsewhere; and nobody
@@ -126,7 +127,8 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
     if member.report.closing:
         return not buffer.impatient and _is_saved(state, model, record, member)
     if is_squeezed and not (member.hello.reliable and model.is_wished(record.version)):
-        return established.is_another_on_its_way(state, model, record, member)
+        may_make_room = any(not copy.whole for copy in member.content.copies)
+        return may_make_room or established.is_another_on_its_way(state, model, record, member)
     return True
 
 
@@ -370,7 +372,8 @@ def _is_needed(
     version, reading = copy.version, state.reads.current.get(member.worker)
     if copy.number in member.releasing:
         return False
-    if version == version_to_offload(state, model, member) or _is_read(state, member, copy):
+    is_being_read = _is_read(state, member, copy) and (copy.whole or not is_squeezed)
+    if is_being_read or version == version_to_offload(state, model, member):
         return True
     is_read = reading is not None and reading.grant.to_host and reading.version == version
     is_wanted = facts.wanted_version(replica, member) == version and not member.holds(version)
