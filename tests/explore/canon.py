@@ -56,7 +56,7 @@ SKIPPED = (
     *("capacity", "looked_at"),  # for who is slow or rebalanced: nobody here
     *("_by", "_heap", "_held", "idle", "read_from", "_changes", "_glance", "noted"),  # follows from the rest
     *("happened", "settled_at"),  # only spares deciding for who would hear the same
-    "began",  # of a call: how long it misses a shard, and there is one shard
+    *("began", "since"),  # of a call: how long it misses a shard, and who came to it when; there is one shard
 )
 BY_CLASS = {
     (Orders, "number"): ORDER,
