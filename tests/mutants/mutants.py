@@ -32,8 +32,8 @@ MUTANTS = (
     ),
     Mutant(
         "what is copied ahead keeps an heir from its room",
-        "copy.version == record.version or member.stays(copy.version) for",
-        "copy.version == record.version for",
+        "        or member.stays(copy.version)\n",
+        "",
         "who has room for one copy inherits what would be lost, rather than to keep twice what it holds",
     ),
     Mutant(
@@ -342,8 +342,8 @@ MUTANTS = (
     ),
     Mutant(
         "the last reliable holder just leaves",
-        "        return established.is_another_on_its_way(state, model, record, member)\n    return True\n",
-        "        return established.is_another_on_its_way(state, model, record, member)\n    return False\n",
+        "        return may_make_room or established.is_another_on_its_way(state, model, record, member)\n    return True\n",
+        "        return may_make_room or established.is_another_on_its_way(state, model, record, member)\n    return False\n",
         "the last reference of a retained version is offloaded before it leaves",
     ),
     Mutant(
@@ -402,7 +402,7 @@ MUTANTS = (
     ),
     Mutant(
         "readers are driven from a copy that nobody else needs",
-        "    if version == version_to_offload(state, model, member) or _is_read(state, member, copy):\n",
+        "    if is_being_read or version == version_to_offload(state, model, member):\n",
         "    if version == version_to_offload(state, model, member):\n",
         "who reads from a host copy reads on from there",
     ),
