@@ -1,15 +1,18 @@
 """Reads of pieces, over every transport: what comes is what plain indexing says, and nothing else is touched."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 
 from tensorhub.memory.tiles import turning
+from tensorhub.memory.tiles.exported import Cut
 from tensorhub.transport import local_pieces
+from tensorhub.transport.base import Transport
 
 from . import kit
 from .conftest import Make
-from .pieces_kit import across_for, cuts_of, drawn, exported, on_device, read_all, sources_of
+from .pieces_kit import Columns, across_for, cuts_of, drawn, exported, on_device, read_all, sources_of
 
 SEEDS = 15
 
@@ -30,6 +33,21 @@ def is_fetched(request: pytest.FixtureRequest, kind: kit.Kind, monkeypatch: pyte
     return bool(request.param)
 
 
+def check_read(source: Transport, reader: Transport, drawn: Columns, cuts: Sequence[Cut], *, parcel_bytes: int) -> None:
+    """All that the reader wants comes, and nothing else of its memory is touched."""
+    model, publisher, target, grid = drawn
+    for number, (shard, cut) in enumerate(zip(publisher, cuts, strict=True)):
+        exported(source, str(number), shard, cut)
+    before = target.outside()
+    sources = sources_of(cuts)
+    across = across_for(target, grid, sources, parcel_bytes=parcel_bytes)
+    read_all(across, sources, reader, [source.endpoint] * len(sources))
+    assert not target.wrong(model)
+    assert all((one == other).all() for one, other in zip(target.outside(), before, strict=True))
+    for number in range(len(publisher)):
+        assert source.withdraw(str(number), timeout_s=kit.DEADLINE_S)
+
+
 @pytest.mark.usefixtures("is_fetched")
 @pytest.mark.parametrize("is_known", [True, False], ids=["cut", "uncut"])
 def test_any_layout_from_any_layout(make: Make, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,18 +55,9 @@ def test_any_layout_from_any_layout(make: Make, is_known: bool, monkeypatch: pyt
     for seed in range(SEEDS):
         chance = Random(seed)
         monkeypatch.setattr(turning, "SHORT_BYTES", (0, 12, 64)[seed % 3])  # what goes straight, and what is turned
-        model, publisher, target, grid = drawn(chance, is_known=is_known)
-        cuts = cuts_of(publisher, grid)
-        for number, (shard, cut) in enumerate(zip(publisher, cuts, strict=True)):
-            exported(source, str(number), shard, cut)
-        before = target.outside()
-        sources = sources_of(cuts)
-        across = across_for(target, grid, sources, parcel_bytes=chance.choice((1, 100, 1 << 20)))
-        read_all(across, sources, reader, [source.endpoint] * len(sources))
-        assert not target.wrong(model), seed
-        assert all((one == other).all() for one, other in zip(target.outside(), before, strict=True)), seed
-        for number in range(len(publisher)):
-            assert source.withdraw(str(number), timeout_s=kit.DEADLINE_S)
+        columns = drawn(chance, is_known=is_known)
+        cuts = cuts_of(columns.publisher, columns.grid)
+        check_read(source, reader, columns, cuts, parcel_bytes=chance.choice((1, 100, 1 << 20)))
 
 
 @pytest.mark.parametrize("who", ["source", "reader", "both"])
@@ -59,20 +68,12 @@ def test_also_where_memory_must_be_entered_block_by_block(make: Make, kind: kit.
     source, reader = make(), make()
     for seed in range(SEEDS):
         chance = Random(seed)
-        model, publisher, target, grid = drawn(chance, is_known=bool(seed % 2))
+        columns = drawn(chance, is_known=bool(seed % 2))
+        _, publisher, target, grid = columns
         cuts = cuts_of(publisher, grid)
         if who != "reader":
             for shard in publisher:
                 shard.registration = on_device(shard.registration)
         if who != "source":
             target.registration = on_device(target.registration)
-        for number, (shard, cut) in enumerate(zip(publisher, cuts, strict=True)):
-            exported(source, str(number), shard, cut)
-        before = target.outside()
-        sources = sources_of(cuts)
-        across = across_for(target, grid, sources, parcel_bytes=chance.choice((1, 100, 1 << 20)))
-        read_all(across, sources, reader, [source.endpoint] * len(sources))
-        assert not target.wrong(model), seed
-        assert all((one == other).all() for one, other in zip(target.outside(), before, strict=True)), seed
-        for number in range(len(publisher)):
-            assert source.withdraw(str(number), timeout_s=kit.DEADLINE_S)
+        check_read(source, reader, columns, cuts, parcel_bytes=chance.choice((1, 100, 1 << 20)))

@@ -281,6 +281,7 @@ def test_who_drips_what_it_wants_keeps_nobody_out(source: TcpTransport, monkeypa
         with source._server._room.taken(2 * len(good)) as found:
             return found
 
+    kit.until(lambda: not is_room(), "all room is kept for what is to come")
     kit.until(is_room, "its room is others' again")
     slow.close()
 

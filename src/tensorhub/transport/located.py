@@ -29,10 +29,14 @@ class Bare(Protocol):
     is_bare: bool
 
 
+def is_bare(stream: ByteStream) -> bool:
+    """Its blocks do nothing but show memory."""
+    return isinstance(stream, Bare) and stream.is_bare
+
+
 def bare_addresses(stream: ByteStream) -> Addresses | None:
     """Where its bytes lie, if they may be moved without entering its blocks."""
-    is_bare = isinstance(stream, Bare) and stream.is_bare
-    return stream.addresses() if is_bare and isinstance(stream, Located) else None
+    return stream.addresses() if is_bare(stream) and isinstance(stream, Located) else None
 
 
 class Scattered:

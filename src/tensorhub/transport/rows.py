@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from .base import ByteStream
 from .gathered import gather, scatter
-from .located import Bare, bare_addresses
+from .located import bare_addresses, is_bare
 from .native import load, shapes
 from .vectors import Addresses
 
@@ -134,7 +134,7 @@ class RowStream:
     def __init__(self, stream: ByteStream, rows: Rows) -> None:
         self.rows = rows
         self._stream = stream
-        self._is_bare = isinstance(stream, Bare) and stream.is_bare
+        self._is_bare = is_bare(stream)
 
     @property
     def size_bytes(self) -> int:

@@ -176,8 +176,9 @@ class Replica:
                 call.doubted = Number(0)
             call.pending[shard] = reported.root
             return
+        if shard not in call.arrived:
+            call.since[shard] = last
         call.arrived[shard] = reported.root
-        call.since.setdefault(shard, last)
         if call.version is None:
             call.version = reported.resolved  # a server before this one had answered so
 

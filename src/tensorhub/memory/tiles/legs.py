@@ -20,7 +20,7 @@ from ...core.tile_manifest import TileManifest
 from ...transport import gathered
 from ...transport.base import Look, Terms
 from ...transport.gates import Gate
-from ...transport.located import Bare
+from ...transport.located import is_bare
 from ...transport.parcels import Parcels
 from ...transport.progress import Progress
 from ...transport.rows import ROW_WORDS, RowStream
@@ -208,7 +208,7 @@ class Leg:
         keeps = np.array(scatter.keeps[COLUMNS * first : COLUMNS * last], np.int64).reshape(-1, COLUMNS)
         for row in keeps:
             copies = Copies(row[None].copy(), EMPTY)
-            if not (isinstance(scatter.stream, Bare) and scatter.stream.is_bare):
+            if not is_bare(scatter.stream):
                 packed = np.empty(int(copies.size_bytes[0]), np.uint8)
                 carry_out(Copies(copies.rows, np.zeros(1, np.int64)).gathering(), data, packed)
                 gathered.scatter(scatter.stream, copies.ranges(TARGET), packed.data)
