@@ -17,11 +17,11 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test closing e2e sim storm explore mutants bench lab demo gpu bless docs clean
+.PHONY: help setup check format test test-engines closing e2e sim storm explore mutants bench lab demo gpu bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make .venv and install everything into it (the other targets do it by themselves)
 	@PYTHON='$(PYTHON)' tools/setup
@@ -48,6 +48,10 @@ format: setup ## rewrite the sources in the house format, and mend what the lint
 	@echo "format: ruff"
 	@$(BIN)/ruff check --fix --exit-zero --quiet .
 	@$(BIN)/ruff format .
+
+test-engines: ## the integrations with real engines, each in .envs/NAME, made if need be (ENGINES="vllm …")
+	@echo "test-engines: gigabytes and minutes the first time; what cannot be run is named at the end"
+	@ENGINES='$(ENGINES)' tools/test_engines $(ARGS)
 
 closing: setup ## what a release must have gone through: the suite five times, two of them beside six busy processes, and more
 	@echo "closing: the suite five times, two beside a load of six; process and transport tests twenty times (two hours)"
@@ -95,6 +99,6 @@ docs: setup ## rewrite the generated tables in docs/
 	@$(BIN)/python tools/gen_docs.py
 
 clean: ## back to a fresh clone: remove .venv, caches and outputs
-	@echo "clean: .venv, caches, out/"
-	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist out
+	@echo "clean: .venv, .envs, caches, out/"
+	@rm -rf .venv .envs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist out
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
