@@ -35,6 +35,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "rich": ("cli", "demo", "lab"),
     "matplotlib": ("demo", "lab"),
     "safetensors": ("cli", "integrations", "demo"),
+    "torchft": ("integrations",),
 }
 
 

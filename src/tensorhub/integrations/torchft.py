@@ -1,0 +1,93 @@
+"""torchft heals its replicas over TensorHub: a replica that is behind reads the whole state from those that are not.
+
+    manager = torchft.Manager(..., checkpoint_transport=TensorHubTransport(server="head:7450"))
+
+1. The source publishes its state where it lies: nothing is copied (unless `copies=True`), and nothing is pickled.
+2. What several replicas read at a time leaves the source once: they read from each other, verified.
+3. Each transport is a model of its own, since two sources may hold different states for one step (random numbers, data
+   loaders). Its versions are steps and, for a step that is sent again after a failed commit, tries of that step.
+
+It must never: let a state be changed while somebody reads it. `disallow_checkpoint`, which torchft calls before it
+applies a step, returns when nobody does. What changes before that (the running mean of a BatchNorm) makes a reader's
+call fail, and never its state wrong. Such models need `copies=True`.
+"""
+
+import contextlib
+import secrets
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torchft.checkpointing.transport import CheckpointTransport
+
+import tensorhub
+
+from .trees import pack, unpack
+
+TREE = "tree"  # the name of the tensor that says where the others belong
+TRIES = 1 << 20  # of one step
+
+
+class TensorHubTransport(CheckpointTransport[Any]):
+    """A `CheckpointTransport` of torchft. `where` is what `tensorhub.open` takes: server, token, host, site, …
+
+    Raises `ServerUnreachable` without a reference server, and from its methods what `tensorhub.Weights` raises;
+    `TimeoutError` for what was not there in time.
+    """
+
+    def __init__(self, model: str = "torchft", *, copies: bool = False, **where: Any) -> None:
+        self._model = f"{model}-{secrets.token_hex(8)}"
+        self._copies = copies
+        self._where = where
+        self._weights = tensorhub.open(self._model, replica="source", reliable=False, **where)  # nothing is kept
+        self._sent = -1
+
+    def metadata(self) -> str:
+        """By what the others find this source: the name of its model."""
+        return self._model
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        """Publish the state until `disallow_checkpoint`, for whoever asks."""
+        self.disallow_checkpoint()
+        tensors, tree = pack(state_dict)
+        if self._copies:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        tensors[TREE] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
+        self._weights.register(tensors)
+        version = max(step * TRIES, self._sent + 1)
+        self._weights.publish(version, metadata={"step": step}, timeout=timeout.total_seconds())
+        self._sent = version
+
+    def disallow_checkpoint(self) -> None:
+        """The state may be changed when this returns. Readers that are not done by then are cut off."""
+        if self._sent >= 0:
+            self._weights.unpublish()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """The state of that step, in memory of its own, from its source and from those who read it at the same time."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        try:
+            return self._receive(metadata, step, deadline)
+        except tensorhub.Unavailable as error:
+            if time.monotonic() < deadline and not isinstance(error, tensorhub.DeadlineExceeded):
+                raise
+            raise TimeoutError(f"timed out: step {step} of {metadata} was not there in {timeout}") from error
+
+    def _receive(self, model: str, step: int, deadline: float) -> Any:
+        def left() -> float:
+            return max(deadline - time.monotonic(), 0.001)
+
+        me = f"healing-{secrets.token_hex(4)}"
+        with tensorhub.open(model, replica=me, reliable=False, timeout=left(), **self._where) as waiting:
+            version = waiting.wait_for(step * TRIES, timeout=left())
+            if version // TRIES != step:
+                raise tensorhub.UsageError(f"step {step} was asked for, but {model} is at step {version // TRIES}")
+            found = tensorhub.load(f"{model}@{version}", timeout=left(), **self._where)
+        tensors = {name: torch.as_tensor(tensor) for name, tensor in found.items()}
+        return unpack(tensors, tensors.pop(TREE).numpy().tobytes())
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave; with `wait=False` readers are cut off soon."""
+        with contextlib.suppress(tensorhub.DeadlineExceeded):
+            self._weights.close(timeout=None if wait else 1.0)
