@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tensorhub.core.messages import (
+    Across,
     CallReport,
     Failure,
     Filling,
@@ -51,6 +52,8 @@ NEWS: dict[str, Any] = {
     "leaving": True,
     "claim": ONE,
     "stops": True,
+    "across": Across(ONE),
+    "over": (Ticket(4),),
 }
 
 

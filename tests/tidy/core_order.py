@@ -49,6 +49,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("apply", "evidence", "rollcall", "intake", "routine", "sessions", "invariants", "snapshot", "machine"),
     ),
     WORKER: (
+        "events_across",
         "events",
         # the parts of a worker's state, each with its own rules
         *("buffer", "read_slot", "host_copies", "report_book", "proofs", "call", "departure"),

@@ -10,11 +10,11 @@ come late; and orders are the *whole* truth at their number: a ticket below `num
 
 import msgspec
 
-from .manifest import Layout, decode_layout, digest_of_layout
+from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
 PROTOCOL = "tensorhub/3"
-MAX_REPORT_BYTES = 64 * 1024  # a report or orders: a few hundred bytes, and error texts of bounded length
+MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; of a read across 100 for each source
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
 MAX_HINT = 500  # and of its hint
@@ -26,6 +26,8 @@ OTHERS = "(others)"  # the name of that sum
 MAX_COPIES = 16  # host copies of one worker
 MAX_CROSS_SITE_VERSIONS = 8  # versions for which a worker says how much came from other sites
 MAX_PINS = 64  # versions pinned by one worker
+MAX_OVER = 1024  # tickets that are over beside one that is still read
+MAX_PARTS = 256  # sources of one read across: no version is read out of more shards at once
 
 Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
 VERBS = ("publish", "unpublish", "replicate", "update")
@@ -144,17 +146,20 @@ class LayoutInfo(_Message, frozen=True, tag="layout"):
     """The tensors that this worker has registered, so that a mismatch can name the tensor.
 
     The server decodes them only for that: ten thousand tensors would keep it from everybody's reports for 11 ms.
+    `boxes` says which parts of which global tensors they are; empty: that is said of none of them, and a shard's number
+    is all that tells its tensors from those of the same names in another shard. The server never decodes them.
     """
 
     layout: msgspec.Raw  # a `Layout`, still encoded
+    boxes: bytes = b""
 
     @classmethod
-    def of(cls, layout: Layout) -> "LayoutInfo":
-        return cls(msgspec.Raw(layout.encode()))
+    def of(cls, layout: Layout, boxes: bytes = b"") -> "LayoutInfo":
+        return cls(msgspec.Raw(layout.encode()), boxes)
 
     def digest(self) -> Digest:
-        """The layout's digest."""
-        return digest_of_layout(self.layout)
+        """The layout's digest. One that has boxes says so by how it begins (`names.is_boxed`)."""
+        return digest_of_boxed(self.layout, self.boxes) if self.boxes else digest_of_layout(self.layout)
 
     def decode(self) -> Layout:
         """Raises `UsageError` if it is no layout."""
@@ -172,6 +177,7 @@ class CallReport(_Message, frozen=True):
     claim: Version | None = None  # of an unpublish: the number that is to be published next, for nobody else to take
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
+    grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
 
 
 class Reading(_Message, frozen=True):
@@ -194,6 +200,31 @@ class Reading(_Message, frozen=True):
     path: str = ""  # how that transport moves the bytes, in a few words
     why: str = ""  # why this transport, and none that is usually better
     rate_bytes_per_s: int = 0  # over the last second or so
+
+
+class Part(_Message, frozen=True, array_like=True):
+    """One source of a read across: the ticket under which it is read, and how much came from it so far."""
+
+    ticket: Ticket
+    source: WorkerId
+    from_host: bool = False
+    arrived_bytes: int = 0
+
+
+class Across(_Message, frozen=True):
+    """The one read that this worker has open, if that is one out of sources that are cut in another way.
+
+    `root` is the content's identity in this worker's own layout, derived from its sources' manifests; empty until those
+    are here. `is_opened`: they are, and it waits for the buffer. `parts` are the sources that are being read, `brought`
+    the tickets of those that have brought all that was wanted of them.
+    """
+
+    version: Version
+    to_host: bool = False
+    root: Digest = Digest("")
+    is_opened: bool = False
+    parts: tuple[Part, ...] = ()
+    brought: tuple[Ticket, ...] = ()
 
 
 class TicketFailure(_Message, frozen=True):
@@ -236,7 +267,9 @@ class Report(_Message, frozen=True, tag="report"):
     newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not be made left
     `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`: it wants to
     leave, nothing that it holds can be relied on. `stops`: it was told that nobody reads from its buffer any more, and
-    stops serving it. `roster` is the newest that it was told, for as long as its own lease lasts.
+    stops serving it. `roster` is the newest that it was told, for as long as its own lease lasts. Of a read out of
+    sources that are cut in another way `across` tells, and `reading` says nothing; `over` are tickets above `closed`
+    that are not being read any more either.
     """
 
     number: int
@@ -270,6 +303,8 @@ class Report(_Message, frozen=True, tag="report"):
     claim: Version | None = None  # the number that its last unpublish has claimed
     stops: bool = False
     roster: Roster | None = None
+    across: Across | None = None
+    over: tuple[Ticket, ...] = ()
 
 
 # --- from the server --------------------------------------------------------------------------------------------------
@@ -320,6 +355,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
     and dropped when orders that answer a report of it as `leaving` still name it. `roster`: who lives, to be shown to
     the next life of the server; None takes an older one back. `witness`: report at once that all this is known here.
+    `across`: instead of a `grant`, one for each shard of a replica that is cut in another way. They are one read.
     """
 
     number: Number
@@ -343,6 +379,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     conflict: Digest = Digest("")  # content with this root is not what its version is: whoever holds it does not
     roster: Roster | None = None
     witness: bool = False
+    across: tuple[Grant, ...] = ()
 
 
 class Refusal(_Message, frozen=True, tag="refusal"):

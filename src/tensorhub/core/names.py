@@ -30,3 +30,19 @@ class WorkerId(NamedTuple):
 def worker_id(model: str, replica: str, shard: int) -> WorkerId:
     """A `WorkerId` from plain values."""
     return WorkerId(ModelName(model), ReplicaName(replica), Shard(shard))
+
+
+# --- what a digest says of itself -------------------------------------------------------------------------------------
+
+BOXED = "boxed-"  # how the digest of a layout begins that says which parts of which global tensors it has
+TILED = "tiled-"  # how the root of a content begins that has a digest for each tile: it can be read into other layouts
+
+
+def is_boxed(layout: Digest) -> bool:
+    """What the tensors of that layout are does not depend on the shard's number."""
+    return layout.startswith(BOXED)
+
+
+def is_tiled(root: Digest) -> bool:
+    """That content can be read into any layout of the same global tensors."""
+    return root.startswith(TILED)

@@ -14,7 +14,7 @@ import msgspec
 
 from .errors import UsageError
 from .manifest import DIGEST_BYTES
-from .names import Digest
+from .names import TILED, Digest
 
 
 class TileManifest(msgspec.Struct, frozen=True):
@@ -32,8 +32,8 @@ class TileManifest(msgspec.Struct, frozen=True):
         return self.digests[tile * DIGEST_BYTES : (tile + 1) * DIGEST_BYTES]
 
     def root(self) -> Digest:
-        """The content's identity, for this layout: one digest over everything above."""
-        return Digest(blake2b(self.encode(), digest_size=DIGEST_BYTES).hexdigest())
+        """The content's identity, for this layout: one digest over everything above. It says that there are tiles."""
+        return Digest(TILED + blake2b(self.encode(), digest_size=DIGEST_BYTES).hexdigest())
 
     def encode(self) -> bytes:
         """As it travels from source to reader."""

@@ -12,9 +12,12 @@ from ..core.errors import UsageError
 from ..core.messages import (
     MAX_FAILURES,
     MAX_LAYOUT_BYTES,
+    MAX_OVER,
+    MAX_PARTS,
     MAX_REPORT_BYTES,
     MAX_TEXT,
     VERBS,
+    Across,
     CallReport,
     Empty,
     Filling,
@@ -92,8 +95,15 @@ def _nonsense_of(message: ToServer) -> str:
             reading = message.reading
             if reading is not None and len(reading.transport + reading.path + reading.why) > MAX_TEXT:
                 return "too long words about its read"
+            across = message.across
+            if len(message.over) > MAX_OVER or (across is not None and _is_too_much(across)):
+                return "too many parts of a read across"
             return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call)
     return ""
+
+
+def _is_too_much(across: Across) -> bool:
+    return len(across.parts) > MAX_PARTS or len(across.brought) > MAX_PARTS
 
 
 def _nonsense_of_wish(prefetch: Spec | None) -> str:
@@ -137,7 +147,11 @@ def _numbers_of(report: Report) -> Iterator[int]:
     if report.reading is not None:
         yield from (report.reading.ticket, report.reading.version, report.reading.source.shard)
         yield report.reading.rate_bytes_per_s
-    yield from (report.copies_left, *report.pins)
+    if report.across is not None:
+        yield from (report.across.version, *report.across.brought)
+        for part in report.across.parts:
+            yield from (part.ticket, part.source.shard, part.arrived_bytes)
+    yield from (report.copies_left, *report.pins, *report.over)
     for copy in report.copies:
         yield from (copy.number, copy.version, copy.done, copy.chunks)
     for failure in report.failures:

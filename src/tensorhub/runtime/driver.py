@@ -49,6 +49,7 @@ from ..core.worker.events import (
     Trust,
     Warn,
 )
+from ..core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
 from ..core.worker.machine import Worker
 from ..transport import shortages
 from ..transport.base import Transport
@@ -245,6 +246,8 @@ class Driver:
                 self.data.copies.drop(version)
             case StopRead():
                 raise InvariantViolation("the answer to it comes at once: see feed()")
+            case OpenAcross() | StartAcross() | AddPart() | StopPart():
+                raise InvariantViolation(f"{effect} is not carried out yet")
             case Warn(text=text):
                 _log.warning("%s", text)
             case Finished():

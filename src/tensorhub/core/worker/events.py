@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..messages import Failure, Grant, LayoutInfo, Orders, Refusal, Report, Spec
 from ..names import Digest, Ticket, Version
+from .events_across import AcrossOpened, AddPart, OpenAcross, PartEnded, PartMeasured, StartAcross, StopPart
 
 # --- events: the shell tells ----------------------------------------------------------------------------------------
 
@@ -198,6 +199,9 @@ Event = (
     | ReadAdvanced
     | ReadMeasured
     | ReadEnded
+    | AcrossOpened
+    | PartEnded
+    | PartMeasured
     | NotShared
     | ServingStopped
     | CopiedOut
@@ -325,6 +329,10 @@ Effect = (
     Send
     | OpenRead
     | StartRead
+    | OpenAcross
+    | StartAcross
+    | AddPart
+    | StopPart
     | Trust
     | StopRead
     | StartServing

@@ -22,6 +22,7 @@ from ..messages import Buffer, Empty, Failure, Filling, Hello, Poisoned, Reading
 from ..names import Number, Version, WorkerId
 from . import calling, closing, events, filling, orders, reading
 from .call import Call
+from .events_across import AcrossOpened, PartEnded, PartMeasured
 from .invariants import contradiction
 from .mistakes import update_at_once, why_not_begin
 from .reporting import report_of
@@ -216,6 +217,8 @@ class Worker:
                 worker.slot.measured(event)
             case events.ReadEnded():
                 reading.ended(worker, event)
+            case AcrossOpened() | PartEnded() | PartMeasured():
+                raise InvariantViolation(f"{self.me} was told {event}, and has never read across layouts")
             case events.NotShared():
                 reading.not_shared(worker, event)
             case events.ServingStopped(version=version):
