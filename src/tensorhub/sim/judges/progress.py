@@ -54,13 +54,21 @@ class ProgressJudge(Judge):
         return any(not self._is_down(holder) and holder.closing == inf for holder in holders)
 
     def _has_just_begun(self, replica: str, newest: Version) -> bool:
-        """It is still in the first call that it has made since that version came and its program went plain."""
+        """It is still in the first call that it has made since that version came and its program went plain.
+
+        None that was to bring that version has failed, and it has lasted for less than a quarter of the calm: whoever
+        hangs is not excused.
+        """
         made = self.truth.exists(replica.partition("/")[0], newest)
         since = self.conditions.storm_s + self.conditions.calm_s / 2
         since = max(since, made.exists) if made is not None else since
         lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
-        calls = [call for life in lives for call in [*life.past, life.call] if call is not None and call.began >= since]
-        return 0 < len(calls) <= self.conditions.shards and all(call.ended == inf for call in calls)
+        calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
+        begun = [call for call in calls if call.began >= since]
+        if any(call.error is not None and call.resolved == newest for call in calls):
+            return False
+        is_young = all(call.ended == inf and self.now - call.began < self.conditions.calm_s / 4 for call in begun)
+        return 0 < len(begun) <= self.conditions.shards and is_young
 
     def _fits(self, replica: str) -> bool:
         """Each of its shards has the tensors that everybody has."""

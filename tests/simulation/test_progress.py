@@ -1,0 +1,76 @@
+"""At the end of a history a rollout has the newest version; only a call that has just begun is waited for."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from tensorhub.core.messages import PROTOCOL, Failure, Hello
+from tensorhub.core.names import Digest, Version, worker_id
+from tensorhub.core.worker.events import Finished
+from tensorhub.sim.draw import draw_plan
+from tensorhub.sim.judges.progress import ProgressJudge
+from tensorhub.sim.truth.life import Call, Held, Life
+from tensorhub.sim.truth.record import Truth
+from tensorhub.sim.world import OracleViolation, World
+
+pytestmark = pytest.mark.simulation
+
+ROOT, VERSION = Digest("root"), Version(1)
+
+
+class Bench:
+    """A trainer that holds version 1, and a rollout that is without it when the history ends."""
+
+    def __init__(self) -> None:
+        plan = draw_plan(0)
+        self.conditions = replace(plan.conditions, shards=1)
+        self.world = World("0")
+        self.truth = Truth(self.world, replace(plan, conditions=self.conditions, misfortunes=()), {ROOT: (7,)})
+        self.judge = ProgressJudge(self.truth, self.world)
+        self.trainer, self.rollout = self.life("trainer"), self.life("rollout")
+        self.trainer.held = Held(VERSION, ROOT, since=1.0, published=True)
+        self.truth.published(self.trainer, VERSION, ROOT)
+        self.world.now = self.conditions.storm_s + self.conditions.calm_s
+
+    def life(self, replica: str) -> Life:
+        me = worker_id("m", replica, 0)
+        hello = Hello(PROTOCOL, "m", replica, 0, 1, replica)
+        life = Life(me, replica, hello, [7], lambda _version: [7], lambda: self.world.now, started=0.0)
+        self.truth.born(life)
+        return life
+
+    def calls(self, ago_s: float, *, failed_ago_s: float = -inf) -> None:
+        """The rollout has called so long ago, and that call lasts, or has failed when version 1 was what it awaited."""
+        began = self.world.now - ago_s
+        call = Call("update", "latest", Digest(""), began, inf, None, Digest(""), resolved=VERSION)
+        if failed_ago_s > 0:
+            call.ended = self.world.now - failed_ago_s
+            call.outcome = Finished(1, error=Failure("DeadlineExceeded", "in vain"))
+            self.rollout.past.append(call)
+        else:
+            self.rollout.call = call
+
+    def look(self) -> None:
+        self.judge.rollout("m/rollout", None, None, is_refused=False)
+
+
+def test_a_call_that_has_just_begun_is_waited_for() -> None:
+    bench = Bench()
+    bench.calls(1.0)
+    bench.look()
+
+
+def test_a_rollout_that_hangs_in_its_only_call_is_behind() -> None:
+    bench = Bench()
+    bench.calls(bench.conditions.calm_s / 3)
+    with pytest.raises(OracleViolation, match="has version None"):
+        bench.look()
+
+
+def test_a_rollout_whose_calls_fail_one_after_the_other_is_behind() -> None:
+    bench = Bench()
+    bench.calls(bench.conditions.calm_s * 0.7, failed_ago_s=1.0)  # begun before the calm: not counted as a first call
+    bench.calls(0.9)
+    with pytest.raises(OracleViolation, match="has version None"):
+        bench.look()
