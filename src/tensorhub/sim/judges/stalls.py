@@ -45,8 +45,15 @@ class StallJudge(Judge):
         is_free = isinstance(buffer, Empty) or (isinstance(buffer, Poisoned) and buffer.version is None)
         is_ready = is_free or (isinstance(buffer, Filling) and buffer.version == call.resolved)
         is_told = reported is not None and reported.number == call.number and report.reading is None
+        if call.resolved_at < self.truth.troubles.server_back and not self._knows_it(life, call.resolved):
+            return None  # a former server had resolved it: this one has to learn first what the newest is
         has_part = any(copy.version == call.resolved for copy in report.copies)
         return call.resolved if is_ready and is_told and not has_part else None
+
+    def _knows_it(self, life: Life, version: Version) -> bool:
+        """A shard of its group has told this server what their call was resolved to."""
+        calls = [each.heard.call for each in self.truth.group(life) if each.heard is not None]
+        return any(call is not None and call.resolved == version for call in calls)
 
     def _can_talk(self, life: Life, since: float) -> bool:
         troubles = self.truth.troubles
