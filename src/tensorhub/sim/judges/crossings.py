@@ -47,7 +47,7 @@ class CrossingJudge(Judge):
 
     def _is_starved(self, other: Life, settled: float, began: float) -> bool:
         """Till lately nothing came by its read, for as long as a source is left for: nobody had to wait for that."""
-        spans = (other.starved, (other.fed_at, inf))
+        spans = (*other.starved, (other.fed_at, inf))
         return any(since + self.settings.stalled_s <= began and settled < until for since, until in spans)
 
     def _makes_way(self, other: Life, read: Read) -> bool:

@@ -1,5 +1,6 @@
 """One life of one process, as somebody would know it who stands beside it and sees its memory and its words."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -10,6 +11,7 @@ from ...core.names import Digest, Ticket, Version, WorkerId
 from ...core.worker.events import Finished
 
 Memory = list[int]
+MOST_SPANS = 8  # in which nothing came by a read: the latest are remembered
 
 
 class Read(Protocol):
@@ -116,7 +118,9 @@ class Life:
     registered: float = 0.0
     close_deadline: float = inf
     fed_at: float = -inf  # when its open read began, or last brought a chunk
-    starved: tuple[float, float] = (-inf, -inf)  # from when to when a read last brought nothing for long
+    starved: deque[tuple[float, float]] = field(  # from when to when reads brought nothing for long, of late
+        default_factory=lambda: deque(maxlen=MOST_SPANS)
+    )
     stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had all: when its read last did
     failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
     poisoned: bool = False  # a fill that had written ended badly

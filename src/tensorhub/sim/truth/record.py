@@ -291,7 +291,7 @@ class Truth:
         """A chunk is in place."""
         self._note_stood_still(life, read)
         if self.now - life.fed_at >= self.plan.settings.stalled_s:
-            life.starved = (life.fed_at, self.now)
+            life.starved.append((life.fed_at, self.now))
         life.fed_at = self.now
 
     def _note_stood_still(self, life: Life, read: Read) -> None:
