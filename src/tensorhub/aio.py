@@ -30,7 +30,7 @@ from .runtime.opening import leave_at_once, open_client
 from .runtime.questions import fetch_status, wait_for_number
 
 if TYPE_CHECKING:
-    from .memory.registration import type_of_weights
+    from .memory.registration import type_of_dtype, type_of_weights
 
 T = TypeVar("T")
 
@@ -110,10 +110,12 @@ class Weights:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def register(self, tensors: "type_of_weights") -> None:
-        """Take these tensors in place, instead of any before; nothing is copied."""
+    async def register(
+        self, tensors: "type_of_weights", *, dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None
+    ) -> None:
+        """Take these tensors in place, instead of any before; nothing is copied. `dtype`: published in that one."""
         self._check_process()
-        await self.take(register_tensors(tensors))
+        await self.take(register_tensors(tensors, dtype))
 
     async def take(self, registration: Registration) -> None:
         """Take tensors that `memory.registration.register` has looked at already."""

@@ -21,7 +21,7 @@ from .runtime.opening import leave_on_sigterm as install_sigterm
 from .runtime.serving import ServerThread
 
 if TYPE_CHECKING:
-    from .memory.registration import type_of_weights
+    from .memory.registration import type_of_dtype, type_of_weights
 
 T = TypeVar("T")
 
@@ -119,7 +119,9 @@ class Weights:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def register(self, tensors: "type_of_weights") -> None:
+    def register(
+        self, tensors: "type_of_weights", *, dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None
+    ) -> None:
         """Take these tensors in place, instead of any before; nothing is copied.
 
         A torch module is best: its parameters and persistent buffers (of a `DTensor` the local shard), and at every
@@ -128,9 +130,15 @@ class Weights:
         who changes it only while nothing is published or held, and keeps each tensor's memory where it is. Copies of
         versions in host memory stay as long as somebody needs them, and count against `host_bytes`. Raises
         `UsageError` naming the tensor that cannot be taken, `NotDrained` while a version is held.
+
+        `dtype`: publish tensors of floating-point numbers in that dtype, rounded as torch does ("bfloat16"), or those
+        that a mapping names in theirs. They become *masters*: each `publish` casts them into a buffer of this worker's,
+        and only that is held and read, so masters may change outside of `publish`, `replicate` and `update`. A fill
+        ends by giving them the buffer's numbers, exactly; masters that could not hold every number of `dtype` are not
+        filled (`UsageError`). Raises `HostMemoryFull` if there is no room for the buffer.
         """
         self._aio._check_process()
-        self._wait(self._aio.take(register_tensors(tensors)), None, "register()")
+        self._wait(self._aio.take(register_tensors(tensors, dtype)), None, "register()")
 
     def publish(
         self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
@@ -148,8 +156,9 @@ class Weights:
         """Take the promise back: returns when nobody reads these tensors any more and they may be changed.
 
         Readers are moved to other holders, else awaited; those who still read after half of the timeout are cut off.
-        With nothing published it does nothing. Raises `NotDrained` if it was to keep the last copy of a version whose
-        tensors were freed: that version is withdrawn, and lost.
+        With masters (`dtype` of `register`) it returns as soon as nobody new may read: the next call awaits the others,
+        within this timeout, and raises what went wrong. With nothing published it does nothing. Raises `NotDrained` if
+        it was to keep the last copy of a version whose tensors were freed: that version is withdrawn, and lost.
         """
         self._wait(self._aio.unpublish(timeout=timeout), timeout, "unpublish()")
 
@@ -162,8 +171,9 @@ class Weights:
         The number is claimed before anything is withdrawn: if it is not higher than the newest, or somebody else has
         claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run. Nobody else can
         take it meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is
-        anybody's again, and the exception goes on. `metadata` is that of `publish`, as it is when the block has ended.
-        `timeout` is for each of the two calls.
+        anybody's again, and the exception goes on. With masters readers of the version before are awaited after the
+        block, not before it. `metadata` is that of `publish`, as it is when the block has ended. `timeout` is for each
+        of the two calls.
         """
         if metadata is not None:
             encode_metadata(metadata)  # what cannot be published is said before the step, not after it

@@ -183,7 +183,9 @@ def _memory(size_bytes: int) -> tuple[int, object]:
 def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, ...]) -> Registration:
     """The same layout over other memory."""
     ours = InPlace([], [])
-    return replace(registration, stream=stream, pieces=pieces, devices=("cpu",), _in_place=ours, _module=None)
+    return replace(
+        registration, stream=stream, pieces=pieces, devices=("cpu",), _in_place=ours, casts=None, _module=None
+    )
 
 
 def copy_stream(

@@ -9,6 +9,7 @@ Rules:
    Offsets depend on the names' order and on who overlaps whom, never on addresses.
 3. Tensors without elements have offset 0 and no bytes.
 4. All or nothing: a refused tensor leaves everything as it was.
+5. Tensors that are published in another dtype are in the stream as they are published, in a buffer (`masters`).
 
 Memory that is mapped twice, at two addresses, is not recognised as shared.
 """
@@ -24,6 +25,7 @@ from ..transport.base import ByteStream
 from .describe import Described, describe_all
 from .host import HostStream, Piece
 from .in_place import InPlace
+from .masters import Casts, cast
 from .modules import Held, is_module, tensors_of_module
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     type_of_tensor = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
     type_of_weights = Mapping[str, type_of_tensor] | torch.nn.Module
+    type_of_dtype = str | torch.dtype | np.dtype[Any] | type[np.generic]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,6 +47,7 @@ class Registration:
     pieces: tuple[Piece, ...]  # the stream's memory, in order: what a transport registers with its hardware
     devices: tuple[str, ...]  # sorted: ("cpu",), ("cuda:0",), or several
     _in_place: InPlace
+    casts: Casts | None = None  # of the caller's tensors that are published in another dtype
     _module: Held | None = None  # whose tensors they are, where that is known
 
     def __repr__(self) -> str:
@@ -62,12 +66,18 @@ class Registration:
         """Names of tensors that no longer are the registered memory (`param.data = ...`, a resized storage).
 
         Their new contents would never be read, and what is received would never reach them: register again.
+        Not of tensors that are published from a buffer: see `casts`.
         """
         return self._in_place.moved()
 
     def replaced(self) -> list[str]:
         """What the registered module holds by now in place of a registered tensor, in words that name the tensor."""
         return self._module.replaced() if self._module is not None else []
+
+    def close(self) -> None:
+        """Blocks until nothing is touched any more that is not in the stream. Any thread may call it."""
+        if self.casts is not None:
+            self.casts.close()
 
     def settle(self) -> None:
         """Wait until the devices have finished all work launched so far, so that bytes may be read or overwritten."""
@@ -78,14 +88,15 @@ class Registration:
                 synchronize(device)
 
 
-def register(tensors: "type_of_weights") -> Registration:
+def register(tensors: "type_of_weights", dtype: object = None) -> Registration:
     """Take tensors in place, as torch tensors or numpy arrays, or those of a module.
 
-    Raises `UsageError` naming the tensor that cannot be.
+    `dtype`: in which those of floating-point numbers are published, or a mapping from names to dtypes. Raises
+    `UsageError` naming the tensor that cannot be, and `HostMemoryFull` where there is no room to cast into.
     """
     if is_module(tensors):
         found = tensors_of_module(tensors)
-        return replace(register(found), _module=Held(tensors, found))
+        return replace(register(found, dtype), _module=Held(tensors, found))
     if not isinstance(tensors, Mapping):
         raise UsageError(
             f"register takes a module, or a mapping from names to tensors, not a {type(tensors).__name__}",
@@ -94,7 +105,12 @@ def register(tensors: "type_of_weights") -> Registration:
     if not tensors:
         raise UsageError("no tensors to register: the mapping is empty", hint="pass the module")
     items = list(tensors.items())
-    described = describe_all(items)
+    given = described = describe_all(items)
+    casts = None
+    if dtype is not None:
+        values = [tensor for _, tensor in items]
+        described, casts = cast(given, values, dtype, sorted(_blocks(given), key=min))
+    kept = [(old, tensor) for old, new, (_, tensor) in zip(given, described, items, strict=True) if old is new]
     offsets, pieces = place(described)
     specs = tuple(
         TensorSpec(facts.name, facts.dtype, facts.shape, facts.strides, offset, facts.size_bytes)
@@ -107,7 +123,8 @@ def register(tensors: "type_of_weights") -> Registration:
         stream=_stream(pieces),
         pieces=tuple(pieces),
         devices=tuple(sorted({facts.device for facts in described})),
-        _in_place=InPlace(described, [tensor for _, tensor in items]),
+        _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
+        casts=casts,
     )
 
 

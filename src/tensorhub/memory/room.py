@@ -63,13 +63,25 @@ def copies_that_fit(size_bytes: int, found: Room | None) -> int:
 class Footing:
     """Memory that was allocated and is touched part by part: each part only while there is room for it."""
 
-    def __init__(self, size_bytes: int, look: Callable[[], Room | None] = room, spare_bytes: int = SPARE_BYTES) -> None:
-        """Raises `HostMemoryFull` if all of it does not fit now, or if less than `spare_bytes` would be left."""
+    def __init__(
+        self,
+        size_bytes: int,
+        look: Callable[[], Room | None] = room,
+        spare_bytes: int = SPARE_BYTES,
+        *,
+        what: str = "a host copy",
+        hint: str = HINT,
+    ) -> None:
+        """Raises `HostMemoryFull` if all of it does not fit now, or if less than `spare_bytes` would be left.
+
+        `what` and `hint` are for that error.
+        """
         self.is_short = False  # once there was no room, there is none for this
         self._left_bytes = size_bytes  # not touched yet
         self._granted_bytes = 0
         self._look = look
         self._spare_bytes = spare_bytes
+        self._what, self._hint = what, hint
         self._lock = Lock()
         self._check(size_bytes)
 
@@ -79,7 +91,7 @@ class Footing:
             return
         with self._lock:
             if self.is_short:
-                raise HostMemoryFull("there was no room for all of this host copy", hint=HINT)
+                raise HostMemoryFull(f"there was no room for all of {self._what}", hint=self._hint)
             if self._granted_bytes < size_bytes and self._left_bytes:
                 wanted = min(self._left_bytes, max(STEP_BYTES, size_bytes))
                 self._check(wanted)
@@ -92,8 +104,8 @@ class Footing:
         if found is not None and found.left_bytes < size_bytes + self._spare_bytes:
             self.is_short = True
             needs, leaves = size_text(size_bytes), size_text(found.left_bytes)
-            text = f"a host copy needs {needs} more, and {found.limit} leaves {leaves}"
-            raise HostMemoryFull(f"{text} ({size_text(self._spare_bytes)} of that for all else)", hint=HINT)
+            text = f"{self._what} needs {needs} more, and {found.limit} leaves {leaves}"
+            raise HostMemoryFull(f"{text} ({size_text(self._spare_bytes)} of that for all else)", hint=self._hint)
 
 
 def _host(proc: Path) -> Iterator[Room]:

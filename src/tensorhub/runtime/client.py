@@ -35,11 +35,13 @@ from ..memory.digests import NAMES_SHOWN, algorithm_of, build_manifest, changed_
 from ..memory.registration import Registration
 from ..memory.room import HINT
 from ..transport.base import Transport
+from .behind import Behind
 from .callers import Callers
 from .codec import encode
 from .config import Options
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
+from .mastering import Mastering
 from .questions import check_held, wait_for_holders, wait_for_version
 
 _log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class Client:
         self.options = options
         self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
         self.callers = Callers()
+        self._behind = Behind(self.driver)
+        self._mastering = Mastering(self.me)
         self._hello = hello
         self._calling = ""
         self._closing: asyncio.Task[None] | None = None
@@ -71,6 +75,7 @@ class Client:
     async def register(self, registration: Registration) -> None:
         """Take other tensors; nobody may read or write the present ones."""
         self._check_usable()
+        await self._behind.over(None, "register()")
         worker = self.driver.worker
         if self._calling or not worker.may_register:
             why = f"{self._calling} has not ended" if self._calling else f"version {worker.held} is held"
@@ -81,6 +86,7 @@ class Client:
             text = f"the names and shapes of {len(registration.layout.tensors)} tensors take {length} B"
             hint = "register fewer tensors, with shorter names, or larger ones"
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
+        self._mastering.forget()
         most_copies = self.driver.data.register(registration)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
@@ -90,32 +96,45 @@ class Client:
     ) -> Version | None:
         """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call(verb):
-            if verb != "unpublish":
-                self._check_in_place()
-            worker, called = self.driver.worker, Called(verb, spec, deadline, claim=claim, waits=waits)
+            await self._behind.over(deadline, f"{verb}()")
+            registration, called = self.driver.data.registration, Called(verb, spec, deadline, claim=claim, waits=waits)
+            if verb == "unpublish":
+                if registration is None or registration.casts is None:
+                    return await self._carried(called)
+                await self._behind.begin(self._carried(called), deadline)
+                return None
+            self._check_in_place()
+            self._mastering.check(registration, f"{verb}()")
+            worker = self.driver.worker
+            if worker.held is None:
+                self._mastering.forget()
             known = worker.update_at_once(self._hello, called)
             if isinstance(known, Failure):
                 raise failed(known)
-            if known is not None:
-                return known
-            before, copies = worker.held, self.driver.data.copies
-            copies.spoiled = None
-            try:
-                version = await self.driver.call(called)
-            except asyncio.CancelledError:
-                if claim is not None:  # it may have been granted a moment ago
-                    self.drop_claim()
-                raise
-            except HostMemoryFull as error:
-                if not copies.why_short:
-                    raise
-                text = f"{error}; copies may take {copies.why_short}"
-                raise HostMemoryFull(text, hint=f"{error.hint}; or {HINT}" if error.hint else HINT) from error
-            if verb == "unpublish" and copies.spoiled is not None:
-                raise self._lost(before, copies.spoiled)
-            if verb != "unpublish" and worker.prefetch is not None and (spec != PREFETCHED or version != before):
-                self._wish(prefetch=None)  # what was fetched ahead has served its purpose
+            version = known if known is not None else await self._carried(called)
+            await self._mastering.give_back(registration, version, deadline)
             return version
+
+    async def _carried(self, called: Called) -> Version | None:
+        """That call, from the machine's word to its end. Returns the version then held."""
+        worker, copies, verb = self.driver.worker, self.driver.data.copies, called.verb
+        before, copies.spoiled = worker.held, None
+        try:
+            version = await self.driver.call(called)
+        except asyncio.CancelledError:
+            if called.claim is not None:  # it may have been granted a moment ago
+                self.driver.feed(ClaimDropped())
+            raise
+        except HostMemoryFull as error:
+            if not copies.why_short:
+                raise
+            text = f"{error}; copies may take {copies.why_short}"
+            raise HostMemoryFull(text, hint=f"{error.hint}; or {HINT}" if error.hint else HINT) from error
+        if verb == "unpublish" and copies.spoiled is not None:
+            raise self._lost(before, copies.spoiled)
+        if verb != "unpublish" and worker.prefetch is not None and (called.spec != PREFETCHED or version != before):
+            self._wish(prefetch=None)  # what was fetched ahead has served its purpose
+        return version
 
     def _lost(self, version: Version | None, why: Failure) -> NotDrained:
         """What was unpublished had to be kept here, and was not there any more. All else is as after any unpublish."""
@@ -125,7 +144,7 @@ class Client:
 
     def drop_claim(self) -> None:
         """What the last unpublish has claimed will not be published. Any moment will do, and it never fails."""
-        self.driver.feed(ClaimDropped())
+        self._behind.then(lambda: self.driver.feed(ClaimDropped()))
 
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
@@ -158,6 +177,7 @@ class Client:
     async def publish(self, version: Spec, deadline: float, metadata: bytes | None = None) -> Version | None:
         """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own."""
         with self._one_call("publish"):
+            await self._behind.over(deadline, f"publish({version!r})")
             buffer = self.driver.worker.buffer
             root = buffer.root if isinstance(buffer, Holding) else Digest("")
             called = Called("publish", version, deadline, root)
@@ -176,6 +196,7 @@ class Client:
             self.driver.data.unserved = None
             called = Called("publish", version, deadline, manifest.root(), metadata=digest_of_metadata(said))
             published = await self.driver.call(called)
+            self._mastering.published(published)
             if self.driver.data.unserved is not None:
                 raise self.driver.data.unserved
             return published
@@ -301,7 +322,9 @@ class Client:
         return None
 
     async def _close(self, deadline: float) -> None:
-        if not await self.driver.leave(deadline) and self.driver.broken is None:
+        is_drained = await self.driver.leave(deadline)
+        self._behind.end()
+        if not is_drained and self.driver.broken is None:
             _log.warning("%s left without the server's word that nobody reads from it any more", self.me)
 
     @contextlib.contextmanager
@@ -333,7 +356,7 @@ class Client:
             more = f"; and {len(replaced) - NAMES_SHOWN} more" if len(replaced) > NAMES_SHOWN else ""
             text = f"the module of {self.me} no longer holds what was registered: {'; '.join(replaced[:NAMES_SHOWN])}"
             raise UsageError(text + more, hint=IN_PLACE)
-        moved = registration.moved()
+        moved = registration.moved() + (registration.casts.moved() if registration.casts is not None else [])
         if moved:
             text = f"tensors of {self.me} no longer are the registered memory: {some(moved)}"
             raise UsageError(text, hint=IN_PLACE)
@@ -342,6 +365,8 @@ class Client:
         registration, content, options = self.driver.data.registration, self.driver.data.content, self.options
         assert registration is not None, "why_not_begin had seen a layout"
         held = content.manifest if content is not None and self.driver.worker.held == content.version else None
+        if held is None:
+            await self._mastering.cast(registration, deadline, f"publish({version}) of {self.me}")
         if held is not None and not held.digests:
             return held  # what was never hashed cannot be hashed again: it is taken for what it was
         chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then

@@ -131,13 +131,10 @@ class DataPlane:
 
     def open_read(self, grant: Grant) -> None:
         """Fetch the manifest and write nothing."""
-        self._start(grant, is_only_opened=True)
+        self.start_read(grant, is_only_opened=True)
 
-    def start_read(self, grant: Grant) -> None:
+    def start_read(self, grant: Grant, *, is_only_opened: bool = False) -> None:
         """Read what is missing."""
-        self._start(grant, is_only_opened=False)
-
-    def _start(self, grant: Grant, *, is_only_opened: bool) -> None:
         try:
             content = self._content_for(grant)
         except TensorHubError as error:  # no host memory
@@ -198,6 +195,8 @@ class DataPlane:
         """Cut everything; blocks until no thread touches the registered memory any more. Any thread may call it."""
         self.is_closed = True
         self.copies.close()
+        if self.registration is not None:
+            self.registration.close()
         for transport in self._transports.values():
             transport.close()
 
@@ -220,7 +219,7 @@ class DataPlane:
                     return known_content
             self._forget_incoming()
             content = self.incoming = Content(grant.version, grant.root, self._key(grant.version), self.registration)
-        known = weakref.ref(content)  # it has the fill: held from both sides, both would wait for the garbage collector
+        known = weakref.ref(content)  # it has the fill: held from both sides, both would wait to be collected
         content.fill = FillSink(
             content.registration,
             grant.root,
@@ -345,7 +344,7 @@ class DataPlane:
             if reading.sink.is_stopped:  # by what was just told: a lease or a deadline was over
                 self._ended(reading, None)
             else:
-                self._start(structs.replace(grant, shares=False), is_only_opened=False)
+                self.start_read(structs.replace(grant, shares=False))
             return
         assert registration is not None, "reading without registered memory"
         self._background.begin(self._look_through(reading, registration))

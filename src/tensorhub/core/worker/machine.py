@@ -126,6 +126,12 @@ class Worker:
         return self.state.call
 
     @property
+    def is_withdrawing(self) -> bool:
+        """The caller's unpublish goes on: the server knows of it, and has granted what it claims."""
+        call = self.state.call
+        return call is not None and call.verb == "unpublish" and call.may_withdraw
+
+    @property
     def is_registered(self) -> bool:
         """The caller has registered tensors."""
         return self.state.layout is not None
