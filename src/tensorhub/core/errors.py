@@ -11,7 +11,7 @@
     ├── Unavailable                  true for now: retry later, or choose another version
     │   ├── VersionUnavailable           nobody holds it (says who held it last)
     │   ├── GroupIncomplete              a member of the group is missing or died
-    │   ├── HostMemoryFull               a version that must be kept does not fit under the limit on host copies
+    │   ├── HostMemoryFull               no room for a version that must be kept, or for a buffer to cast into
     │   ├── ServerUnreachable            it cannot be opened or asked without one; work in hand goes on
     │   └── DeadlineExceeded             names what was missing at the end, and how far it got
     ├── Refused                      token, certificate, or protocol version not accepted
@@ -101,7 +101,7 @@ class GroupIncomplete(Unavailable):
 
 
 class HostMemoryFull(Unavailable):
-    """The last reliable holder of a retained version may not leave it: its host copy would not fit under the limit."""
+    """No room for the host copy of a version that must be kept, or for the buffer into which masters are cast."""
 
     code = "host-memory-full"
 

@@ -97,7 +97,7 @@ def _dtype_name(dtype: object) -> str:
 def mover(source: str, target: str) -> Move:
     """Casts all elements of one piece of memory into another. Raises `UsageError` if nothing here can."""
     is_plain = (source, target) in AS_TORCH
-    if is_plain and "torch" not in sys.modules:
+    if is_plain and sys.modules.get("torch") is None:
         return _by_numpy(source, target)
     if find_spec("torch") is None:
         text = f"casting {source} to {target} needs torch, which is not installed"

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
 
 from ..core.errors import Closed, HostMemoryFull, UsageError
 from ..transport.sealed import Sealed, Unmappable
@@ -253,6 +252,8 @@ def _memory(size_bytes: int) -> tuple[int, object]:
             owner: object = Sealed(size_bytes, is_inherited=True)
             address = owner.address  # type: ignore[attr-defined]
         except Unmappable:
+            import numpy as np  # which nothing else here needs
+
             owner = np.empty(size_bytes, np.uint8)
             address = int(owner.ctypes.data)
     except MemoryError as error:

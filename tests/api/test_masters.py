@@ -1,0 +1,277 @@
+"""`register(..., dtype=...)`: masters change while what was published of them is read, and are filled by widening."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import tensorhub
+from runtime.kit import eventually, in_threads
+from tensorhub.runtime import dataplane
+
+SIZE = 200_000
+
+
+@pytest.fixture
+def masters(join):
+    """`masters(replica, value)` opens a worker that publishes float32 masters in bfloat16; returns both."""
+
+    def joined(replica="t", value=0.0, *, dtype="bfloat16", **options):
+        master = torch.full((SIZE,), value) + torch.arange(SIZE) / 1024
+        weights, _ = join(replica, tensors={"only": torch.zeros(1)}, **options)
+        weights.register({"w": master, "steps": torch.arange(3)}, dtype=dtype)
+        return weights, master
+
+    return joined
+
+
+@pytest.fixture
+def engine(join):
+    """`engine(replica)` opens a worker with tensors of bfloat16; returns it and the tensor."""
+
+    def joined(replica="r", **options):
+        target = torch.zeros(SIZE, dtype=torch.bfloat16)
+        weights, _ = join(replica, tensors={"w": target, "steps": torch.zeros(3, dtype=torch.int64)}, **options)
+        return weights, target
+
+    return joined
+
+
+def test_an_engine_of_that_dtype_reads_what_was_cast(masters, engine):
+    trainer, master = masters()
+    rollout, target = engine()
+    for version in (1, 2, 3):
+        with trainer.mutating(version=version):
+            master += 0.37
+        assert rollout.update() == version
+        assert torch.equal(target, master.bfloat16())
+    assert trainer.version == 3
+    trainer.check()
+
+
+def test_masters_change_while_the_version_is_held_and_read(masters, engine):
+    """What is read is what was published, whenever it is read."""
+    trainer, master = masters()
+    trainer.publish(1)
+    expected = master.bfloat16()
+    for step in range(5):
+        master += 1.7
+        rollout, target = engine(f"r{step}")
+        assert rollout.replicate() == 1
+        assert torch.equal(target, expected)
+        rollout.close()
+    trainer.check()
+    assert trainer.publish(1) == 1  # it is held: nothing is cast
+    trainer.unpublish()
+    assert trainer.publish(2) == 2
+    rollout, target = engine("late")
+    assert rollout.replicate() == 2
+    assert torch.equal(target, master.bfloat16())
+
+
+def test_a_higher_number_wants_an_unpublish_first_as_ever(masters):
+    trainer, _ = masters()
+    trainer.publish(1)
+    with pytest.raises(tensorhub.NotDrained, match="still holds version 1"):
+        trainer.publish(2)
+
+
+@pytest.fixture
+def drained(monkeypatch):
+    """An event: until it is set the last readers of what is withdrawn do not end, wherever that is."""
+    ended = threading.Event()
+    real = dataplane.withdraw_everywhere
+
+    def withdraw(*arguments, **named):
+        assert ended.wait(30)
+        real(*arguments, **named)
+
+    monkeypatch.setattr(dataplane, "withdraw_everywhere", withdraw)
+    yield ended
+    ended.set()
+
+
+def test_unpublish_does_not_wait_for_readers_and_the_next_publish_does(masters, engine, drained):
+    trainer, master = masters()
+    trainer.publish(1)
+    trainer.unpublish(timeout=20)
+    master += 1  # while it is read
+    with pytest.raises(tensorhub.DeadlineExceeded, match="waits for those who still read the version before"):
+        trainer.publish(2, timeout=0.3)
+    drained.set()
+    assert trainer.publish(2, timeout=20) == 2
+    rollout, target = engine("other")
+    assert rollout.replicate() == 2
+    assert torch.equal(target, master.bfloat16())
+
+
+def test_the_block_of_mutating_runs_while_the_version_before_is_read(masters, engine, drained):
+    trainer, master = masters()
+    trainer.publish(1)
+    with trainer.mutating(version=2, timeout=20):
+        master += 1
+        drained.set()
+    rollout, target = engine("other")
+    assert rollout.replicate() == 2
+    assert torch.equal(target, master.bfloat16())
+
+
+def test_what_goes_wrong_with_the_readers_is_raised_by_the_next_call(masters, drained):
+    trainer, master = masters()
+    trainer.publish(1)
+    trainer.unpublish(timeout=0.5)
+    master += 1
+    with pytest.raises(tensorhub.DeadlineExceeded):
+        trainer.publish(2, timeout=20)
+    drained.set()
+    eventually(lambda: _unpublished(trainer), "it can be unpublished after all")
+    assert trainer.publish(2) == 2
+
+
+def _unpublished(weights):
+    with contextlib.suppress(tensorhub.NotDrained, tensorhub.DeadlineExceeded):
+        weights.unpublish(timeout=2)
+        return weights.version is None
+
+
+def test_a_taken_number_is_refused_before_the_block_and_a_block_that_raises_gives_its_number_back(masters):
+    trainer, master = masters()
+    other, _ = masters("other")
+    trainer.publish(5)
+    refused = pytest.raises(tensorhub.VersionConflict, match="not higher than the newest, 5")
+    with refused, trainer.mutating(version=5):
+        pytest.fail("the block ran")
+    assert trainer.version == 5
+    with pytest.raises(ZeroDivisionError), trainer.mutating(version=6):
+        master /= 1 // 0
+
+    def is_free():
+        with contextlib.suppress(tensorhub.VersionConflict), other.mutating(version=6):
+            return True
+
+    eventually(is_free, "the number is given back")
+    assert other.version == 6
+
+
+def test_a_restarted_trainer_is_filled_by_widening(masters, engine):
+    trainer, master = masters()
+    trainer.publish(1)
+    published = master.bfloat16()
+    rollout, _ = engine()
+    rollout.replicate()
+    trainer.close()
+    again, fresh = masters("again", -1.0)
+    assert again.replicate() == 1
+    assert torch.equal(fresh, published.float())
+    fresh += 1
+    with again.mutating(version=2):
+        fresh += 1
+    assert rollout.update() == 2
+    assert again.update() == 2  # what is held is kept, and the masters with it
+    assert torch.equal(fresh, published.float() + 1 + 1)
+
+
+def test_what_was_unpublished_can_be_read_back_into_the_masters(masters, engine):
+    trainer, master = masters()
+    trainer.publish(1)
+    published = master.bfloat16()
+    rollout, _ = engine()
+    rollout.replicate()
+    trainer.unpublish()
+    master.fill_(float("nan"))
+    assert trainer.replicate(1) == 1
+    assert torch.equal(master, published.float())
+
+
+def test_a_failed_fill_leaves_the_masters_as_they_were(masters, engine):
+    trainer, master = masters()
+    before = master.clone()
+    with pytest.raises(tensorhub.VersionUnavailable):
+        trainer.replicate(7, timeout=2)
+    assert torch.equal(master, before)
+
+
+def test_masters_that_would_lose_numbers_refuse_to_be_filled(masters, join):
+    trainer, _ = masters()
+    trainer.publish(1)
+    other, _ = join("o", tensors={"only": torch.zeros(1)})
+    other.register({"w": torch.zeros(SIZE, dtype=torch.float16), "steps": torch.arange(3)}, dtype={"w": "bfloat16"})
+    for verb in (other.replicate, other.update):
+        with pytest.raises(tensorhub.UsageError, match="'w' of float16 cannot hold every number of bfloat16") as found:
+            verb()
+        assert "without dtype=" in found.value.hint
+    assert other.version is None
+
+
+def test_masters_that_were_given_other_memory_are_named(masters):
+    trainer, master = masters()
+    trainer.publish(1)
+    trainer.unpublish()
+    master.data = torch.zeros(SIZE)
+    with pytest.raises(tensorhub.UsageError, match=r"no longer are the registered memory: 'w'"):
+        trainer.publish(2)
+
+
+def test_a_module_is_asked_whether_it_still_has_its_masters(join):
+    trainer, _ = join("t", tensors={"only": torch.zeros(1)})
+    module = torch.nn.Linear(30, 30)
+    trainer.register(module, dtype=torch.bfloat16)
+    trainer.publish(1)
+    trainer.unpublish()
+    module.weight = torch.nn.Parameter(torch.zeros(30, 30))
+    with pytest.raises(tensorhub.UsageError, match="'weight' lies in other memory"):
+        trainer.publish(2)
+
+
+def test_shards_of_one_replica(masters, server):
+    """All shards call together, and one of them has no masters."""
+    opened = [tensorhub.open("m", replica="t", shard=i, shards=2, server=server.address) for i in range(2)]
+    readers = [tensorhub.open("m", replica="r", shard=i, shards=2, server=server.address) for i in range(2)]
+    master, plain = torch.randn(SIZE), np.ones(100, np.float32)
+    opened[0].register({"w": master}, dtype="bfloat16")
+    opened[1].register({"v": plain})
+    target, other = torch.zeros(SIZE, dtype=torch.bfloat16), np.zeros(100, np.float32)
+    readers[0].register({"w": target})
+    readers[1].register({"v": other})
+    try:
+        for version in (1, 2, 3):
+            in_threads(*(weights.unpublish for weights in opened))
+            master += 1
+            plain += 1
+            in_threads(*(lambda weights=weights, number=version: weights.publish(number) for weights in opened))
+            in_threads(*(weights.update for weights in readers))
+            assert torch.equal(target, master.bfloat16())
+            assert (other == plain).all()
+    finally:
+        for weights in (*readers, *opened):
+            weights.close(timeout=3)
+
+
+def test_close_while_the_withdrawal_goes_on(masters, drained):
+    trainer, _ = masters()
+    trainer.publish(1)
+    trainer.unpublish(timeout=20)
+    began = time.monotonic()
+    closing = threading.Thread(target=trainer.close, kwargs={"timeout": 1})
+    closing.start()
+    closing.join(0.2)
+    drained.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert time.monotonic() - began < 10
+
+
+def test_awaited(server):
+    async def story():
+        async with await tensorhub.aio.open("m", replica="t", server=server.address) as trainer:
+            master = torch.randn(100)
+            await trainer.register({"w": master}, dtype="bfloat16")
+            async with trainer.mutating(version=1):
+                master += 1
+            return trainer.version
+
+    assert asyncio.run(story()) == 1
