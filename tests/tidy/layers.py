@@ -36,6 +36,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "matplotlib": ("demo", "lab"),
     "safetensors": ("cli", "integrations", "demo"),
     "torchft": ("integrations",),
+    "transformers": ("integrations",),
 }
 
 

@@ -1,0 +1,38 @@
+"""A language model with random weights and its tokenizer, small enough to be made on the spot and trained on a CPU."""
+
+from pathlib import Path
+
+WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789 "]
+
+
+def save_tiny_llama(folder: Path) -> str:
+    """Two layers, 32 wide, one token for each letter. Returns the path that `from_pretrained` takes."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", "<pad>", *WORDS])}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
