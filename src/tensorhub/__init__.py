@@ -40,14 +40,14 @@ from .core.errors import (
 if TYPE_CHECKING:
     from . import aio
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
-    from .loading import Loaded, load, load_shards
+    from .loading import Loaded, allocate_shards, load, load_shards
     from .memory.empty import empty, empty_like
 
 __version__ = "0.1.0"
 
 _LAZY = {
     **dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api"),
-    **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
+    **dict.fromkeys(("Loaded", "allocate_shards", "load", "load_shards"), ".loading"),
     **dict.fromkeys(("empty", "empty_like"), ".memory.empty"),
 }
 
@@ -77,6 +77,7 @@ __all__ = [
     "View",
     "Weights",
     "aio",
+    "allocate_shards",
     "connect",
     "empty",
     "empty_like",

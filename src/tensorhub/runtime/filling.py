@@ -56,7 +56,7 @@ async def fill_all(
 
 
 async def _fill(options: Options, model: str, version: int, layouts: list[Layout], deadline: float) -> list[Filled]:
-    made = await in_thread(lambda: [_made(layout) for layout in layouts], name="allocate")
+    made = await allocated(layouts)
     replica, clients = f"load-{uuid4().hex[:12]}", list[Client]()
     leave_s = min(LEAVE_S, LEAVE_SHARE * (deadline - time.monotonic()))
     try:
@@ -71,6 +71,11 @@ async def _fill(options: Options, model: str, version: int, layouts: list[Layout
         leaving = (client.close(time.monotonic() + leave_s) for client in clients)
         await asyncio.gather(*leaving, return_exceptions=True)
     return [Filled(tensors, version, words) for (tensors, _), words in zip(made, said, strict=True)]
+
+
+async def allocated(layouts: list[Layout]) -> "list[tuple[dict[str, type_of_tensor], Registration]]":
+    """Uninitialised tensors for each shard, and what `register` makes of them."""
+    return await in_thread(lambda: [_made(layout) for layout in layouts], name="allocate")
 
 
 def _made(layout: Layout) -> "tuple[dict[str, type_of_tensor], Registration]":

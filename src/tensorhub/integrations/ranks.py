@@ -1,0 +1,81 @@
+"""What the ranks of one job agree on: a value that rank 0 says, and whether something went well on all of them.
+
+On a gloo group of its own, so that a vote never meets a collective of the job. It must never wait for a rank that has
+failed, or is gone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import tensorhub
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Ranks:
+    """All ranks of `torch.distributed`, or this process alone where that was not begun. Made on all of them at once."""
+
+    def __init__(self, wait_s: float) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.count = 0, 1
+        self._group: ProcessGroup | None = None
+        self._last: object = None  # a vote that nobody waits for
+        self._gone = ""  # once a rank was, no vote can be held any more
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.count = dist.get_rank(), dist.get_world_size()
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
+
+    def told(self, *values: int) -> list[int]:
+        """What rank 0 says."""
+        import torch
+        import torch.distributed as dist
+
+        said = torch.tensor(values, dtype=torch.int64)
+        if self._group is not None:
+            dist.broadcast(said, 0, group=self._group)
+        return [int(value) for value in said]
+
+    @contextmanager
+    def agreeing(self, what: str) -> Iterator[None]:
+        """The block goes well on all ranks, or raises on all of them."""
+        try:
+            yield
+        except BaseException:
+            self._vote(well=False)
+            raise
+        if not self._vote(well=True):
+            raise tensorhub.GroupIncomplete(f"{what}: another rank raised", hint="see what it said, then retry on all")
+
+    def _vote(self, *, well: bool) -> bool:
+        """Whether it went well everywhere. Who has failed says so, and does not wait."""
+        import torch
+        import torch.distributed as dist
+
+        if self._group is None:
+            if self._gone and well:
+                raise tensorhub.GroupIncomplete(self._gone, hint="restart the job")
+            return well
+        votes = torch.tensor([int(well)])
+        try:
+            voting = dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group, async_op=True)
+            self._last = (voting, votes)
+            if well and voting is not None:
+                voting.wait()
+        except RuntimeError as error:
+            self._gone = f"another rank is gone: {error}"
+            self._leave()
+            if well:
+                raise tensorhub.GroupIncomplete(self._gone, hint="restart the job") from error
+        return well and bool(votes.item())
+
+    def _leave(self) -> None:
+        """Close the lines of the group: a rank that waits for this one then hears that it waits in vain."""
+        import torch.distributed as dist
+
+        group, self._group, self._last = self._group, None, None
+        if group is not None:
+            dist.destroy_process_group(group)

@@ -1,0 +1,64 @@
+"""A training job of several processes, driven by one test."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port():
+    """A port that was free a moment ago."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Job:
+    """The ranks of one job. A command goes to all of them, and is answered by all that live."""
+
+    def __init__(self, ranks, server, folder):
+        self.folder, port = folder, free_port()
+        self.log = folder / f"job-{port}.log"
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        environ = {**os.environ, **place, "TENSORHUB_SERVER": server, "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "tests.integrations.rank"]
+        with self.log.open("wb") as log:
+            self.ranks = [
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**environ, "RANK": str(rank)},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+                for rank in range(ranks)
+            ]
+
+    def answers(self, do, **arguments):
+        """What each rank gave: a mapping with `value`, or with `code` and `message`; None of one that died."""
+        for rank in self.ranks:
+            rank.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            rank.stdin.flush()
+        lines = [rank.stdout.readline() for rank in self.ranks]
+        return [json.loads(line) if line else None for line in lines]
+
+    def call(self, do, **arguments):
+        """A command that goes well on all ranks, with the same result."""
+        found = self.answers(do, **arguments)
+        assert all(each is not None and "value" in each for each in found), f"{do}: {found}\n{self.log.read_text()}"
+        assert all(each == found[0] for each in found), f"{do}: {found}"
+        return found[0]["value"]
+
+    def end(self):
+        """Whatever they do."""
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait(10)
+            rank.stdin.close()
+            rank.stdout.close()

@@ -1,0 +1,128 @@
+"""One rank of a training job in a process of its own: commands are JSON lines on stdin, answers JSON lines on stdout.
+
+    {"do": "build", "kind": "fsdp"}    {"do": "attach", "model": "policy"}    {"do": "step", "version": 1}
+
+What was published is told by torch alone: `save` gathers the module with torch's own collectives. Matrices have five
+and seven rows, so that three ranks hold uneven shards, and empty ones.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tensorhub
+from tensorhub.integrations import fsdp
+
+
+class Net(torch.nn.Module):
+    """Two matrices, one of a single row, a norm and a buffer."""
+
+    def __init__(self, inside=7):
+        super().__init__()
+        self.up = torch.nn.Linear(4, inside)
+        self.down = torch.nn.Linear(inside, 5, bias=False)
+        self.norm = torch.nn.LayerNorm(5)
+        self.last = torch.nn.Linear(5, 1)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, batch):
+        return self.last(self.norm(self.down(torch.relu(self.up(batch))))) * self.scale[0]
+
+
+class Rank:
+    """Carries out commands. A method is a command."""
+
+    def build(self, kind="fsdp", seed=0):
+        torch.manual_seed(seed)
+        self.kind = kind
+        self.module = Net(6 if kind == "tp" else 7)
+        ranks = dist.get_world_size()
+        if kind == "fsdp":
+            mesh = init_device_mesh("cpu", (ranks,))
+            fully_shard(self.module.up, mesh=mesh)
+            fully_shard(self.module, mesh=mesh)
+        elif kind == "tp":
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(self.module, init_device_mesh("cpu", (ranks,)), plan)
+        elif kind == "ddp":
+            self.module = torch.nn.parallel.DistributedDataParallel(self.module)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+
+    def attach(self, model, **options):
+        self.publisher = fsdp.attach(self.module, model, **options)
+        return self.publisher.version
+
+    def forward(self):
+        """Without a backward: FSDP2 leaves the root's parameters gathered."""
+        with torch.no_grad():
+            self.module(torch.ones(2, 4))
+
+    def step(self, version, fails=None, timeout=None, then="raise"):
+        """One step of training. The rank `fails` raises in it, or is killed."""
+        torch.manual_seed(1000 * version + (0 if self.kind == "tp" else dist.get_rank()))
+        self.module(torch.randn(3, 4)).square().sum().backward()
+        self.forward()
+        began = time.monotonic()
+        try:
+            with self.publisher.step(version, metadata={"step": version}, timeout=timeout):
+                if fails == dist.get_rank():
+                    self._fail(then)
+                self.optimizer.step()
+        finally:
+            self.took_s = time.monotonic() - began
+        self.optimizer.zero_grad()
+        return self.publisher.version
+
+    def _fail(self, then):
+        if then == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif then == "replace":
+            self.module.scale = self.module.scale.clone()
+        else:
+            raise ValueError("an optimizer that fails")
+
+    def save(self, path):
+        """What torch says that the module is, as one file."""
+        whole = {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().contiguous()
+            for name, value in self.module.state_dict().items()
+        }
+        if dist.get_rank() == 0:
+            save_file({name.removeprefix("module."): value for name, value in whole.items()}, path)
+
+    def held(self):
+        return self.publisher.version
+
+    def close(self):
+        self.publisher.close(timeout=20)
+
+
+def main():
+    """Until stdin ends."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = Rank()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"value": getattr(rank, command.pop("do"))(**command)}
+        except tensorhub.TensorHubError as error:
+            answer = {"code": error.code, "message": str(error), "took_s": getattr(rank, "took_s", None)}
+        except ValueError as error:
+            answer = {"code": "ValueError", "message": str(error), "took_s": getattr(rank, "took_s", None)}
+        print(json.dumps(answer), flush=True)
+    os._exit(0)  # the group may have lost a rank, and then cannot be taken down in order
+
+
+if __name__ == "__main__":
+    main()

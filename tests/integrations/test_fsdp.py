@@ -1,0 +1,120 @@
+"""FSDP2, tensor parallelism and DDP on real ranks: what is published is what torch says that the module is.
+
+Three gloo processes, uneven and empty shards. A rank that raises or dies in a step takes nobody else's word for it.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tensorhub
+from tensorhub.integrations.whole import Whole
+
+from .kit import Job
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2.0, report_s=0.25) as found:
+        yield found.address
+
+
+@pytest.fixture
+def start(server, tmp_path):
+    """`start(3)` starts a job of three ranks."""
+    jobs = []
+
+    def begin(ranks=3):
+        jobs.append(Job(ranks, server, tmp_path))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.end()
+
+
+def check(whole, job, version):
+    """A reader of the whole model has what torch gathers from the ranks, to the bit."""
+    path = str(job.folder / f"{version}.safetensors")
+    job.call("save", path=path)
+    assert whole.update(version) == version
+    wanted, found = load_file(path), dict(whole)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), f"{name} of version {version}"
+    assert whole.metadata.get("step", 0) == version
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp"])
+def test_what_is_published_is_what_the_ranks_hold(start, server, kind):
+    job = start()
+    job.call("build", kind=kind)
+    assert job.call("attach", model="policy") == 0, "a version is there before the first rollout"
+    with Whole("policy", replica="rollout-0", server=server) as whole:
+        for version in (0, 1, 2, 3):
+            if version:
+                assert job.call("step", version=version) == version
+            check(whole, job, version)
+        job.call("close")
+        with Whole("policy", replica="rollout-1", server=server) as late:
+            assert late.update("latest") == 3, "the trainer has gone, and a rollout serves"
+
+
+@pytest.mark.parametrize(("then", "code"), [("raise", "ValueError"), ("replace", "usage")])
+def test_a_rank_raises_in_its_step_and_nothing_is_published(start, server, then, code):
+    job = start()
+    job.call("build")
+    job.call("attach", model="policy")
+    with Whole("policy", replica="rollout-0", server=server) as whole:
+        check(whole, job, 0)
+        found = job.answers("step", version=1, fails=1, then=then)
+        assert [each["code"] for each in found] == ["group-incomplete", code, "group-incomplete"]
+        assert max(each["took_s"] for each in found) < 5, found
+        assert "another rank raised" in found[0]["message"]
+        assert whole.update("latest") == 0
+        assert [each["value"] for each in job.answers("held")] == [None, None, None]
+        newest = tensorhub.connect(server).versions("policy")[0]
+        assert (newest.version, newest.holders) == (0, ("rollout-0",)), "the trainer has withdrawn it"
+        if then == "raise":
+            assert job.call("step", version=1) == 1, "the same number, since it was never published"
+            check(whole, job, 1)
+
+
+def test_a_number_that_is_taken_is_said_before_any_block_runs(start, server):
+    job = start()
+    job.call("build")
+    job.call("attach", model="policy", version=7)
+    with Whole("policy", replica="rollout-0", server=server) as whole:
+        whole.update("latest")
+        found = job.answers("step", version=7, fails=0)
+        assert {each["code"] for each in found} == {"version-conflict"}
+        newest = tensorhub.connect(server).versions("policy")[0]
+        assert set(newest.holders) == {"rollout-0", "trainer"}, "still published"
+
+
+def test_a_rank_is_killed_in_its_step_and_the_job_goes_on_from_the_rollouts(start, server, figures):
+    job = start()
+    job.call("build")
+    job.call("attach", model="policy")
+    with Whole("policy", replica="rollout-0", server=server) as whole:
+        job.call("step", version=1)
+        check(whole, job, 1)
+        found = job.answers("step", version=2, fails=2, then="die")
+        assert found[2] is None
+        assert [each["code"] for each in found[:2]] == ["group-incomplete", "group-incomplete"]
+        took_s = max(each["took_s"] for each in found[:2])
+        assert took_s < 5, found
+        job.end()
+        assert whole.update("latest") == 1, "a version is whole, or is not there"
+        again = start()
+        again.call("build", seed=1)
+        assert again.call("attach", model="policy") == 1, "filled by the rollout"
+        check(whole, again, 1)
+        again.call("step", version=2)
+        check(whole, again, 2)
+        figures(
+            f"fsdp: rank killed in its step: the others raised {took_s:.2f} s later; a new job went on at version 1"
+        )
