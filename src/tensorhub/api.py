@@ -290,15 +290,17 @@ def serve(
     token: str | None = None,
     lease_s: float | None = None,
     report_s: float | None = None,
+    fresh: bool = True,
 ) -> ServerThread:
     """Start a reference server inside this process: for notebooks, tests and single-node runs.
 
     Runs in a thread until its `close()` or the end of its `with` block; its `address` is what `open` takes as
-    `server`. It begins with an empty memory: nothing that lived at this address before may still be in use.
+    `server`. It begins with an empty memory: nothing that lived at this address before may still be in use. Where
+    workers of an earlier server at this address may live, `fresh=False`: it hears them first, for as long as a lease.
     """
     settings = server_settings(lease_s=lease_s, report_s=report_s)
     options = worker_options(token=token)
-    return ServerThread(host, port, settings=settings, token=options.token, fresh=True)
+    return ServerThread(host, port, settings=settings, token=options.token, fresh=fresh)
 
 
 def leave_on_sigterm(grace: float = 20.0) -> None:

@@ -36,6 +36,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "matplotlib": ("demo", "lab"),
     "safetensors": ("cli", "integrations", "demo"),
     "torchft": ("integrations",),
+    "ray": ("integrations",),
+    "verl": ("integrations",),
     "transformers": ("integrations",),
 }
 

@@ -1,0 +1,90 @@
+"""verl's own manager, actors with FSDP2 and rollouts that come and go, with the checkpoint engine "tensorhub"."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import tensorhub
+
+pytest.importorskip("verl", reason="verl is not installed here: make test-engines")
+
+import ray
+from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+
+import tensorhub.integrations.verl
+from tensorhub.integrations.ray import start_server
+
+from . import verl_workers
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config():
+    folders = [ROOT, ROOT / "src", ROOT / "tests"]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+    start_server(lease_s=2, report_s=0.2)
+    yield CheckpointEngineConfig(
+        backend="tensorhub",
+        custom_backend_module="tensorhub.integrations.verl",
+        engine_kwargs={"tensorhub": {"model": "policy", "chunk_bytes": "64KiB"}},
+    )
+    ray.shutdown()
+
+
+def group(kind, count, **arguments):
+    pool = RayResourcePool(process_on_nodes=[count], use_gpu=False, max_colocate_count=1)
+    made = RayClassWithInitArgs(cls=ray.remote(kind), **arguments)
+    return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")
+
+
+def replica(config):
+    rollout = RolloutConfig(name="vllm", checkpoint_engine=config)
+    return verl_workers.Replica(group(verl_workers.RolloutWorker, 1, rollout_config=rollout, model_config=None))
+
+
+@pytest.mark.timeout(240)
+def test_rollouts_come_and_go_between_updates(config, record_property):
+    actors = group(verl_workers.Actor, 2, config=config)
+    replicas = [replica(config) for _ in range(2)]
+    manager = CheckpointEngineManager(config=config, actor_wg=actors, replicas=list(replicas))
+    took = []
+
+    def update(step):
+        wanted = set(actors.step())
+        began = time.monotonic()
+        manager.update_weights(global_steps=step)
+        took.append(time.monotonic() - began)
+        held = [each.group.held()[0] for each in manager.replicas]
+        assert {digest for digest, _ in held} == wanted
+        assert len(wanted) == 1
+        return wanted, held
+
+    seen = [update(step)[0] for step in range(3)]
+    assert len(set(map(frozenset, seen))) == 3, "training changes nothing"
+    assert replicas[0].calls == ["abort", "release", "restore", "resume"] * 3
+
+    late = replica(config)
+    late.group.held()  # its process has started: seconds, which are not the update's
+    manager.add_replicas([late])
+    update(3)
+
+    ray.kill(replicas[0].workers[0])  # nobody is told but verl, by whoever noticed it
+    manager.remove_replicas([replicas[0]])
+    for step in range(4, 7):
+        update(step)
+    assert len(manager.replicas) == 2
+    text = ", ".join(f"{1000 * each:.0f}" for each in took)
+    record_property("line", f"verl, 2 actors, 2 to 3 rollouts, 0.6 MB: updates took {text} ms")
+
+
+def test_who_publishes_has_to_be_certain():
+    engine = CheckpointEngineRegistry.get("tensorhub")
+    assert engine.build_topology(2, 1, [{}, {"version": 4}, {}]) == ({"version": [4, 4]}, {"version": [4]})
+    with pytest.raises(tensorhub.UsageError, match="2 actors publish"):
+        engine.build_topology(2, 0, [{"version": 4}, {"version": 4}])
