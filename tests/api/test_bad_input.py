@@ -64,9 +64,9 @@ def test_a_shard_that_is_taken(join):
 
 
 def test_replicas_with_other_numbers_of_shards(join):
-    join("t")
+    join("r", shards=3)
     with within(AT_ONCE_S), pytest.raises(tensorhub.LayoutMismatch, match="2 shards"):
-        join("r", shards=2)
+        join("r", shard=1, shards=2)
 
 
 def test_calls_before_register(server):

@@ -85,8 +85,14 @@ def test_two_models_in_one_process_do_not_meet(join):
 def test_a_job_of_another_number_of_shards_comes_after_one_that_has_left(join):
     former = [join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2)]
     all_of([(weights, None) for weights in former], lambda weights: weights.publish(1))
-    with pytest.raises(tensorhub.LayoutMismatch, match="4 shards"):
-        join("u", shard=0, shards=4)
+    others = [join("u", shard=shard, shards=4) for shard in range(4)]
+
+    def fails(weights):
+        with pytest.raises(tensorhub.LayoutMismatch, match="cut in 2"):
+            weights.replicate("latest")
+
+    all_of(others, fails)
+    in_threads(*(lambda weights=weights: weights.close(timeout=0.5) for weights, _ in others))
     in_threads(*(lambda weights=weights: weights.close(timeout=0.5) for weights in former))
     job = [join("t", 2.0, shard=shard, shards=4) for shard in range(4)]
     assert all_of(job, lambda weights: weights.publish(2)) == [2] * 4

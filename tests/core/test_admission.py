@@ -1,4 +1,4 @@
-"""How many shards a model has: those who live agree on it, and when nobody lives whoever comes first sets it."""
+"""How many shards a replica has: those who live agree on it, and when nobody lives whoever comes first sets it."""
 
 import pytest
 from hypothesis import given
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tensorhub.core.messages import Holding, Orders, Refusal
 from tensorhub.core.names import Digest, Number, Version
 from tensorhub.core.server import Server
+from tensorhub.core.server.lines import plain_cut
 from tensorhub.core.settings import Settings
 
 from .kit import hello, report, worker
@@ -65,9 +66,16 @@ def code(refusal: Refusal | None) -> str:
 def test_those_who_live_keep_the_number_of_shards() -> None:
     town = Town()
     assert town.joins("trainer", 0, 2) is None
-    refusal = town.joins("other", 0, 4)
+    refusal = town.joins("trainer#2", 1, 4)
     assert refusal is not None
     assert (refusal.code, refusal.retry_s) == ("layout-mismatch", 0.0)
+
+
+def test_another_replica_has_its_own_number_of_shards() -> None:
+    town = Town()
+    assert town.joins("trainer", 0, 2) is None
+    assert town.joins("other", 0, 4) is None
+    assert town.lives == [("trainer", 2), ("other", 4)]
 
 
 def test_when_all_have_left_the_next_job_sets_it() -> None:
@@ -78,8 +86,8 @@ def test_when_all_have_left_the_next_job_sets_it() -> None:
         town.leaves("trainer", shard)
     for shard in range(4):
         assert town.joins("trainer#2", shard, 4) is None
-    assert code(town.joins("rollout", 0, 2)) == "layout-mismatch"
-    assert town.server.state.models[worker("trainer").model].shards == 4
+    assert code(town.joins("trainer#3", 0, 2)) == "layout-mismatch"
+    assert [shards for _, shards in town.lives] == [4, 4, 4, 4]
 
 
 def test_when_all_have_died_the_next_job_waits_for_their_lease_and_then_sets_it() -> None:
@@ -98,42 +106,42 @@ def test_when_all_have_died_the_next_job_waits_for_their_lease_and_then_sets_it(
 def test_of_two_hellos_the_first_that_reports_sets_it() -> None:
     town = Town()
     assert town.hello("a", 0, 2) is None
-    assert town.hello("b", 0, 4) is None
-    assert town.report("b", 0) is None
+    assert town.hello("a#2", 1, 4) is None
+    assert town.report("a#2", 1) is None
     assert code(town.report("a", 0)) == "layout-mismatch"
-    assert town.lives == [("b", 4)]
+    assert town.lives == [("a", 4)]
 
 
 def test_a_line_that_outlived_its_session_brings_no_other_count_back() -> None:
     town = Town()
     assert town.joins("a", 0, 2) is None
     town.until(12.0)  # silent, on an open line
-    assert town.joins("b", 0, 4) is None
+    assert town.joins("a#2", 1, 4) is None
     assert code(town.report("a", 0)) == "layout-mismatch"
-    assert town.lives == [("b", 4)]
+    assert town.lives == [("a", 4)]
 
 
 def test_after_a_restart_who_lived_before_comes_before_somebody_new() -> None:
     town = Town(fresh=False)
-    assert town.joins("new", 0, 4) is None
+    assert town.joins("a#new", 1, 4) is None
     held = Holding(Version(7), Digest("r"))
-    assert town.joins("old", 0, 2, session=Number(5), buffer=held) is None
-    assert code(town.report("new", 0)) == "layout-mismatch"
-    assert code(town.joins("newer", 0, 4)) == "layout-mismatch"
-    assert town.lives == [("old", 2)]
+    assert town.joins("a#old", 0, 2, session=Number(5), buffer=held) is None
+    assert code(town.report("a#new", 1)) == "layout-mismatch"
+    assert code(town.joins("a#newer", 1, 4)) == "layout-mismatch"
+    assert town.lives == [("a", 2)]
     town.until(9.0)
-    assert town.report("old", 0, session=Number(5), buffer=held) is None
+    assert town.report("a#old", 0, session=Number(5), buffer=held) is None
     town.until(12.0)
-    assert town.report("old", 0, session=Number(5), buffer=held) is None
-    assert code(town.joins("late", 0, 4, session=Number(6))) == "layout-mismatch"
+    assert town.report("a#old", 0, session=Number(5), buffer=held) is None
+    assert code(town.joins("a#late", 1, 4, session=Number(6))) == "layout-mismatch"
 
 
 def test_after_a_restart_somebody_new_does_not_give_way_to_somebody_new() -> None:
     town = Town(fresh=False)
-    assert town.joins("new", 0, 4) is None
-    assert town.hello("newer", 0, 2) is None, "a hello does not show yet who has lived before"
-    assert code(town.report("newer", 0)) == "layout-mismatch"
-    assert town.lives == [("new", 4)]
+    assert town.joins("a#new", 1, 4) is None
+    assert town.hello("a#newer", 0, 2) is None, "a hello does not show yet who has lived before"
+    assert code(town.report("a#newer", 0)) == "layout-mismatch"
+    assert town.lives == [("a", 4)]
 
 
 def test_the_limit_on_models_holds_for_hellos_that_met() -> None:
@@ -155,7 +163,7 @@ def test_versions_of_the_former_count_keep_their_numbers_and_their_content() -> 
     for shard in range(2):  # the same bytes in two of the shards are not the same version
         assert town.joins("trainer#2", shard, 2) is None
     replica = model.replicas[worker("trainer").replica]
-    roots = {worker("trainer", shard).shard: Digest(f"r{shard}") for shard in range(2)}
+    roots = {line: Digest(f"r{line.shard}") for line in plain_cut(2)}
     conflict = model.conflict(replica, Version(7), roots)
     assert conflict is not None
     assert conflict.code == "version-conflict"
@@ -187,11 +195,10 @@ def test_in_whatever_order_they_come_all_who_live_agree(fresh: bool, history: li
                 town.server.disconnected(f"{name}[{shard}]policy", now=town.now)
             case "time":
                 town.until(town.now + 3.0)
-        counts = {shards for _, shards in town.lives}
-        assert len(counts) <= 1
+        counts = set(town.lives)
+        assert len({name for name, _ in counts}) == len(counts), "one number for each replica"
         model = town.server.state.models.get(worker("a").model)
-        assert not counts or (model is not None and counts == {model.shards})
-        assert all(replica.shards in counts for replica in (model.replicas.values() if model is not None else ()))
+        assert {(each.name, each.shards) for each in (model.replicas.values() if model is not None else ())} == counts
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, ""), (200, ""), (201, "usage")])

@@ -8,6 +8,7 @@ from tensorhub.core.names import Digest, ModelName, ReplicaName, Shard, Version
 from tensorhub.core.server.catalog import Model
 from tensorhub.core.server.content import NOTHING, Content, version_in
 from tensorhub.core.server.groups import Replica
+from tensorhub.core.server.lines import Line
 
 from .kit import worker
 
@@ -29,7 +30,7 @@ def hold(found: Model, version: int, name: str = "a") -> None:
 
 
 def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
-    failure = found.conflict(trainer(), Version(version), {Shard(0): root})
+    failure = found.conflict(trainer(), Version(version), {Line(1, Shard(0)): root})
     return failure.code if failure is not None else ""
 
 
@@ -46,7 +47,7 @@ def test_a_lower_number_is_a_conflict_for_ever() -> None:
 
 def test_the_same_number_stands_for_the_same_content_only() -> None:
     found = model()
-    found.bind_content(worker("trainer"), Version(7), ROOT, LAYOUT)
+    found.bind_content(worker("trainer"), Version(7), Line(1, Shard(0)), ROOT, LAYOUT)
     found.note_exists(Version(7))
     assert code_of(found, 7, ROOT) == ""
     assert code_of(found, 7, OTHER) == "version-conflict"
@@ -55,7 +56,7 @@ def test_the_same_number_stands_for_the_same_content_only() -> None:
 def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
     found = model()
     record = found.record(Version(7))
-    record.roots[Shard(0)] = ROOT
+    record.roots[Line(1, Shard(0))] = ROOT
     assert code_of(found, 7, OTHER) == ""  # whoever began it gave up
     record.claims[ReplicaName("second")] = None
     assert code_of(found, 7, OTHER) == "version-conflict"
@@ -63,9 +64,9 @@ def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
 
 def test_a_holder_of_other_content_is_not_believed() -> None:
     found = model()
-    assert found.bind_content(worker("a"), Version(7), ROOT, LAYOUT)
-    assert found.bind_content(worker("b"), Version(7), ROOT, LAYOUT)
-    assert not found.bind_content(worker("c"), Version(7), OTHER, LAYOUT)
+    assert found.bind_content(worker("a"), Version(7), Line(1, Shard(0)), ROOT, LAYOUT)
+    assert found.bind_content(worker("b"), Version(7), Line(1, Shard(0)), ROOT, LAYOUT)
+    assert not found.bind_content(worker("c"), Version(7), Line(1, Shard(0)), OTHER, LAYOUT)
 
 
 def test_latest_counts_back_over_versions_that_exist() -> None:
@@ -145,7 +146,7 @@ def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
 
 
 def content(buffer: Buffer, *beside: HostCopy) -> Content:
-    return Content(buffer, beside)
+    return Content(buffer, beside, Line(1, Shard(0)))
 
 
 def test_news_is_told_once() -> None:

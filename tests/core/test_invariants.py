@@ -19,6 +19,7 @@ from tensorhub.core.messages import (
 )
 from tensorhub.core.names import Digest, Shard, Ticket, Version, WorkerId
 from tensorhub.core.server import Server
+from tensorhub.core.server.lines import Line
 from tensorhub.core.server.open_reads import OpenRead
 from tensorhub.core.settings import Settings
 from tensorhub.core.worker import events
@@ -119,7 +120,7 @@ def cluster() -> Server:
 
 
 def read(ticket: int, reader: WorkerId, source: WorkerId, *, is_void: bool = False, version: int = 1) -> OpenRead:
-    return OpenRead(grant(ticket, source=source, version=version), reader, is_void)
+    return OpenRead(grant(ticket, source=source, version=version), reader, Line(1, Shard(0)), is_void)
 
 
 def _two_at_once(server: Server) -> None:
@@ -137,11 +138,11 @@ def _in_a_ring(server: Server) -> None:
 
 
 def _held_by_nobody(server: Server) -> None:
-    server.state.models[A.model].record(ONE).holders[Shard(0)][worker("nobody")] = None
+    server.state.models[A.model].record(ONE).holders[Line(1, Shard(0))][worker("nobody")] = None
 
 
 def _held_by_who_has_it_not(server: Server) -> None:
-    server.state.models[A.model].record(ONE).holders[Shard(0)][B] = None
+    server.state.models[A.model].record(ONE).holders[Line(1, Shard(0))][B] = None
 
 
 def _another_version(server: Server) -> None:
@@ -162,7 +163,7 @@ def _read_from_unnoticed(server: Server) -> None:
 
 
 def _idle_unnoticed(server: Server) -> None:
-    server.state.models[A.model].record(ONE).idle[Shard(0)].clear()
+    server.state.models[A.model].record(ONE).idle[Line(1, Shard(0))].clear()
 
 
 def _elsewhere(server: Server) -> None:
@@ -210,5 +211,5 @@ def test_a_read_taken_back_contradicts_nothing() -> None:
     server.state.open_read(read(100, B, A, is_void=True))
     server.state.open_read(read(101, B, A))
     model = server.state.models[A.model]
-    model.add_holder(model.record(ONE), B)  # it is about to have it
+    model.add_holder(model.record(ONE), B, Line(1, Shard(0)))  # it is about to have it
     server.check_invariants()

@@ -3,8 +3,9 @@
 import pytest
 
 from tensorhub.core.messages import PROTOCOL, CallReport, Hello, Holding, Orders, Poisoned, Reading, Refusal, Report
-from tensorhub.core.names import Digest, Number, Ticket, Version
+from tensorhub.core.names import Digest, Number, Shard, Ticket, Version
 from tensorhub.core.server import Server
+from tensorhub.core.server.lines import Line
 from tensorhub.core.server.numbers import BLOCK, Numbers
 from tensorhub.core.server.receipts import Notary
 from tensorhub.core.settings import Settings
@@ -100,7 +101,7 @@ def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
         assert (left.report.buffer, left.content.buffer) == (wrong, Poisoned()), "what it said stays as it came"
         assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
         record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
-        assert [each.replica for each in record.holders[worker("real").shard]] == ["real"]
+        assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["real"]
 
 
 def test_a_receipt_is_for_one_content_of_one_shard() -> None:

@@ -3,14 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.names import Ticket, Version
+from tensorhub.core.names import Shard, Ticket, Version
+from tensorhub.core.server.lines import Line
 from tensorhub.core.server.open_reads import OpenRead, OpenReads
 
 from .kit import grant, worker
 
 
 def read(ticket: int, reader: str, source: str) -> OpenRead:
-    return OpenRead(grant(ticket, source=worker(source)), worker(reader))
+    return OpenRead(grant(ticket, source=worker(source)), worker(reader), Line(1, Shard(0)))
 
 
 def test_a_read_is_found_from_both_ends() -> None:

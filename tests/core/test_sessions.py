@@ -5,6 +5,7 @@ import pytest
 from tensorhub.core.manifest import Layout
 from tensorhub.core.messages import Holding, LayoutInfo, Refusal
 from tensorhub.core.names import Digest, Shard, Version
+from tensorhub.core.server.lines import Line
 
 from .kit import LAYOUT, report, worker
 from .town import Town
@@ -21,7 +22,7 @@ def test_when_the_one_who_copies_ahead_dies_another_does(site: str) -> None:
     for who in (READER, OTHER, THIRD):
         town.joins(who, **holding)
     record = town.server.state.models[TRAINER.model].look_up(ONE)
-    first = record.keepers[Shard(0)].chosen
+    first = record.keepers[Line(1, Shard(0))].chosen
     assert first in (READER, OTHER, THIRD)
     rest = [who for who in (READER, OTHER, THIRD) if who != first]
     for second in range(1, 6):
@@ -30,7 +31,7 @@ def test_when_the_one_who_copies_ahead_dies_another_does(site: str) -> None:
         for who in rest:
             town.says(who, **holding)
     assert first not in town.server.state.members
-    assert record.keepers[Shard(0)].chosen in rest
+    assert record.keepers[Line(1, Shard(0))].chosen in rest
 
 
 def test_what_is_late_on_a_former_line_begins_no_session() -> None:

@@ -95,13 +95,13 @@ MUTANTS = (
         "who is let in is asked on the hello only",
         "            refusal = admission.why_refuse(state, hello, report)\n",
         "            refusal = None\n",
-        "all who live of a model have one number of shards, whoever said hello when",
+        "all who live of a replica have one number of shards, whoever said hello when",
     ),
     Mutant(
-        "the number of shards is never free",
-        "    model.shards = hello.shards  # as of all who live; free when nobody does\n",
+        "cuts of the dead are never forgotten",
+        "    if not model.replicas:\n        model.cuts = {}\n",
         "",
-        "when nobody lives, the next job sets the number of shards",
+        "when nobody lives, a version is told of as the next job is cut",
     ),
     Mutant(
         "after a restart somebody new comes before those who lived",
@@ -257,7 +257,7 @@ MUTANTS = (
     ),
     Mutant(
         "numbers may go back",
-        "    conflict = model.conflict(replica, version, call.arrived)\n",
+        "    conflict = model.conflict(replica, version, facts.roots_of(state, replica, call))\n",
         "    conflict = None\n",
         "a lower number, or the same with other content, is refused",
     ),
@@ -300,7 +300,7 @@ MUTANTS = (
     Mutant(
         "what its publisher has makes it established",
         "        if not any(worker in reliable or not needs_reliable for worker in outside):\n",
-        "        if not record.whole.get(shard):\n",
+        "        if not record.whole.get(line):\n",
         "a version is established outside its publisher only",
     ),
     Mutant(
@@ -335,9 +335,9 @@ MUTANTS = (
     ),
     Mutant(
         "content is granted that nobody vouched for",
-        "    if member.shard not in record.roots:\n        return  #",
-        "    if member.shard not in record.roots:\n"
-        "        record.roots[member.shard] = record.layouts.setdefault(member.shard, member.report.layout)  #",
+        "    if member.line not in record.roots:\n        return  #",
+        "    if member.line not in record.roots:\n"
+        "        record.roots[member.line] = record.layouts.setdefault(member.line, member.report.layout)  #",
         "a grant names the root that a holder or publisher has reported",
     ),
     Mutant(
@@ -817,7 +817,7 @@ MUTANTS = (
     ),
     Mutant(
         "who leaves is not told that others have it",
-        "        found.append(references_of(content.buffer.version, shard))\n",
+        "        found.append(references_of(content.buffer.version, line))\n",
         "        pass\n",
         "a drain ends as soon as nobody needs what is left",
     ),
@@ -1035,8 +1035,8 @@ MUTANTS = (
     ),
     Mutant(
         "what a version is may be forgotten while it is taken in",
-        "        record.layouts.setdefault(worker.shard, layout)\n        self.add_holder(record, worker)\n",
-        "        record.layouts.setdefault(worker.shard, layout)\n",
+        "        record.layouts.setdefault(line, layout)\n        self.add_holder(record, worker, line)\n",
+        "        record.layouts.setdefault(line, layout)\n",
         "what a worker has takes no room of what else it has: nobody could read that",
     ),
 )

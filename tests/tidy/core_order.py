@@ -17,6 +17,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     SERVER: (
         # tables, each of which knows nothing of the rules
         *(
+            "lines",
             "clock",
             "receipts",
             "numbers",
@@ -33,8 +34,17 @@ ROWS: dict[str, tuple[str, ...]] = {
         # the one owner of all of them, and what is read from it
         *("state", "facts", "decisions"),
         # rules: facts in, decisions out
-        *("rules", "rules.selection", "rules.admission", "rules.claims", "rules.witness", "rules.election"),
         *(
+            "rules",
+            "rules.selection",
+            "rules.crossing",
+            "rules.admission",
+            "rules.claims",
+            "rules.witness",
+            "rules.election",
+        ),
+        *(
+            "rules.covered",
             "rules.established",
             "rules.resting",
             "rules.retention",
@@ -46,7 +56,18 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("rules.sharing", "rules.moving", "rules.grants", "rules.interests", "rules.calls"),
         *("rules.numbering", "rules.held", "rules.described"),
         # what changes the state, and the machine, which alone says when
-        *("apply", "evidence", "rollcall", "intake", "routine", "sessions", "invariants", "snapshot", "machine"),
+        *(
+            "apply",
+            "places",
+            "evidence",
+            "rollcall",
+            "intake",
+            "routine",
+            "sessions",
+            "invariants",
+            "snapshot",
+            "machine",
+        ),
     ),
     WORKER: (
         "events_across",

@@ -5,7 +5,8 @@ from math import inf
 from typing import assert_never
 
 from ..messages import Grant
-from ..names import Shard, Ticket, Version, WorkerId
+from ..names import Ticket, Version, WorkerId
+from . import facts
 from .catalog import Model, VersionRecord
 from .decisions import (
     AcceptPublish,
@@ -34,12 +35,13 @@ from .decisions import (
 )
 from .groups import GroupCall, Replica
 from .keepers import Keepers
+from .lines import Line
 from .membership import Member
 from .open_reads import OpenRead
 from .rules import established
 from .rules.draining import Drained
 from .state import State
-from .watches import NEWS, loss_of, references_of, sources_of
+from .watches import NEWS, loss_of, sources_of
 
 
 def carry_out(state: State, decisions: Iterable[Decision]) -> None:
@@ -75,7 +77,7 @@ def _take_back(state: State, read: OpenRead) -> None:
     for behind in state.reads.from_source(read.reader):
         state.mark_dirty(behind.reader)
     if read.grant.to_host:  # others of its host may have waited for what it fetched
-        state.mark_waiting_dirty(state.models[read.reader.model], sources_of(read.version, read.reader.shard))
+        state.mark_waiting_dirty(state.models[read.reader.model], sources_of(read.version, read.line))
 
 
 def _give(state: State, give: Give) -> None:
@@ -84,7 +86,7 @@ def _give(state: State, give: Give) -> None:
     grant = Grant(
         ticket=Ticket(state.next_number()),
         version=record.version,
-        root=record.roots[reader.shard],
+        root=record.roots[reader.line],
         source=give.source,
         endpoints=source.hello.endpoints,
         reason=give.reason,
@@ -94,16 +96,16 @@ def _give(state: State, give: Give) -> None:
         shares=give.shares,
     )
     done, chunks, _ = reader.filled(record.version, to_host=give.to_host)
-    read = OpenRead(grant, reader.worker, looked_at=now, began_at=now, had=done / max(chunks, done, 1))
+    read = OpenRead(grant, reader.worker, reader.line, looked_at=now, began_at=now, had=done / max(chunks, done, 1))
     read.instead_of, read.must_beat, read.pace.is_stuck = give.instead_of, give.must_beat, give.is_stuck
     read.shares = give.shares
     model = state.models[reader.hello.model]
     state.open_read(read)
-    model.add_holder(record, reader.worker)  # others may read behind it from now on
+    model.add_holder(record, reader.worker, reader.line)  # others may read behind it from now on
     state.counters["grants"] += 1
     if give.counted_as:
         state.counters[give.counted_as] += 1
-    state.mark_waiting_dirty(model, sources_of(record.version, reader.shard))
+    state.mark_waiting_dirty(model, sources_of(record.version, reader.line))
 
 
 def _move(
@@ -184,18 +186,20 @@ def _advance(state: State, decision: Admit | Wait | Fail | Resolve | AcceptPubli
             if call.verb == "publish" and call.version is not None:
                 if model.note_exists(call.version):
                     state.mark_waiting_dirty(model, NEWS)
-                model.record(call.version).proved = dict.fromkeys(call.arrived)
+                model.record(call.version).proved.update(dict.fromkeys(facts.roots_of(state, replica, call)))
         case _:
             assert_never(decision)
 
 
 def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
     record = model.record(version)
-    record.roots = dict(call.arrived)
-    for shard, worker in replica.members.items():
+    if not record.exists:  # what a publish before this one has left is not what the version is
+        record.roots = {}
+    record.roots.update(facts.roots_of(state, replica, call))
+    for worker in replica.members.values():
         member = state.members.get(worker)
         if member is not None:
-            record.layouts[shard] = member.report.layout
+            record.layouts[member.line] = member.report.layout
     record.claims[replica.name] = None
     call.version = version
 
@@ -208,10 +212,8 @@ def release(state: State, model: Model, call: GroupCall | None, replica: Replica
     was_claimed = record.claims.pop(replica.name, 0) is None
     was_promised = record.promised.pop(replica.name, 0) is None
     if was_claimed or was_promised:
-        for shard in range(replica.shards):  # nobody of it wants that version now, nor waits for it
-            state.mark_waiting_dirty(
-                model, references_of(record.version, Shard(shard)), sources_of(record.version, Shard(shard))
-            )
+        lines = [line for cut in model.known_cuts() for line in cut if line.shards == replica.shards]
+        state.mark_concerned_dirty(model, [(record.version, line) for line in lines])  # nobody of it wants it now
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -231,7 +233,8 @@ def let_go(state: State, model: Model, member: Member, numbers: tuple[int, ...])
         member.releasing.update((copy.number, None) for copy in going)
         state.mark_dirty(member.worker)
         state.mark_readers_dirty(member.worker)
-        state.mark_concerned_dirty(model, member, [copy.version for copy in going])
+        places = [(copy.version, member.content.line_of(copy.version, is_copy=True)) for copy in going]
+        state.mark_concerned_dirty(model, places)
 
 
 def note_changed_versions(state: State) -> bool:
@@ -281,14 +284,14 @@ def offer_keeper(state: State, model: Model, member: Member) -> None:
     version = model.newest_established
     if version is not None:
         record = model.look_up(version)
-        keepers = record.keepers.get(member.shard)
+        keepers = record.keepers.get(member.line)
         if established.may_keep(state, model, record, member):
-            keepers = keepers or record.keepers.setdefault(member.shard, Keepers())
+            keepers = keepers or record.keepers.setdefault(member.line, Keepers())
             is_news = keepers.offer(established.rank(member, record))
         else:
             is_news = keepers is not None and keepers.withdraw(member.worker)
         if is_news:
-            choose_keeper(state, model, record, member.shard)
+            choose_keeper(state, model, record, member.line)
 
 
 def choose_keepers(state: State, model: Model) -> None:
@@ -297,17 +300,17 @@ def choose_keepers(state: State, model: Model) -> None:
     if version is None:
         return
     record = model.look_up(version)
-    for shard, whole in record.whole.items():
-        keepers = record.keepers.setdefault(shard, Keepers())
+    for line, whole in record.whole.items():
+        keepers = record.keepers.setdefault(line, Keepers())
         for member in map(state.members.get, whole):
             if member is not None and established.may_keep(state, model, record, member):
                 keepers.offer(established.rank(member, record))
-        choose_keeper(state, model, record, shard)
+        choose_keeper(state, model, record, line)
 
 
-def choose_keeper(state: State, model: Model, record: VersionRecord, shard: Shard) -> None:
+def choose_keeper(state: State, model: Model, record: VersionRecord, line: Line) -> None:
     """Of those who were offered; who is it now, and who was, are decided for again."""
-    keepers = record.keepers.get(shard)
+    keepers = record.keepers.get(line)
     if keepers is None:
         return
 

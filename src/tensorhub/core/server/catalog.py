@@ -1,41 +1,44 @@
 """What the server believes of one model: which versions exist, what their content is, and who has them.
 
 A version *exists* once all shards of one replica have published it. From then on it is known as long as the table has
-room, held or not, so that its number cannot be used for other content. It is *lost* while there is a shard of it that
-nobody with a session has whole. `latest` is the newest version that exists and is not lost: only a loss takes it back.
+room, held or not, so that its number cannot be used for other content. It is *lost* while there is no cut (see `lines`)
+of which somebody with a session has each line whole. `latest` is the newest version that exists and is not lost: only a
+loss takes it back.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
 from ..messages import Failure, Spec
-from ..names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
+from ..names import Digest, ModelName, ReplicaName, Version, WorkerId
 from ..version_spec import parse_spec, steps_back
 from .content import Content
 from .groups import Replica
 from .keepers import Keepers
+from .lines import Cut, Line, Place, plain_cut
 from .roster import Roll
 from .watches import Watches
 
 
 @dataclass
 class VersionRecord:
-    """One version: its content by shard, and the workers that have any of it."""
+    """One version: its content by line, and the workers that have any of it."""
 
     version: Version
     exists: bool = False
-    roots: dict[Shard, Digest] = field(default_factory=dict)
-    layouts: dict[Shard, Digest] = field(default_factory=dict)
-    holders: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
-    whole: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
-    idle: dict[Shard, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
+    roots: dict[Line, Digest] = field(default_factory=dict)
+    layouts: dict[Line, Digest] = field(default_factory=dict)
+    holders: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
+    whole: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
+    idle: dict[Line, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
     publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
-    proved: dict[Shard, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
-    disputed: dict[Shard, None] = field(default_factory=dict)  # found to have other content than was believed
-    keepers: dict[Shard, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
+    proved: dict[Line, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
+    disputed: dict[Line, None] = field(default_factory=dict)  # found to have other content than was believed
+    keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
     is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
@@ -64,8 +67,9 @@ class Model:
     """One model by name: its replicas and its versions."""
 
     name: ModelName
-    shards: int
+    shards: int  # of the replica that came last
     most_versions: int
+    cuts: dict[Cut, None] = field(default_factory=dict)  # in which its replicas are, or were
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
@@ -77,7 +81,7 @@ class Model:
     closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
     sites: Counter[str] = field(default_factory=Counter)  # members by site
     hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
-    reliable: dict[Shard, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
+    reliable: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
     watches: Watches = field(default_factory=Watches)  # who waits for what
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
@@ -86,7 +90,7 @@ class Model:
         default_factory=dict
     )  # rates of reads that ended, by distance
     read_from: dict[WorkerId, None] = field(default_factory=dict)  # workers on whom reads are open
-    _held: dict[WorkerId, dict[Version, None]] = field(default_factory=dict)  # of which versions each is a holder
+    _held: dict[WorkerId, dict[Place, None]] = field(default_factory=dict)  # of what each is a holder
     _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
     _changes: int = 0  # of what all versions together depend on
     _glance: Glance | None = None
@@ -122,36 +126,38 @@ class Model:
         self.newest = version if self.newest is None else max(self.newest, version)
         return is_news
 
-    def bind_content(self, worker: WorkerId, version: Version, root: Digest, layout: Digest) -> bool:
+    def bind_content(self, worker: WorkerId, version: Version, line: Line, root: Digest, layout: Digest) -> bool:
         """The worker has the version with this content. False: the version's content is another one.
 
         It counts as a holder at once: what it has beside that may take the room of a version that nobody needs.
         """
         record = self.record(version)
-        if record.roots.setdefault(worker.shard, root) != root:
+        if record.roots.setdefault(line, root) != root:
             return False
-        record.layouts.setdefault(worker.shard, layout)
-        self.add_holder(record, worker)
+        record.layouts.setdefault(line, layout)
+        self.add_holder(record, worker, line)
         return True
 
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
         """The worker has something else than before: keep the index of holders."""
-        before, after = old.versions, new.versions
-        for version in before:
+        before, after = old.places, new.places
+        for place in before:
+            version, line = place
             record = self.versions.get(version)
             if record is None:
                 continue
-            if version not in after:
-                self.remove_holder(record, worker)
-            if not after.get(version) and worker in record.whole.get(worker.shard, {}):
-                del record.whole[worker.shard][worker]
+            if place not in after:
+                self.remove_holder(record, worker, line)
+            if not after.get(place) and worker in record.whole.get(line, {}):
+                del record.whole[line][worker]
                 record.last_holder = str(worker)
-                self._note_whole(record, is_turn=not record.whole[worker.shard])
-        for version, is_whole in after.items():
+                self._note_whole(record, is_turn=not record.whole[line])
+        for place, is_whole in after.items():
+            version, line = place
             record = self.record(version)
-            if version not in before:
-                self.add_holder(record, worker)
-            whole = record.whole.setdefault(worker.shard, {})
+            if place not in before:
+                self.add_holder(record, worker, line)
+            whole = record.whole.setdefault(line, {})
             if is_whole and worker not in whole:
                 whole[worker] = None
                 self._note_whole(record, is_turn=len(whole) == 1)
@@ -176,30 +182,30 @@ class Model:
             if version < record.version:
                 self.versions[version].keepers = {}
 
-    def add_holder(self, record: VersionRecord, worker: WorkerId) -> None:
-        """The worker has some of the version, or is about to."""
-        holders = record.holders.setdefault(worker.shard, {})
+    def add_holder(self, record: VersionRecord, worker: WorkerId, line: Line) -> None:
+        """The worker has some of the version in that line, or is about to."""
+        holders = record.holders.setdefault(line, {})
         if worker not in holders:
             holders[worker] = None
-            self._held.setdefault(worker, {})[record.version] = None
+            self._held.setdefault(worker, {})[record.version, line] = None
             if worker not in self.read_from:
-                insort(record.idle.setdefault(worker.shard, []), worker)
+                insort(record.idle.setdefault(line, []), worker)
 
-    def remove_holder(self, record: VersionRecord, worker: WorkerId) -> None:
-        """It has nothing of the version any more."""
-        holders = record.holders.get(worker.shard, {})
+    def remove_holder(self, record: VersionRecord, worker: WorkerId, line: Line) -> None:
+        """It has nothing of the version in that line any more."""
+        holders = record.holders.get(line, {})
         if worker in holders:
             del holders[worker]
-            _remove(self._held, worker, record.version)
+            _remove(self._held, worker, (record.version, line))
             if worker not in self.read_from:
-                _take_out(record.idle[worker.shard], worker)
+                _take_out(record.idle[line], worker)
 
     def note_load(self, worker: WorkerId, load: int) -> None:
         """So many reads are open on what the worker has."""
         if (load > 0) == (worker in self.read_from):
             return
-        for version in self._held.get(worker, ()):
-            idle = self.versions[version].idle.setdefault(worker.shard, [])
+        for version, line in self._held.get(worker, ()):
+            idle = self.versions[version].idle.setdefault(line, [])
             if load:
                 _take_out(idle, worker)
             else:
@@ -209,11 +215,22 @@ class Model:
         else:
             del self.read_from[worker]
 
+    def note_cut(self, cut: Cut) -> None:
+        """A replica is cut like that."""
+        if cut not in self.cuts:
+            self.cuts[cut] = None
+            self._changes += 1
+            self.changed.update(dict.fromkeys(self.versions))
+
+    def known_cuts(self) -> Collection[Cut]:
+        """The cuts in which a version may be had; while nothing is known of any, the plain one."""
+        return self.cuts or (plain_cut(self.shards),)
+
     def is_lost(self, record: VersionRecord) -> bool:
-        """There is a shard of it that nobody has whole who could still come back."""
+        """Of each of its cuts there is a line that nobody has whole who could still come back."""
         if self.is_listening or not record.exists:
             return False
-        return any(not record.whole.get(Shard(shard)) for shard in range(self.shards))
+        return all(any(not record.whole.get(line) for line in cut) for cut in self.known_cuts())
 
     def news_of_losses(self) -> tuple[list[Version], list[Version]]:
         """(versions that are lost and were not said to be, versions that are back since)."""
@@ -254,7 +271,7 @@ class Model:
 
     def glance(self) -> "Glance":
         """What follows from all versions together. Found anew only when something of that has changed."""
-        key = self._changes, self.is_listening, self.shards, self.retain, self.keeps_established
+        key = self._changes, self.is_listening, len(self.cuts), self.shards, self.retain, self.keeps_established
         if self._glance is None or self._glance.key != key:
             self._glance = self._look(key)
         return self._glance
@@ -290,7 +307,6 @@ class Model:
         """The worker is gone, and what it wanted with it."""
         self.note_pins(worker, ())
         self.closing.pop(worker, None)
-        self.reliable.get(worker.shard, {}).pop(worker, None)
         self.watches.watch(worker, ())
 
     def is_wished(self, version: Version) -> bool:
@@ -322,7 +338,8 @@ class Model:
 
     def loss(self, record: VersionRecord) -> Failure:
         """The error of whoever wants a lost version."""
-        shards = [str(shard) for shard in range(self.shards) if not record.whole.get(Shard(shard))]
+        missing = [[line for line in cut if not record.whole.get(line)] for cut in self.known_cuts()]
+        shards = [str(line.shard) for line in min(missing, key=len)]
         last = f"; {record.last_holder} held it last" if record.last_holder else ""
         text = f"version {record.version} of {self.name} is lost: nobody holds shard {', '.join(shards[:8])}{last}"
         left = self.latest
@@ -338,7 +355,7 @@ class Model:
             return self.resolve(spec)[0]
         return latest if latest is not None and latest >= version else None
 
-    def conflict(self, replica: Replica, version: Version, roots: dict[Shard, Digest]) -> Failure | None:
+    def conflict(self, replica: Replica, version: Version, roots: dict[Line, Digest]) -> Failure | None:
         """Why the replica may not publish this content under this number, or None."""
         name, record = f"version {version} of {self.name}", self.versions.get(version)
         is_same = record is not None and is_same_content(record.roots, roots)
@@ -357,9 +374,9 @@ class Model:
         return None
 
 
-def is_same_content(known: dict[Shard, Digest], roots: dict[Shard, Digest]) -> bool:
-    """These are the version's shards, all of them and no others: it may have been cut into another number of them."""
-    return len(known) == len(roots) and all(known.get(shard) == root for shard, root in roots.items())
+def is_same_content(known: dict[Line, Digest], roots: dict[Line, Digest]) -> bool:
+    """That is the version, cut in a way in which it is known."""
+    return all(known.get(line) == root for line, root in roots.items())
 
 
 def _take_out(ascending: list[WorkerId], worker: WorkerId) -> None:
@@ -368,7 +385,7 @@ def _take_out(ascending: list[WorkerId], worker: WorkerId) -> None:
     del ascending[at]
 
 
-def _remove(table: dict[WorkerId, dict[Version, None]], worker: WorkerId, version: Version) -> None:
-    del table[worker][version]
+def _remove(table: dict[WorkerId, dict[Place, None]], worker: WorkerId, place: Place) -> None:
+    del table[worker][place]
     if not table[worker]:
         del table[worker]

@@ -5,10 +5,11 @@ by a publish that never finished. It yields to content with one, whichever is he
 """
 
 from ..messages import Report
-from ..names import Digest, Version, WorkerId
+from ..names import Digest, Version
 from .catalog import Model
 from .content import WHOLE, Content
 from .groups import Replica
+from .lines import Line
 from .membership import Member
 from .receipts import are_equal
 from .state import State
@@ -21,21 +22,22 @@ def owed(state: State, model: Model, member: Member) -> dict[int, str]:
     found: dict[int, str] = {}
     if not model.roll.is_over:
         return found
-    for version, root in _held(member.content):
+    for version, root, line in _held(member.content):
         if version in member.report.receipts:
             continue
         record = model.versions.get(version)
-        is_so = record is not None and record.exists and record.roots.get(member.shard) == root
+        is_so = record is not None and record.exists and record.roots.get(line) == root
         if is_so:
             found[version] = state.notary.content(model.name, version, member.shard, root)
     return found
 
 
-def _held(content: Content) -> list[tuple[Version, Digest]]:
+def _held(content: Content) -> list[tuple[Version, Digest, Line]]:
     buffer = content.buffer
-    found = [(copy.version, copy.root) for copy in content.copies if copy.whole]
+    whole = [copy for copy in content.copies if copy.whole]
+    found = [(copy.version, copy.root, content.line_of(copy.version, is_copy=True)) for copy in whole]
     if isinstance(buffer, WHOLE):
-        found.append((buffer.version, buffer.root))
+        found.append((buffer.version, buffer.root, content.line))
     return found
 
 
@@ -56,17 +58,17 @@ def accepts(
     `layout` is that of a copy of tensors that were registered before.
     """
     layout = layout or member.report.layout
-    record, shard = model.record(version), member.shard
+    record, line = model.record(version), member.line.of(layout)
     receipt = member.report.receipts.get(version, "")
-    is_proved = bool(receipt) and are_equal(state.notary.content(model.name, version, shard, root), receipt)
-    known = record.roots.get(shard)
-    if is_proved and known not in (None, root) and shard not in record.proved:
-        record.roots[shard], record.layouts[shard] = root, layout
-        record.disputed[shard] = None  # who counts as a holder by the other root is looked at again
-    if is_proved and record.roots.get(shard, root) == root:
-        record.proved[shard] = None
+    is_proved = bool(receipt) and are_equal(state.notary.content(model.name, version, member.shard, root), receipt)
+    known = record.roots.get(line)
+    if is_proved and known not in (None, root) and line not in record.proved:
+        record.roots[line], record.layouts[line] = root, layout
+        record.disputed[line] = None  # who counts as a holder by the other root is looked at again
+    if is_proved and record.roots.get(line, root) == root:
+        record.proved[line] = None
         model.note_exists(version)
-    return model.bind_content(member.worker, version, root, layout)
+    return model.bind_content(member.worker, version, line, root, layout)
 
 
 def holders_in_dispute(state: State, model: Model, version: Version) -> list[tuple[Replica, Member]]:
@@ -74,11 +76,10 @@ def holders_in_dispute(state: State, model: Model, version: Version) -> list[tup
     record = model.versions.get(version)
     if record is None or not record.disputed:
         return []
-    shards, record.disputed = list(record.disputed), {}
-    workers: list[WorkerId] = [worker for shard in shards for worker in record.whole.get(shard, {})]
-    members = [state.known(worker) for worker in workers]
-    return [(model.replicas[m.hello.replica], m) for m in members if _differs(m, version, record.roots[m.shard])]
-
-
-def _differs(member: Member, version: Version, root: Digest) -> bool:
-    return any(held == version and other != root for held, other in _held(member.content))
+    lines, record.disputed = list(record.disputed), {}
+    members = [(line, state.known(worker)) for line in lines for worker in record.whole.get(line, {})]
+    return [
+        (model.replicas[member.hello.replica], member)
+        for line, member in members
+        if any(each[::2] == (version, line) and each[1] != record.roots[line] for each in _held(member.content))
+    ]

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from ..messages import Filling, Holding, Withdrawing
-from ..names import Shard, Version, WorkerId
+from ..names import Digest, Version, WorkerId
 from .catalog import Model, VersionRecord
-from .groups import Replica
+from .groups import GroupCall, Replica
+from .lines import Line
 from .membership import Member
 from .state import State
 
@@ -27,11 +28,11 @@ def is_doubtful(state: State, source: Member) -> bool:
     return source.is_doubted or not is_here(state, source)
 
 
-def members_of(state: State, model: Model, shard: Shard) -> Iterator[Member]:
-    """The living members with that shard, one of each replica."""
+def members_of(state: State, model: Model, line: Line) -> Iterator[Member]:
+    """The living members of that line, one of each replica."""
     for replica in model.replicas.values():
-        member = state.members.get(replica.members[shard]) if shard in replica.members else None
-        if member is not None:
+        member = state.members.get(replica.members[line.shard]) if line.shard in replica.members else None
+        if member is not None and member.line == line:
             yield member
 
 
@@ -70,7 +71,7 @@ def serves(state: State, source: WorkerId, version: Version, from_host: bool) ->
 
 def full_sources(state: State, record: VersionRecord, reader: Member) -> Iterator[Member]:
     """The other members that have all of the version and may serve it."""
-    for worker in record.holders.get(reader.shard, {}):
+    for worker in record.holders.get(reader.line, {}):
         member = state.members.get(worker)
         if member is None or worker == reader.worker:
             continue
@@ -78,6 +79,12 @@ def full_sources(state: State, record: VersionRecord, reader: Member) -> Iterato
             member.holds(record.version) and serves(state, worker, record.version, from_host=False)
         ):
             yield member
+
+
+def roots_of(state: State, replica: Replica, call: GroupCall) -> dict[Line, Digest]:
+    """What those who have come to a publish bring, by line."""
+    members = (state.members.get(worker) for worker in replica.members.values())
+    return {m.line: call.arrived[m.shard] for m in members if m is not None and m.shard in call.arrived}
 
 
 def wanted_version(replica: Replica, member: Member) -> Version | None:

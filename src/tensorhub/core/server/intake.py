@@ -23,7 +23,7 @@ from ..messages import (
 )
 from ..names import Digest, Ticket, Version, WorkerId
 from ..sums import add_up
-from . import apply, evidence, facts, rollcall
+from . import apply, evidence, facts, places, rollcall
 from .catalog import Model
 from .content import WHOLE, Content, version_in
 from .groups import Replica
@@ -44,6 +44,8 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     before, member.report = member.report, report
     model, replica = state.place(member)
     former = member.content
+    if report.layout != before.layout:
+        places.note_line(state, member)
     take_content(state, model, replica, member, before)
     note_fed(state, member, former)
     take_reads(state, member)
@@ -84,7 +86,7 @@ def take_content(state: State, model: Model, replica: Replica, member: Member, b
     elif report.buffer != before.buffer:
         now, then = report.buffer, before.buffer
         if isinstance(now, Filling) and isinstance(then, Filling) and now.version == then.version:
-            member.content = Content(now, member.content.copies)  # nothing but more chunks
+            member.content = Content(now, member.content.copies, member.line)  # nothing but more chunks
         else:
             judge_content(state, model, replica, member, before)
 
@@ -99,7 +101,7 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
     if type(buffer) is not type(former.buffer) or version_in(buffer) != version_in(former.buffer):
         member.is_drained = False
     copies = _judged_copies(state, model, member)
-    content = member.content = Content(buffer, copies)
+    content = member.content = Content(buffer, copies, member.line)
     model.move(member.worker, former, content)
     if isinstance(buffer, WHOLE) and _exists_by(state, replica, buffer):
         is_news |= model.note_exists(buffer.version)
@@ -121,11 +123,11 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
         state.mark_waiting_dirty(model, NEWS)
     is_other_buffer = type(former.buffer) is not type(buffer) or (former.buffer != buffer and member.is_full)
     if is_other_buffer or [_kind(copy) for copy in former.copies] != [_kind(copy) for copy in copies]:
-        versions = {**former.versions, **content.versions}
-        state.mark_concerned_dirty(model, member, versions)
+        concerned = {**former.places, **content.places}
+        state.mark_concerned_dirty(model, concerned)
         if not isinstance(buffer, Holding) or copies or former.copies:
             state.mark_readers_dirty(member.worker)  # whoever reads from its buffer stays once that is whole
-        if any(model.look_up(version).exists for version in versions):
+        if any(model.look_up(version).exists for version, _ in concerned):
             state.mark_waiting_dirty(model, SERVICE)
         if model.closing:
             state.mark_everyone_dirty(model)  # one of them may be the heir
@@ -227,7 +229,7 @@ def take_reads(state: State, member: Member) -> None:
         )
         behind = state.reads.readers_behind(worker, reading.version)
         is_void = reading.source in behind or state.reads.current.get(worker) is not None
-        state.open_read(OpenRead(grant, worker, is_void, shares=reading.shares))
+        state.open_read(OpenRead(grant, worker, member.line, is_void, shares=reading.shares))
     _note_sharing(state, member)
     note_pace(state, member)
     note_call(member)
@@ -244,7 +246,7 @@ def _note_sharing(state: State, member: Member) -> None:
         if reading is not None and read.ticket == reading.ticket and read.shares:
             read.shares, member.alone_until = False, state.now + state.settings.leave_s
             state.counters["unshared"] += 1
-            state.mark_waiting_dirty(state.models[member.hello.model], sources_of(read.version, member.shard))
+            state.mark_waiting_dirty(state.models[member.hello.model], sources_of(read.version, read.line))
 
 
 def note_call(member: Member) -> None:
@@ -283,13 +285,13 @@ def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
     model = state.models[member.hello.model]
     for read in state.close_reads(member.worker, upto):
         _note_one_reader_less(state, model, read)
-        state.mark_waiting_dirty(model, sources_of(read.version, member.shard))  # it is behind nobody any more
+        state.mark_waiting_dirty(model, sources_of(read.version, read.line))  # it is behind nobody any more
         record = model.versions.get(read.version)
         _note_ended(state, model, member, read)
         still = state.reads.current.get(member.worker)
         is_read = still is not None and still.version == read.version
-        if record is not None and not is_read and read.version not in member.content.versions:
-            model.remove_holder(record, member.worker)
+        if record is not None and not is_read and (read.version, read.line) not in member.content.places:
+            model.remove_holder(record, member.worker, read.line)
 
 
 def _note_one_reader_less(state: State, model: Model, read: OpenRead) -> None:

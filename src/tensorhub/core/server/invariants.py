@@ -21,13 +21,14 @@ def server_contradiction(state: State) -> str | None:
                 return f"{read.reader} reads from itself in the end, ticket {read.ticket}"
     for model in state.models.values():
         for record in model.versions.values():
-            for holders in record.holders.values():
+            for line, holders in record.holders.items():
                 for worker in holders:
                     member = state.members.get(worker)
                     if member is None:
                         return f"{worker} counts as a holder of {record.version} and has no session"
-                    is_reading = any(read.version == record.version for read in state.reads.of(worker))
-                    if not is_reading and record.version not in member.content.versions:
+                    place = record.version, line
+                    is_reading = any((read.version, read.line) == place for read in state.reads.of(worker))
+                    if not is_reading and place not in member.content.places:
                         return f"{worker} counts as a holder of {record.version} and says {member.report}"
         wrong = _index_contradiction(state, model) or _content_contradiction(state, model)
         if wrong is not None:
@@ -52,10 +53,10 @@ def _index_contradiction(state: State, model: Model) -> str | None:
     if model.sites != Counter(member.hello.site for member in members):
         return f"the sites of {model.name} are kept as {dict(model.sites)}"
     for record in model.versions.values():
-        for shard, holders in record.holders.items():
+        for line, holders in record.holders.items():
             idle = sorted(worker for worker in holders if worker not in model.read_from)
-            if record.idle.get(shard, []) != idle:
-                return f"{idle} are idle holders of {record.version}, {record.idle.get(shard)} are kept as such"
+            if record.idle.get(line, []) != idle:
+                return f"{idle} are idle holders of {record.version}, {record.idle.get(line)} are kept as such"
     return None
 
 
@@ -65,11 +66,15 @@ def _content_contradiction(state: State, model: Model) -> str | None:
         if member.hello.model != model.name:
             continue
         buffer, copies = member.content.buffer, member.content.copies
-        whole = [(copy.version, copy.root) for copy in copies if copy.whole and not copy.leaving]
+        whole = [
+            (copy.version, copy.root, member.content.line_of(copy.version, is_copy=True))
+            for copy in copies
+            if copy.whole and not copy.leaving
+        ]
         if isinstance(buffer, WHOLE):
-            whole.append((buffer.version, buffer.root))
-        for version, root in whole:
-            known = model.look_up(version).roots.get(member.shard)
+            whole.append((buffer.version, buffer.root, member.line))
+        for version, root, line in whole:
+            known = model.look_up(version).roots.get(line)
             if known != root:
                 return f"{member.worker} has {version} with the content {root}, and that is kept as {known}"
     return None

@@ -14,6 +14,7 @@ from ..messages import Answer, Filling, Grant, Hello, Holding, HostCopy, Report,
 from ..names import Digest, Number, Shard, Ticket, Version, WorkerId
 from ..settings import Settings
 from .content import NOTHING, Content
+from .lines import Line
 from .pace import Capacity
 
 
@@ -89,6 +90,7 @@ class Member:
     def __post_init__(self) -> None:
         self.worker: WorkerId = self.hello.worker
         self.shard: Shard = self.hello.shard
+        self.line = Line(self.hello.shards, self.shard)  # of the tensors that it has registered
 
     def note_heard(self, at: float, settings: Settings) -> None:
         """It was heard at that time: its lease begins anew."""

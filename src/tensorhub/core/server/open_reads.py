@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from ..messages import Grant
 from ..names import Ticket, Version, WorkerId
+from .lines import Line
 from .pace import Pace
 
 K = TypeVar("K")
@@ -21,6 +22,7 @@ class OpenRead:
 
     grant: Grant
     reader: WorkerId
+    line: Line  # of its reader
     is_void: bool = False
     looked_at: float = inf  # when it was granted, or a better source was last looked for
     began_at: float = inf  # when it could bring something

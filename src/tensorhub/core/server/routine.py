@@ -69,7 +69,7 @@ def _take_in(state: State, model: Model, member: Member, report: Report, arrived
     read = state.reads.current.get(member.worker)
     if read is not None:
         former = member.content
-        member.content = Content(report.buffer, former.copies)
+        member.content = Content(report.buffer, former.copies, member.line)
         intake.note_fed(state, member, former)
         intake.note_pace(state, member)
         apply.carry_out(state, grants.decide_read(state, model, member, Wanted(read.version, False)))

@@ -1,11 +1,11 @@
 """How a session begins and ends in the server's tables. Called by the server machine, whose tables these are."""
 
 from ..messages import Hello, Report
-from ..names import Shard, Version
-from . import apply, intake, rollcall
+from . import apply, intake, places, rollcall
 from .catalog import Model
 from .content import NOTHING
 from .groups import Replica
+from .lines import Place
 from .membership import Member
 from .state import State
 
@@ -17,7 +17,9 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
         model = state.models[hello.model] = Model(hello.model, hello.shards, state.settings.most_versions)
         model.is_listening, model.keeps_established = state.is_recovering, state.settings.keep_established
         model.roll.is_over = not state.is_recovering
-    model.shards = hello.shards  # as of all who live; free when nobody does
+    if not model.replicas:
+        model.cuts = {}
+    model.shards = hello.shards
     replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
     member = Member(hello, sender, state.next_number(), state.now + state.settings.lease_s)
     member.note_heard(state.now, state.settings)
@@ -28,8 +30,8 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     rollcall.begin(state, model, member, report)
     model.take_place(member.worker, hello.site, hello.host)
     if hello.reliable:
-        _note_company(state, model, hello.shard)
-        model.reliable.setdefault(hello.shard, {})[member.worker] = None
+        places.note_company(state, model, member.line)
+        model.reliable.setdefault(member.line, {})[member.worker] = None
     model.retain = max(state.settings.default_retain, model.retain, hello.retain)
     state.counters["sessions"] += 1
     return member
@@ -38,14 +40,15 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
 def end(state: State, member: Member, why: str) -> None:
     """It has left, or died, or gave way."""
     model, replica = state.place(member)
-    versions = concerned(state, member)
+    had = concerned(state, member)
     if member.is_connected:
         state.spent[member.sender] = None
     intake.close_reads(state, member, None)
     model.move(member.worker, member.content, NOTHING)
     replica.lose(member.shard, why)
     model.forget(member.worker)
-    _note_company(state, model, member.shard)
+    model.reliable.get(member.line, {}).pop(member.worker, None)
+    places.note_company(state, model, member.line)
     model.leave_place(member.worker, member.hello.site, member.hello.host)
     del state.members[member.worker]
     state.note_size()
@@ -58,18 +61,10 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_everyone_dirty(model)
     else:
         state.mark_replica_dirty(replica)
-        state.mark_concerned_dirty(model, member, versions)
+        state.mark_concerned_dirty(model, had)
         state.mark_readers_dirty(member.worker)
     apply.offer_keeper(state, model, member)
     apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
-
-
-def _note_company(state: State, model: Model, shard: Shard) -> None:
-    """The only reliable worker of a shard will not be, or is now: what it has to copy ahead may be something else."""
-    reliable = model.reliable.get(shard, {})
-    member = state.members.get(next(iter(reliable))) if len(reliable) == 1 else None
-    if member is not None and (member.content.copies or member.report.copies_left):
-        state.mark_dirty(member.worker)
 
 
 def connect(state: State, hello: Hello, sender: str) -> None:
@@ -102,18 +97,18 @@ def _note_reach(state: State, member: Member) -> None:
     """Whether it can be reached is not what it was: a source need not wait for it any more, or has to."""
     model, replica = state.place(member)
     state.mark_replica_dirty(replica)
-    state.mark_concerned_dirty(model, member, concerned(state, member))
+    state.mark_concerned_dirty(model, concerned(state, member))
     state.mark_readers_dirty(member.worker)
     for read in state.reads.of(member.worker):
         state.mark_dirty(read.source)
     apply.offer_keeper(state, model, member)
 
 
-def concerned(state: State, member: Member) -> list[Version]:
-    """The versions for which it matters to others what becomes of the member."""
-    found = dict.fromkeys(member.content.versions)
-    found.update((read.version, None) for read in state.reads.of(member.worker))
+def concerned(state: State, member: Member) -> list[Place]:
+    """The versions, and of which line, for which it matters to others what becomes of the member."""
+    found = dict.fromkeys(member.content.places)
+    found.update(((read.version, read.line), None) for read in state.reads.of(member.worker))
     _, replica = state.place(member)
     if replica.call is not None and replica.call.version is not None:
-        found[replica.call.version] = None
+        found[replica.call.version, member.line] = None
     return list(found)

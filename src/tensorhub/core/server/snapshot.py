@@ -117,13 +117,14 @@ class _Holders:
 
 
 def _model(state: State, model: Model) -> Generator[None, None, ModelView]:
-    replicas, holders, sizes = [], _Holders(), dict[int, int]()
+    replicas, holders, sizes = [], _Holders(), dict[int, dict[int, int]]()
     for _, replica in sorted(model.replicas.items()):
         view = _replica(state, replica)
         replicas.append(view)
         holders.note(view)
+        each = sizes.setdefault(view.shards, {})
         for worker in view.workers:
-            sizes[worker.shard] = max(sizes.get(worker.shard, 0), worker.size_bytes)
+            each[worker.shard] = max(each.get(worker.shard, 0), worker.size_bytes)
         yield
     known = [record for _, record in sorted(model.versions.items(), reverse=True) if record.exists or record.holders]
     retained = model.retained()
@@ -131,7 +132,7 @@ def _model(state: State, model: Model) -> Generator[None, None, ModelView]:
         name=model.name,
         shards=model.shards,
         latest=model.latest,
-        size_bytes=sum(sizes.values()),
+        size_bytes=max((sum(each.values()) for each in sizes.values()), default=0),
         versions=tuple(_version(model, record, holders, is_retained=record.version in retained) for record in known),
         replicas=tuple(replicas),
         newest=model.newest,

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..messages import Hello, LayoutInfo
-from ..names import Digest, ModelName, Number, ReplicaName, Ticket, Version, WorkerId
+from ..names import Digest, ModelName, Number, ReplicaName, Ticket, WorkerId
 from ..settings import Settings
 from .catalog import Model
 from .clock import Clock
 from .groups import Replica
+from .lines import Place
 from .membership import Member, Members
 from .numbers import Numbers
 from .open_reads import OpenRead, OpenReads
@@ -122,10 +123,10 @@ class State:
             for worker in model.watches.waiting_for(topic):
                 self.mark_dirty(worker)
 
-    def mark_concerned_dirty(self, model: Model, member: Member, versions: Iterable[Version]) -> None:
-        """What the member has of these versions, or whether it can be reached, is not what it was."""
-        for version in versions:
-            self.mark_waiting_dirty(model, sources_of(version, member.shard), references_of(version, member.shard))
+    def mark_concerned_dirty(self, model: Model, places: Iterable[Place]) -> None:
+        """What some member has there, or whether it can be reached, is not what it was."""
+        for version, line in places:
+            self.mark_waiting_dirty(model, sources_of(version, line), references_of(version, line))
 
     def mark_readers_dirty(self, source: WorkerId) -> None:
         """Those who read from it may need another source."""

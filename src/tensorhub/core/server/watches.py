@@ -4,10 +4,11 @@ A member that is decided for says what it waits for from then on, as topics. Who
 those decided for again that wait for it, and nobody else.
 """
 
-from ..names import Shard, Version, WorkerId
+from ..names import Version, WorkerId
+from .lines import Line
 
-# Something that may change: what it is, and of which version and shard. Of the model as a whole where it names none.
-Topic = tuple[str, Version | None, Shard | None]
+# Something that may change: what it is, and of which version and line. Of the model as a whole where it names none.
+Topic = tuple[str, Version | None, Line | None]
 
 NEWS: Topic = ("news", None, None)  # which versions there are, and which of them are to be kept
 SERVICE: Topic = ("service", None, None)  # whether somebody serves a version that exists
@@ -18,14 +19,14 @@ def loss_of(version: Version) -> Topic:
     return "loss", version, None
 
 
-def sources_of(version: Version, shard: Shard) -> Topic:
-    """From whom that shard of the version may be read."""
-    return "sources", version, shard
+def sources_of(version: Version, line: Line) -> Topic:
+    """From whom that line of the version may be read."""
+    return "sources", version, line
 
 
-def references_of(version: Version, shard: Shard) -> Topic:
-    """Who keeps that shard of the version, and who is to get it yet."""
-    return "references", version, shard
+def references_of(version: Version, line: Line) -> Topic:
+    """Who keeps that line of the version, and who is to get it yet."""
+    return "references", version, line
 
 
 class Watches:

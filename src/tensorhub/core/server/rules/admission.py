@@ -1,4 +1,4 @@
-"""Which workers the server talks to: one for each shard, and only such as agree on the number of shards of their model.
+"""Which workers the server talks to: one for each shard, and all of a replica agree on how many there are.
 
 The server asks on a worker's hello, so that it hears at once, and again when its session begins: two hellos may have
 come before either worker reported. A connection carries one session: what the server said in it may still be on its
@@ -8,6 +8,7 @@ way, and must not be heard after something else was made of the worker's next re
 from ...messages import PROTOCOL, Hello, Refusal, Report
 from .. import facts
 from ..catalog import Model
+from ..groups import Replica
 from ..membership import Member
 from ..state import State
 
@@ -31,10 +32,10 @@ def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refu
     model, member = state.models.get(hello.model), state.members.get(hello.worker)
     if model is None and len(state.models) >= state.settings.most_models:
         return Refusal("refused", f"{len(state.models)} models is the most here", "raise most_models")
-    if model is not None and model.shards != hello.shards and not _may_give_way(state, model, report):
-        refusal = _of_another_count(state, model, hello)
-        if refusal is not None:
-            return refusal
+    replica = model.replicas.get(hello.replica) if model is not None else None
+    is_other = replica is not None and replica.shards != hello.shards
+    if model is not None and replica is not None and is_other and not _may_give_way(state, model, replica, report):
+        return _of_another_count(state, replica, hello)
     if member is not None and member.hello.life != hello.life:
         return taken(state, member)
     if report is not None and len(state.members) >= state.settings.most_workers:
@@ -59,35 +60,34 @@ def spent(hello: Hello) -> Refusal:
 
 
 def giving_way(state: State, hello: Hello, report: Report) -> list[Member]:
-    """Newcomers with another number of shards, which must go: this worker lived before the restart, they did not."""
+    """Newcomers to its replica with another number of shards: they go, for this worker lived before the restart."""
     model = state.models.get(hello.model)
-    if model is None or model.shards == hello.shards or not _may_give_way(state, model, report):
+    replica = model.replicas.get(hello.replica) if model is not None else None
+    if model is None or replica is None or replica.shards == hello.shards:
         return []
-    return _members(state, model)
+    return _members(state, replica) if _may_give_way(state, model, replica, report) else []
 
 
-def _may_give_way(state: State, model: Model, report: Report | None) -> bool:
+def _may_give_way(state: State, model: Model, replica: Replica, report: Report | None) -> bool:
     """A worker that lived before the restart may come after a new one. A hello does not show yet which it is."""
     is_called = model.roll.is_over or not state.is_recovering
     if is_called or (report is not None and not report.session):
         return False
-    return not any(member.has_lived_before for member in _members(state, model))
+    return not any(member.has_lived_before for member in _members(state, replica))
 
 
-def _of_another_count(state: State, model: Model, hello: Hello) -> Refusal | None:
-    members = _members(state, model)
-    if not members:
-        return None  # the number of shards is free: whoever comes first sets it
-    text = f"{hello.worker} has {hello.shards} shards, the other replicas of {hello.model} have {model.shards}"
+def _of_another_count(state: State, replica: Replica, hello: Hello) -> Refusal:
+    members = _members(state, replica)
+    text = f"{hello.worker} has {hello.shards} shards, those of {hello.replica} that live have {replica.shards}"
     if any(facts.is_here(state, member) for member in members):
-        return Refusal("layout-mismatch", text, "use the same number of shards, or another model name")
+        return Refusal("layout-mismatch", text, "use one number of shards for a replica, or another replica name")
     left_s = max(member.lease_end for member in members) - state.now
     hint = f"if those have died, the number of shards is free in {left_s:.1f} s"
     return Refusal("layout-mismatch", text, hint, retry_s=_retry_s(left_s))
 
 
-def _members(state: State, model: Model) -> list[Member]:
-    found = (state.members.get(worker) for replica in model.replicas.values() for worker in replica.members.values())
+def _members(state: State, replica: Replica) -> list[Member]:
+    found = (state.members.get(worker) for worker in replica.members.values())
     return [member for member in found if member is not None]
 
 

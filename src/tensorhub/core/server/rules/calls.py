@@ -6,8 +6,6 @@
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from ...errors import UsageError
-from ...manifest import layout_difference
 from ...messages import Empty, Failure, Holding, Poisoned, Spec, Vacated, Withdrawing
 from ...names import Shard, Version
 from ...version_spec import PREFETCHED
@@ -15,9 +13,10 @@ from .. import facts
 from ..catalog import Model, VersionRecord
 from ..decisions import AcceptPublish, Admit, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
 from ..groups import GroupCall, Replica, some_shards
+from ..lines import Line
 from ..membership import Member
 from ..state import State
-from . import claims, retention, witness
+from . import claims, crossing, retention, witness
 
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
 HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
@@ -176,7 +175,7 @@ def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCa
         yield Wait(call, waiting)
         return
     version = Version(int(call.spec))
-    conflict = model.conflict(replica, version, call.arrived)
+    conflict = model.conflict(replica, version, facts.roots_of(state, replica, call))
     conflict = conflict or claims.conflict_with(state, model, replica, version)
     if conflict is not None:
         yield Fail(call, conflict)
@@ -240,10 +239,19 @@ def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> D
         is_hopeless = isinstance(call.spec, int) and not (call.waits and _may_come(model, call.spec))
         return _give_up(replica, call, failure) if is_hopeless else Wait(call, failure)
     record = model.look_up(version)
-    absent = _absent_shard(state, replica, record)
+    absent = _absent_line(state, replica, record)
     if absent is None:
         return Resolve(call, version)
+    unreadable = _why_unreadable(state, model, replica, record)
+    if unreadable is not None:
+        return _give_up(replica, call, unreadable)
     return Wait(call, _unavailable(state, model, record, absent))
+
+
+def _why_unreadable(state: State, model: Model, replica: Replica, record: VersionRecord) -> Failure | None:
+    members = (state.members.get(worker) for worker in replica.members.values())
+    found = (crossing.why_unreadable(state, model, record, member) for member in members if member is not None)
+    return next((failure for failure in found if failure is not None), None)
 
 
 def _may_come(model: Model, number: int) -> bool:
@@ -285,20 +293,22 @@ def _can_serve(member: Member, version: Version) -> bool:
     return is_held or member.has_whole_copy(version)
 
 
-def _absent_shard(state: State, replica: Replica, record: VersionRecord) -> int | None:
-    """A shard of the version that nobody, or only somebody about to leave, holds whole."""
+def _absent_line(state: State, replica: Replica, record: VersionRecord) -> Line | None:
+    """A line of the version that nobody, or only somebody about to leave, holds whole."""
     for shard in range(replica.shards):
-        holders = (state.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
+        mine = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
+        line = mine.line if mine is not None else Line(replica.shards, Shard(shard))
+        holders = (state.members.get(worker) for worker in record.holders.get(line, {}))
         if not any(member is not None and _can_serve(member, record.version) for member in holders):
-            return shard
+            return line
     return None
 
 
-def _unavailable(state: State, model: Model, record: VersionRecord, shard: int) -> Failure:
-    holders = (state.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
+def _unavailable(state: State, model: Model, record: VersionRecord, line: Line) -> Failure:
+    holders = (state.members.get(worker) for worker in record.holders.get(line, {}))
     leaving = [str(member.worker) for member in holders if member is not None and member.holds(record.version)]
     last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""
-    text = f"nobody holds shard {shard} of version {record.version} of {model.name} now{last}"
+    text = f"nobody holds shard {line.shard} of version {record.version} of {model.name} now{last}"
     older = [
         v for v, r in sorted(model.versions.items(), reverse=True) if v != record.version and any(r.holders.values())
     ]
@@ -313,9 +323,9 @@ def _has_arrived(member: Member, version: Version) -> bool:
 
 def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
     """Why this shard can never get the version by this call, or None."""
-    theirs = record.layouts.get(member.shard)
-    if theirs is not None and theirs != member.report.layout:
-        return _layout_mismatch(state, model, record, member)
+    unreadable = crossing.why_unreadable(state, model, record, member)
+    if unreadable is not None:
+        return unreadable
     failures = member.report.failures
     is_enough = member.failures > state.settings.most_failures and not _has_hope(state, record, member)
     if failures and (is_enough or failures[-1].code in HOPELESS):
@@ -343,22 +353,9 @@ def _has_hope(state: State, record: VersionRecord, member: Member) -> bool:
 def _all_corrupt(state: State, record: VersionRecord, member: Member) -> Failure | None:
     if not member.avoided:
         return None
-    sources = [worker for worker in record.holders.get(member.shard, {}) if worker != member.worker]
+    sources = [worker for worker in record.holders.get(member.line, {}) if worker != member.worker]
     avoided = [member.avoided[worker] for worker in sources if worker in member.avoided]
     if not sources or len(avoided) < len(sources) or any(a.until < float("inf") for a in avoided):
         return None
     text = f"{member.worker} got bytes of version {record.version} that are not as published, from every holder"
     return Failure("corrupt-transfer", text, "were the published tensors changed in place? weights.check() tells")
-
-
-def _layout_mismatch(state: State, model: Model, record: VersionRecord, member: Member) -> Failure:
-    mine, theirs = state.layouts.get(member.report.layout), state.layouts.get(record.layouts[member.shard])
-    difference = None
-    if mine is not None and theirs is not None:
-        here, there = f"in {member.worker}", f"in version {record.version}"
-        try:
-            difference = layout_difference(mine.decode(), theirs.decode(), here=here, there=there)
-        except UsageError:
-            difference = None  # what is no layout differs too, but no word of it is repeated
-    text = difference or f"the tensors of {member.worker} differ from those of version {record.version} of {model.name}"
-    return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")

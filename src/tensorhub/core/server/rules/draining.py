@@ -53,7 +53,7 @@ def _has_readers(state: State, source: Member, version: Version) -> bool:
 
 def is_last_holder(state: State, record: VersionRecord, leaver: Member) -> bool:
     """Nobody else holds this shard of the version whole and stays."""
-    for worker in record.holders.get(leaver.shard, {}):
+    for worker in record.holders.get(leaver.line, {}):
         member = state.members.get(worker)
         if member is None:
             continue
@@ -69,7 +69,7 @@ def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member
         replica = model.replicas.get(name)
         worker = replica.members.get(leaver.shard) if replica is not None else None
         member = state.members.get(worker) if worker is not None else None
-        if member is None or not member.is_connected or member.worker == leaver.worker:
+        if member is None or not member.is_connected or member.worker == leaver.worker or member.line != leaver.line:
             continue
         if not member.holds(record.version):
             return True

@@ -4,24 +4,25 @@ from .. import facts
 from ..catalog import Model, VersionRecord
 from ..membership import Member
 from ..state import State
+from . import crossing
 
 
 def is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """The member is to fetch the version ahead for its site, where nobody has any of it."""
-    site, shard = member.hello.site, member.shard
+    site, line = member.hello.site, member.line
     if len(model.sites) < 2 or not _is_able(state, model, member, record):
         return False
     current = state.reads.current.get(member.worker)
     is_begun = current is not None and current.version == record.version and current.grant.to_host
     if (is_begun and not member.loses_copy(record.version)) or member.copy(record.version) is not None:
         return True  # it was elected before, and has begun
-    for worker in record.holders.get(shard, {}):
+    for worker in record.holders.get(line, {}):
         other = state.members.get(worker)
         if other is None or other.hello.site != site or worker == member.worker:
             continue
         if not facts.is_silent(state, other):  # one whose line broke is back in a moment
             return False
-    mates = [mate for mate in facts.members_of(state, model, shard) if mate.hello.site == site]
+    mates = [mate for mate in facts.members_of(state, model, line) if mate.hello.site == site]
     return min(mate.worker for mate in mates if _is_able(state, model, mate, record)) == member.worker
 
 
@@ -30,5 +31,5 @@ def _is_able(state: State, model: Model, member: Member, record: VersionRecord) 
     if model.replicas[member.hello.replica].publishes:
         return False
     has_room = report.copies_left > 0 or member.copy(record.version) is not None
-    is_staying = facts.is_here(state, member) and not report.closing and member.fits(record.layouts.get(member.shard))
+    is_staying = facts.is_here(state, member) and not report.closing and crossing.may_fit(model, record, member)
     return is_staying and has_room and member.hello.prefetch != "never"

@@ -10,10 +10,10 @@ Where there is no room, it leaves the version after the others.
 """
 
 from ...messages import Holding, Withdrawing
-from ...names import Shard
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..keepers import Rank
+from ..lines import Cut
 from ..membership import Member
 from ..state import State
 
@@ -26,11 +26,14 @@ def newly_established(model: Model) -> list[VersionRecord]:
 
 
 def _is_whole_outside(model: Model, record: VersionRecord) -> bool:
-    for each in range(model.shards):
-        shard = Shard(each)
-        reliable = model.reliable.get(shard, {})
+    return any(_is_cut_outside(model, record, cut) for cut in model.known_cuts())
+
+
+def _is_cut_outside(model: Model, record: VersionRecord, cut: Cut) -> bool:
+    for line in cut:
+        reliable = model.reliable.get(line, {})
         needs_reliable = any(w.replica not in record.publishers and w not in model.closing for w in reliable)
-        outside = (worker for worker in record.whole.get(shard, {}) if worker.replica not in record.publishers)
+        outside = (worker for worker in record.whole.get(line, {}) if worker.replica not in record.publishers)
         if not any(worker in reliable or not needs_reliable for worker in outside):
             return False
     return True
@@ -38,9 +41,9 @@ def _is_whole_outside(model: Model, record: VersionRecord) -> bool:
 
 def _is_all_outside(model: Model, record: VersionRecord) -> bool:
     """Somebody has each shard, beside its publishers, whether anybody relies on him or not."""
-    return all(
-        any(worker.replica not in record.publishers for worker in record.whole.get(Shard(shard), {}))
-        for shard in range(model.shards)
+    return any(
+        all(any(worker.replica not in record.publishers for worker in record.whole.get(line, {})) for line in cut)
+        for cut in model.known_cuts()
     )
 
 
@@ -49,9 +52,9 @@ def has_reliable_holder(state: State, model: Model, record: VersionRecord, leave
 
     For the newest established version, outside its publishers: it outlives them.
     """
-    reliable = model.reliable.get(leaver.shard, {})
+    reliable = model.reliable.get(leaver.line, {})
     must_be_outside = record.version == model.newest_established and leaver.worker.replica not in record.publishers
-    for worker in record.whole.get(leaver.shard, {}):
+    for worker in record.whole.get(leaver.line, {}):
         if worker not in reliable or (must_be_outside and worker.replica in record.publishers):
             continue
         member = state.members.get(worker)
@@ -65,13 +68,13 @@ def is_keeper(model: Model, member: Member) -> bool:
     version, buffer = model.newest_established, member.content.buffer
     if not isinstance(buffer, Holding) or buffer.version != version:
         return False
-    keepers = model.look_up(version).keepers.get(member.shard)
+    keepers = model.look_up(version).keepers.get(member.line)
     return keepers is not None and keepers.chosen == member.worker
 
 
 def may_keep(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """It has all of the version and could make a copy of it ahead of need."""
-    if member.worker not in record.whole.get(member.shard, {}):
+    if member.worker not in record.whole.get(member.line, {}):
         return False
     return _may_keep(state, model, record, member)
 
@@ -103,7 +106,7 @@ def is_another_on_its_way(state: State, model: Model, record: VersionRecord, mem
     own = facts.wanted_version(model.replicas[member.hello.replica], member)
     if own is not None and own > record.version and _is_all_outside(model, model.look_up(own)):
         return False
-    for other in facts.members_of(state, model, member.shard):
+    for other in facts.members_of(state, model, member.line):
         if other.worker == member.worker or not other.is_connected or other.report.closing:
             continue
         wanted = facts.wanted_version(model.replicas[other.hello.replica], other)

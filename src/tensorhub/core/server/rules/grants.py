@@ -107,7 +107,7 @@ def _is_impatient(source: Member, version: Version) -> bool:
 
 
 def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> Iterator[Decision]:
-    if member.shard not in record.roots:
+    if member.line not in record.roots:
         return  # only such as are filling have reported since the restart: nobody could say what is good
     if to_host and (yield from _share(state, model, record, member)):
         return

@@ -5,7 +5,6 @@ leads to it anyway.
 """
 
 from ...messages import Withdrawing
-from ...names import Shard
 from ..catalog import Model
 from ..groups import Replica
 from ..membership import Member
@@ -19,16 +18,18 @@ def interests_of(
     state: State, model: Model, replica: Replica, member: Member, wanted: Wanted | None
 ) -> tuple[Topic, ...]:
     """The topics that the member waits for. `wanted` is what it should be reading."""
-    shard, content, call = member.shard, member.content, replica.call
+    line, content, call = member.line, member.content, replica.call
     found: list[Topic] = []
     if wanted is not None and grants.is_looking(state, member, wanted):
-        found.append(sources_of(wanted.version, shard))
+        found.append(sources_of(wanted.version, line))
     is_leaving = isinstance(content.buffer, Withdrawing) and not member.is_drained
     if isinstance(content.buffer, Withdrawing) and is_leaving:
-        found.append(references_of(content.buffer.version, shard))
-    found += [references_of(copy.version, shard) for copy in content.copies]
+        found.append(references_of(content.buffer.version, line))
+    found += [references_of(copy.version, content.line_of(copy.version, is_copy=True)) for copy in content.copies]
     if call is not None and call.version is not None and retention.leaves_last(state, member):
-        found += [references_of(call.version, Shard(each)) for each in range(model.shards)]  # until others have it
+        found += [
+            references_of(call.version, each) for cut in model.known_cuts() for each in cut
+        ]  # until others have it
     is_open = call is not None and not call.is_over
     if call is not None and is_open:
         found += [loss_of(call.version)] if call.version is not None else [SERVICE]

@@ -51,7 +51,7 @@ def leave_slow(
     state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
 ) -> Generator[Decision, None, bool]:
     """Move the reader if its source stands still or is far too slow, and another one would do better."""
-    if reader.shard not in record.roots:
+    if reader.line not in record.roots:
         return False
     if (yield from _settle_places(state, model, record, reader, read)):
         return True
@@ -272,7 +272,7 @@ def to_idle(
     back: a reader that has a whole source to itself stays there. Between sites the pace is the uplink's: a reader
     leaves only one that it shares, for one that is idle.
     """
-    if state.now < read.looked_at + state.settings.rebalance_s or reader.shard not in record.roots:
+    if state.now < read.looked_at + state.settings.rebalance_s or reader.line not in record.roots:
         return False
     yield LookedForBetter(read)
     source = state.known(read.source)

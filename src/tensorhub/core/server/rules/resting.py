@@ -19,7 +19,7 @@ from ..membership import Member
 def version_to_copy(model: Model, member: Member) -> Version | None:
     """What it is to copy now, or has copied, because nobody else reliable is there who could have it in time."""
     version = _kept_here(model, member)
-    if version is None or len(model.reliable.get(member.shard, {})) > 1 or member.report.copy_error is not None:
+    if version is None or len(model.reliable.get(member.line, {})) > 1 or member.report.copy_error is not None:
         return None
     spare = 1 if member.report.prefetch is not None else 0
     return version if member.copy(version) is not None or member.report.copies_left > spare else None
@@ -29,10 +29,10 @@ def is_used(model: Model, member: Member, version: Version) -> bool:
     """The copy that it has made, or is making, will spare it an offload."""
     if version != _kept_here(model, member):
         return False
-    reliable = model.reliable.get(member.shard, {})
+    reliable = model.reliable.get(member.line, {})
     if len(reliable) > 1 and not member.report.copies_left:
         return False
-    whole = model.look_up(version).whole.get(member.shard, {})
+    whole = model.look_up(version).whole.get(member.line, {})
     return not any(other in whole and other not in model.closing for other in reliable if other != member.worker)
 
 

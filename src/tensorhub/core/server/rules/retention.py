@@ -19,14 +19,15 @@ from math import inf
 from typing import NamedTuple
 
 from ...messages import Failure, Filling, Holding, HostCopy, Withdrawing
-from ...names import Shard, Version, WorkerId
+from ...names import Version, WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..groups import Replica
+from ..lines import Line
 from ..membership import Member
 from ..open_reads import OpenRead
 from ..state import State
-from . import election, established, resting, witness
+from . import covered, crossing, election, established, resting, witness
 
 
 class HostCopyOrders(NamedTuple):
@@ -122,7 +123,7 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
         return False
     if is_squeezed and not member.report.closing and _makes_room(state, member):
         return True
-    if is_squeezed and not is_whole(state, model, record):
+    if is_squeezed and not covered.is_whole(state, model, record):
         return False
     if member.report.closing:
         return not buffer.impatient and _is_saved(state, model, record, member)
@@ -186,7 +187,7 @@ def version_to_fetch(state: State, model: Model, replica: Replica, member: Membe
             continue
         if member.holds(version) and member.keeps(version):
             continue
-        if not member.fits(record.layouts.get(member.shard)):
+        if not crossing.may_fit(model, record, member):
             continue
         copy = member.copy(version)
         if copy is None and (version == filled or not report.copies_left):
@@ -206,7 +207,7 @@ def _wanted_copies(state: State, model: Model, replica: Replica, member: Member)
     """What it should have a host copy of, the most important first."""
     if model.closing:
         for version in model.retained():
-            if heir_of(state, model, model.look_up(version), member.shard) == member.worker:
+            if heir_of(state, model, model.look_up(version), member.line) == member.worker:
                 yield version
     if member.report.prefetch is not None:
         version_wished, _ = model.resolve(member.report.prefetch)
@@ -219,12 +220,12 @@ def _wanted_copies(state: State, model: Model, replica: Replica, member: Member)
         yield latest
 
 
-def heir_of(state: State, model: Model, record: VersionRecord, shard: Shard) -> WorkerId | None:
+def heir_of(state: State, model: Model, record: VersionRecord, line: Line) -> WorkerId | None:
     """The worker that has to fetch a version of which only such as want to leave are reliable references."""
     if not model.closing:
         return None
     is_left, since = False, inf
-    for worker in record.whole.get(shard, {}):
+    for worker in record.whole.get(line, {}):
         member = state.members.get(worker)
         if member is None or not member.hello.reliable:
             continue
@@ -234,8 +235,8 @@ def heir_of(state: State, model: Model, record: VersionRecord, shard: Shard) -> 
             is_left, since = True, min(since, member.closing_since)
     if not is_left:
         return None
-    able = [member for member in facts.members_of(state, model, shard) if _can_inherit(state, member, record)]
-    is_enough = _is_kept_by_spot(state, record, shard) or state.now >= since + state.settings.spot_heir_s
+    able = [member for member in facts.members_of(state, model, line) if _can_inherit(state, model, member, record)]
+    is_enough = _is_kept_by_spot(state, record, line) or state.now >= since + state.settings.spot_heir_s
     if is_enough and not any(member.hello.reliable for member in able):
         return None
     return min(able, key=lambda m: _rank_of_heir(m, record)).worker if able else None
@@ -247,7 +248,7 @@ def _rank_of_heir(member: Member, record: VersionRecord) -> tuple[object, ...]:
     return not member.hello.reliable, not has_copy, not has_copy and not member.report.copies_left, member.worker
 
 
-def _can_inherit(state: State, member: Member, record: VersionRecord) -> bool:
+def _can_inherit(state: State, model: Model, member: Member, record: VersionRecord) -> bool:
     report = member.report
     filled = facts.wanted_version(state.place(member)[1], member)
     # where a copy of it goes there is room again; and one of what the buffer holds too, or soon will, gives way
@@ -260,12 +261,12 @@ def _can_inherit(state: State, member: Member, record: VersionRecord) -> bool:
     is_making_room = any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
     has_room = report.copies_left > 0 or may_have_room or is_making_room
     is_staying = member.is_connected and not report.closing
-    return is_staying and has_room and member.fits(record.layouts.get(member.shard))
+    return is_staying and has_room and crossing.may_fit(model, record, member)
 
 
-def _is_kept_by_spot(state: State, record: VersionRecord, shard: Shard) -> bool:
+def _is_kept_by_spot(state: State, record: VersionRecord, line: Line) -> bool:
     """A worker that nobody relies on has the version whole and does not leave it: better than nobody."""
-    for worker in record.whole.get(shard, {}):
+    for worker in record.whole.get(line, {}):
         member = state.members.get(worker)
         if member is None or not member.is_connected or member.report.closing or member.hello.reliable:
             continue
@@ -281,19 +282,10 @@ def _counts(state: State, model: Model, member: Member, version: Version) -> boo
     return member.hello.reliable or not established.has_reliable_holder(state, model, model.look_up(version), member)
 
 
-def is_whole(state: State, model: Model, record: VersionRecord) -> bool:
-    """Somebody is known to have each of its shards. Otherwise it seems lost, though who has it may only be cut off."""
-    for shard in range(model.shards):
-        holders = (state.members.get(worker) for worker in record.holders.get(Shard(shard), {}))
-        if not any(m is not None and (m.holds(record.version) or m.has_whole_copy(record.version)) for m in holders):
-            return False
-    return True
-
-
 def _is_saved(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
     """Somebody that stays is about to have the version. For one that nobody relies on the leaver waits a while only."""
-    heir = heir_of(state, model, record, leaver.shard)
-    heirs = [heir] if heir is not None else list(record.holders.get(leaver.shard, {}))
+    heir = heir_of(state, model, record, leaver.line)
+    heirs = [heir] if heir is not None else list(record.holders.get(leaver.line, {}))
     for worker in heirs:
         member = state.members.get(worker)
         if member is None or not member.is_connected or member.report.closing:
@@ -319,7 +311,7 @@ def _is_kept_elsewhere(
     version = record.version
     is_outside = leaver.worker.replica not in record.publishers
     is_kept_outside = version == model.newest_established and is_outside and not is_publisher_enough
-    for worker in record.holders.get(leaver.shard, {}):
+    for worker in record.holders.get(leaver.line, {}):
         member = state.members.get(worker)
         if member is None or member.report.closing or not (member.hello.reliable or not leaver.hello.reliable):
             continue
@@ -343,7 +335,7 @@ def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRe
         return False
     if not _counts(state, model, member, record.version) or _is_in_the_way(state, model, replica, record, member):
         return False
-    for worker in record.whole.get(member.shard, {}):
+    for worker in record.whole.get(member.line, {}):
         other = state.members.get(worker)
         if other is None or not other.has_whole_copy(record.version):
             continue
@@ -389,10 +381,10 @@ def _is_needed(
         return False
     is_kept = _is_kept_elsewhere(state, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
     is_last = _counts(state, model, member, version) and not is_kept
-    if is_last and (not is_squeezed or is_whole(state, model, record)):
+    if is_last and (not is_squeezed or covered.is_whole(state, model, record)):
         return not member.report.closing or _is_saved(state, model, record, member)
     return bool(record.promised) and not any(
         other.holds(version) and isinstance(other.content.buffer, Holding)
-        for other in (state.members.get(worker) for worker in record.holders.get(member.shard, {}))
+        for other in (state.members.get(worker) for worker in record.holders.get(member.line, {}))
         if other is not None
     )

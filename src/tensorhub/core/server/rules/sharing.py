@@ -1,7 +1,7 @@
 """One host fetches each host copy once: who needs the same copy waits for it, and then shares its memory.
 
 Rules:
-- Workers share if they name the same place, which says that each can map what the other has; and have the same shard,
+- Workers share if they name the same place, which says that each can map what the other has; and have the same line,
   layout and site. A name of a host alone proves nothing.
 - While one of them fetches a version into host memory, those that have nothing of it wait. Nobody waits for one who has
   gone, falls silent, or gets nothing: then the next one fetches.
@@ -16,7 +16,7 @@ from .. import facts
 from ..catalog import Model, VersionRecord
 from ..membership import Member
 from ..state import State
-from . import progress, sources
+from . import crossing, progress, sources
 from .selection import Candidate
 
 MOMENT = 0.125  # of the time between two reports
@@ -43,7 +43,7 @@ def awaited_until(state: State, model: Model, record: VersionRecord, member: Mem
         read = state.reads.current.get(mate.worker)
         if read is None or read.version != record.version or not read.grant.to_host or not facts.is_here(state, mate):
             continue
-        if mate.fits(record.layouts.get(member.shard)) and not progress.is_held_up(state, read):
+        if crossing.may_fit(model, record, mate) and not progress.is_held_up(state, read):
             is_silent_at = mate.silent_at + MOMENT * state.report_s
             return min(is_silent_at, state.now + progress.patience_s(state))
     return None
@@ -68,7 +68,7 @@ def _mates(state: State, model: Model, member: Member) -> Iterator[Member]:
     here = member.hello
     for worker in model.hosts.get(here.host, ()):
         mate = state.members.get(worker) if worker.shard == member.shard and worker != member.worker else None
-        if mate is None or mate.alone_until > state.now:
+        if mate is None or mate.line != member.line or mate.alone_until > state.now:
             continue
         if (mate.hello.place, mate.hello.site) == (here.place, here.site):
             yield mate

@@ -29,7 +29,7 @@ def candidates(state: State, model: Model, record: VersionRecord, reader: Member
 def to_choose_from(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
     """Those that the reader could read from among whom the best one is: of many holders not all are looked at."""
     found: list[Candidate] = []
-    if len(record.holders.get(reader.shard, {})) > MAX_ALL and model.roll.is_over:
+    if len(record.holders.get(reader.line, {})) > MAX_ALL and model.roll.is_over:
         found = idle(state, model, record, reader)
     return found or possible(state, model, record, reader)
 
@@ -40,11 +40,11 @@ def idle(state: State, model: Model, record: VersionRecord, reader: Member) -> l
     After those on its own host the first by name that has everything is the best, unless it has published that itself.
     """
     behind = state.reads.readers_behind(reader.worker, record.version)
-    there = record.idle.get(reader.shard, [])
-    near = [worker for worker in model.hosts.get(reader.hello.host, ()) if worker.shard == reader.shard]
+    there = record.idle.get(reader.line, [])
+    near = list(model.hosts.get(reader.hello.host, ()))
     found: list[Candidate] = []
     for worker in near:
-        if worker in record.holders[reader.shard] and worker not in model.read_from and worker not in behind:
+        if worker in record.holders[reader.line] and worker not in model.read_from and worker not in behind:
             found += _sound(state, record, reader, worker)
     for worker in there:
         sound = _sound(state, record, reader, worker) if worker not in behind else []
@@ -73,7 +73,7 @@ def possible(state: State, model: Model, record: VersionRecord, reader: Member) 
     behind = state.reads.readers_behind(reader.worker, record.version)
     leaving = reads_leaving(state, record, reader) if len(model.sites) > 1 else None
     found = []
-    for worker in record.holders.get(reader.shard, {}):
+    for worker in record.holders.get(reader.line, {}):
         member = state.members.get(worker)
         if member is None or worker in behind:
             continue
@@ -91,7 +91,7 @@ def possible(state: State, model: Model, record: VersionRecord, reader: Member) 
 def reads_leaving(state: State, record: VersionRecord, reader: Member) -> Counter[str]:
     """How many reads by others leave each site, from workers that have this shard of the version."""
     found: Counter[str] = Counter()
-    for worker in record.holders.get(reader.shard, {}):
+    for worker in record.holders.get(reader.line, {}):
         source = state.members.get(worker)
         for read in state.reads.from_source(worker) if source is not None else ():
             other = state.members.get(read.reader)
@@ -110,7 +110,7 @@ def host_copy_of(state: State, record: VersionRecord, reader: Member, member: Me
 def may_cross(state: State, model: Model, record: VersionRecord, reader: Member) -> bool:
     """The reader is the seed of its site for its shard: nobody else is to read that across."""
     best: tuple[int, object] | None = None
-    for member in facts.members_of(state, model, reader.shard):
+    for member in facts.members_of(state, model, reader.line):
         if member.hello.site != reader.hello.site or state.reads.current.get(member.worker) is not None:
             continue
         if not facts.is_here(state, member):
@@ -135,6 +135,8 @@ def _candidate(
     version, worker = record.version, member.worker
     if not facts.serves(state, worker, version, from_host) or (from_host and member.loses_copy(version)):
         return None
+    if member.content.line_of(version, is_copy=from_host) != reader.line:
+        return None  # it has the version in another line too
     has_all = facts.is_full(member, version, from_host)
     current = state.reads.current.get(worker)
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host

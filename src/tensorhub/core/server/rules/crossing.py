@@ -1,0 +1,55 @@
+"""Whether a version can be read into what a worker has registered: by its own line, or out of a cut of another kind."""
+
+from ...errors import UsageError
+from ...manifest import layout_difference
+from ...messages import Failure
+from ...names import Digest, is_tiled
+from ..catalog import Model, VersionRecord
+from ..lines import Line
+from ..membership import Member
+from ..state import State
+
+
+def may_fit(model: Model, record: VersionRecord, member: Member) -> bool:
+    """The version can fill its tensors, as far as is known."""
+    theirs = record.layouts.get(member.line)
+    if theirs is not None or not member.report.layout:
+        return member.fits(theirs)
+    return not record.roots or _is_of_its_cut(model, record, member.line) or can_cross(record, member.line)
+
+
+def can_cross(record: VersionRecord, line: Line) -> bool:
+    """Its boxes say what is wanted, and somebody's boxes where that is; and there is a digest for each piece."""
+    return line.is_boxed and any(other.is_boxed and is_tiled(root) for other, root in record.roots.items())
+
+
+def _is_of_its_cut(model: Model, record: VersionRecord, line: Line) -> bool:
+    """The version is known in a cut with that line, though perhaps not all of it is."""
+    return any(line in cut and any(other in record.roots for other in cut) for cut in model.known_cuts())
+
+
+def why_unreadable(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
+    """Why nobody could ever read the version into the tensors that this worker has registered; None if somebody may."""
+    if not member.report.layout or may_fit(model, record, member):
+        return None
+    line, layouts = member.line, record.layouts
+    its = line if line in layouts else next((each for each in layouts if each[:2] == line[:2]), None)
+    difference = _difference(state, record, member, layouts[its]) if its is not None else None
+    name = f"version {record.version} of {model.name}"
+    if difference is None and its is None:
+        others = sorted({each.shards for each in record.roots})
+        text = f"{member.worker} is one of {line.shards} shards, {name} is cut in {', '.join(map(str, others))}"
+        return Failure("layout-mismatch", text, "say with boxes what each shard has, on both sides")
+    text = difference or f"the tensors of {member.worker} differ from those of {name}"
+    return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")
+
+
+def _difference(state: State, record: VersionRecord, member: Member, layout: Digest) -> str | None:
+    mine, theirs = state.layouts.get(member.report.layout), state.layouts.get(layout)
+    if mine is None or theirs is None:
+        return None
+    here, there = f"in {member.worker}", f"in version {record.version}"
+    try:
+        return layout_difference(mine.decode(), theirs.decode(), here=here, there=there)
+    except UsageError:
+        return None  # what is no layout differs too, but no word of it is repeated
