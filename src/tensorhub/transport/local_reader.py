@@ -157,6 +157,7 @@ class LocalRead(TcpRead):
     """One read from one source on this host."""
 
     kind = "local"
+    has_links = False  # its streams are threads that copy: as many as are asked for, at once
 
     def __init__(
         self,

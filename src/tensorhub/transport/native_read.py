@@ -77,9 +77,15 @@ class Mover:
         """Wanted chunks that are not stored yet."""
         return len(self._wanted) - int(self.state.stored_chunks)
 
-    def stream(self, descriptor: int) -> shapes.StreamState:
+    def have(self, streams: int) -> None:
+        """So many are to bring chunks from now on: those with a higher index end with what they have asked for."""
+        self.state.streams = streams
+
+    def stream(self, descriptor: int, index: int = 0) -> shapes.StreamState:
         """One more connection; whoever runs it keeps the descriptor open until it has ended."""
-        state = shapes.StreamState(read=ctypes.pointer(self.state), descriptor=descriptor, pidfd=-1, status=-1)
+        state = shapes.StreamState(
+            read=ctypes.pointer(self.state), descriptor=descriptor, pidfd=-1, status=-1, index=index
+        )
         if self._scratch_bytes:
             self._scratch.append((ctypes.c_ubyte * self._scratch_bytes)())
             state.scratch = ctypes.addressof(self._scratch[-1])

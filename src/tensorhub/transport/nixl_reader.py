@@ -95,6 +95,7 @@ class NixlRead(TcpRead):
     """One read from one source."""
 
     kind = "nixl"
+    has_links = False  # its streams are threads that copy
 
     def __init__(
         self,

@@ -14,14 +14,14 @@ class Claims:
 
     def __init__(self, wanted: Sequence[int], streams: int) -> None:
         self._wanted = wanted
-        self._streams = streams
+        self.streams = streams  # those with a higher index ask for no more
         self._next = 0
         self._lock = threading.Lock()
 
     def take(self, most: int) -> Sequence[int]:
         """Up to `most` chunks; towards the end fewer, so that all streams finish together."""
         with self._lock:
-            fair = -(-(len(self._wanted) - self._next) // self._streams)
+            fair = -(-(len(self._wanted) - self._next) // self.streams)
             first, self._next = self._next, self._next + max(0, min(most, fair))
             return self._wanted[first : self._next]
 

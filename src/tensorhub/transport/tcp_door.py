@@ -34,9 +34,12 @@ class Door:
         self._strangers[wire] = thread
         return True
 
-    def welcome(self, wire: Wire) -> bool:
-        """It has said who it is, and may be served. False: there is no room for it."""
-        if len(self._welcome) >= self._most_welcome:
+    def welcome(self, wire: Wire, *, is_further: bool) -> bool:
+        """It has said who it is, and may be served. False: there is no room for it.
+
+        Further streams of a read take half of the room at most: the rest is for who is not served at all yet.
+        """
+        if len(self._welcome) >= (-(-self._most_welcome // 2) if is_further else self._most_welcome):
             return False
         self._welcome[wire] = self._strangers.pop(wire)
         return True

@@ -89,6 +89,12 @@ class Job:
         if is_over and mover is not None:
             mover.stop()
 
+    def have(self, streams: int) -> None:
+        """So many streams are to bring chunks from now on."""
+        self.claims.streams = streams
+        if self.mover is not None:
+            self.mover.have(streams)
+
     @property
     def missing(self) -> int | None:
         """Wanted chunks that are not stored yet, once known."""

@@ -6,6 +6,7 @@ sink's memory any more. It must never: call `on_end` twice, or before the last t
 """
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,10 @@ from .signals import block_sigpipe
 from .tcp_job import Job, NoRoom
 from .tcp_settings import TcpSettings
 from .tcp_stream import Stream, dial, opened
+from .tcp_width import Width
 from .threads import Thread, start
+
+LEAST_CHUNKS = 8  # for each stream that is there, left to ask for: else another one is not worth its connection
 
 
 class TcpRead(Read):
@@ -35,12 +39,14 @@ class TcpRead(Read):
         self._lock = threading.Lock()
         self._running = 0
         self._is_stopped = False
-        self._wide = 1  # as many streams as it may have
+        self._wide = 1  # as many streams as it opens once the first one is fast
+        self._width: Width | None = None
         self.streams = 1
 
     # -- what another transport that speaks over a socket does in its own way -----------------------------------------
 
     kind = "tcp"
+    has_links = True  # what its streams get depends on a network: their number is tried out
 
     def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
         return Job(settings, endpoint, key, sink)
@@ -159,9 +165,12 @@ class TcpRead(Read):
             stream.send_parcels()
             job.generation = welcome.generation
             job.begin(wanted, streams, stream.mover_for(wanted, streams))
+            if self.has_links and settings.most_streams > 1:
+                self._width = Width(settings, 1, cores=os.cpu_count() or 1)
             if job.mover is not None:
                 self._move(job.mover, stream, streams)
                 return
+            stream.after_each_chunk(self._look)
             if streams > 1:
                 stream.when_fast(lambda: self._widen(streams))
             stream.pump()
@@ -181,6 +190,7 @@ class TcpRead(Read):
                 self.job.finish()
             mover.join(state)
             stream.left(state)
+            self._width = None
         stream.conclude(state)
 
     def _attend(self, mover: Mover, is_over: Callable[[], bool]) -> None:
@@ -193,6 +203,7 @@ class TcpRead(Read):
                 self._widen(self._wide)
             if events & shapes.HAS_NEWS:
                 self._tell(mover)
+            self._look()
             if events & shapes.IS_WHOLE:
                 self.job.finish()  # a stream that is still connecting is not waited for
 
@@ -220,8 +231,25 @@ class TcpRead(Read):
 
     def _widen(self, streams: int) -> None:
         """One stream is not enough: start the others."""
-        self.streams = streams
-        for further in range(1, streams):
+        if streams > self.streams:
+            self._have(streams)
+            if self._width is not None:
+                self._width.set(streams)
+
+    def _look(self) -> None:
+        """Have more streams, or fewer, if that is what the rate says."""
+        width, missing = self._width, self.job.missing
+        if width is None or missing is None or missing < LEAST_CHUNKS * self.streams:
+            return
+        streams = width.look(time.monotonic(), self.job.arrived_bytes)
+        if streams != self.streams:
+            self._have(streams)
+
+    def _have(self, streams: int) -> None:
+        """So many from now on. Those that are too many end with what they have asked for."""
+        before, self.streams = self.streams, streams
+        self.job.have(streams)
+        for further in range(before, streams):
             self._start(self._follow, further)
 
     def _follow(self, index: int) -> None:

@@ -315,7 +315,7 @@ class TcpServer:
         if (refusal := self.why_refused(wire, hello)) is not None:
             return refusal
         with self._changed:
-            if not self._door.welcome(wire):
+            if not self._door.welcome(wire, is_further=bool(hello.generation)):
                 return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
             if not hello.generation:
                 expect_s = min(self._settings.expect_s, hello.silence_ms / 2000)

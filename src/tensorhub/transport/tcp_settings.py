@@ -14,6 +14,7 @@ from ..core.errors import UsageError
 
 MIB = 1 << 20
 SCHEME = "tcp"
+FAR_PROBE_S = 0.5  # a new stream takes some round trips of 50 ms to be as fast as it can
 MAX_WANT_RANGES = 1024  # of one request: at most 20 bytes each in MessagePack, so always within MAX_WANT_BYTES
 _BACKLOG = 1024  # a full queue drops the SYN and costs its sender a second; with 16, strangers filled it within 20 ms
 
@@ -34,7 +35,7 @@ class TcpSettings:
     silence_s: float = 5.0  # the keepalive comes every 1.25 s: three may be lost to a GC or a stopped machine
     greet_s: float = 1.0  # for a reader to say who it is, which it does at once: its first words may be sent twice
     connect_s: float = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
-    streams: int = 2  # two idle cores: 1 stream 6.8 GiB/s, 2 streams 10.3, 4 no more; across sites set 8
+    streams: int = 2  # two idle cores: 1 stream 6.8 GiB/s, 2 streams 10.3, 4 no more
     stream_bytes: int = (
         8 * MIB
     )  # what makes a further stream worth its connection (0.3 ms, which is 2 MiB): four times that
@@ -44,6 +45,13 @@ class TcpSettings:
     block_bytes: int = 4 * MIB  # hashed while a cache has it; of 1 MiB, calls cost 5 % and the nearer cache saves less
     far_streams: int = 4  # between sites, all at once: over 50 ms and 1 Gbit/s one got 236 Mbit/s, eight 751; but
     # each has a chunk in flight, which is read again where a site's seed dies
+    most_streams: int = (
+        8  # of a read that gets more from each doubling (`tcp_width`): where the path limits each stream,
+    )
+    # as clouds do to 5 Gbit/s and a long round trip does to its window
+    probe_rate_bytes_per_s: float = 5e8  # what comes slower inside a site is held up by its link; a link of 10 Gbit/s
+    # gives 1.2e9, and 5 Gbit/s, to which clouds limit one stream, are 6.2e8
+    probe_s: float = 0.25  # a window in which a rate is measured: five looks
     max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait;
     # of those who have said who they are: strangers have room of their own
     lend_rate_bytes_per_s: float = 1e9  # from here on a source lends its memory, and copies nothing (`tcp_lend`): what
@@ -63,7 +71,16 @@ class TcpSettings:
     )
 
     def __post_init__(self) -> None:
-        sizes = ("streams", "far_streams", "stream_bytes", "block_bytes", "ahead_bytes", "max_connections")
+        sizes = (
+            "streams",
+            "far_streams",
+            "most_streams",
+            "probe_s",
+            "stream_bytes",
+            "block_bytes",
+            "ahead_bytes",
+            "max_connections",
+        )
         for name in ("silence_s", "greet_s", "connect_s", "ahead_s", *sizes):
             if getattr(self, name) <= 0:
                 raise UsageError(f"tcp transport: {name} is {getattr(self, name)}, but must be more than 0")
@@ -71,7 +88,14 @@ class TcpSettings:
     def across_sites(self) -> "TcpSettings":
         """For a long path, which one stream does not fill."""
         streams = max(self.streams, self.far_streams)
-        return replace(self, streams=streams, stream_bytes=min(self.stream_bytes, MIB), stream_rate_bytes_per_s=0.0)
+        return replace(
+            self,
+            streams=streams,
+            stream_bytes=min(self.stream_bytes, MIB),
+            stream_rate_bytes_per_s=0.0,
+            probe_rate_bytes_per_s=0.0,
+            probe_s=max(self.probe_s, FAR_PROBE_S),
+        )
 
     @property
     def most_greeting_s(self) -> float:

@@ -99,6 +99,7 @@ class Stream:
         self.chunk_bytes = 0  # until the read has begun
         self._scattered = Scattered(job.sink.stream)  # of a sink that wants pieces it knows nothing
         self._on_fast: Callable[[], None] | None = None
+        self._on_chunk: Callable[[], None] | None = None
         self._is_lent = False  # the chunk that comes: its source may have changed it on the way
         self._doubted = set[int]()  # came so, and wrong: asked for once more
 
@@ -141,7 +142,7 @@ class Stream:
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
         """This connection as the mover sees it."""
-        state = self.wire.moved = mover.stream(self.wire.sock.fileno())
+        state = self.wire.moved = mover.stream(self.wire.sock.fileno(), self.index)
         return state
 
     def left(self, state: shapes.StreamState) -> None:
@@ -201,7 +202,8 @@ class Stream:
         ahead = Ahead(job.settings, self.chunk_bytes)
         last = time.monotonic()
         while not job.is_over:
-            if len(asked) <= ahead.chunks // 2:
+            is_wanted = self.index < job.claims.streams  # else another one is not worth having
+            if is_wanted and len(asked) <= ahead.chunks // 2:
                 claimed = job.claims.take(ahead.chunks - len(asked))
                 if claimed:
                     now = time.monotonic()
@@ -212,11 +214,17 @@ class Stream:
                 return
             chunk, asked_at = asked.popleft()
             self._receive_chunk(chunk)
+            if self._on_chunk is not None:
+                self._on_chunk()
             if self._on_fast is not None:
                 before, last = last, time.monotonic()
                 self._judge_speed(last - before)
             if len(asked) <= ahead.chunks // 2:
                 ahead.adjust(time.monotonic() - asked_at)
+
+    def after_each_chunk(self, look: Callable[[], None]) -> None:
+        """Call `look` whenever a chunk has come."""
+        self._on_chunk = look
 
     def when_fast(self, then: Callable[[], None]) -> None:
         """Call `then` once, as soon as a chunk comes so fast that its link may have more to give than one stream takes.

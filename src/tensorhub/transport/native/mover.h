@@ -121,7 +121,7 @@ typedef struct {
     uint64_t ahead_first, ahead_most, tile_bytes;
     /* From here on: what changes. */
     _Atomic uint32_t lock; /* of `next`: 0 free, 1 taken, 2 taken and waited for */
-    uint32_t streams;
+    _Atomic uint32_t streams; /* those with a higher index ask for no more */
     uint64_t next;
     _Atomic uint32_t is_over, events, may_write, is_lent_to;
     _Atomic uint64_t received_bytes, received_chunks, stored_chunks, stored_bytes;
@@ -154,6 +154,7 @@ typedef struct {
     uint64_t asked[MAX_AHEAD];
     double asked_at[MAX_AHEAD];
     int32_t is_lent, is_bridging, is_judging_speed, is_started;
+    uint32_t index, unused;
     digest_t digest;
     pthread_t thread;
     unsigned char words[MAX_GONE_BYTES > WANT_BYTES ? MAX_GONE_BYTES : WANT_BYTES];

@@ -75,7 +75,8 @@ static void unlock(read_t *read) {
 /* The next chunks that nobody has asked for, at most so many; towards the end fewer, so that all finish together. */
 static uint64_t claim(read_t *read, uint64_t most, const uint64_t **chunks) {
     lock(read);
-    uint64_t left = read->wanted_count - read->next, fair = (left + read->streams - 1) / read->streams;
+    uint64_t streams = atomic_load(&read->streams);
+    uint64_t left = read->wanted_count - read->next, fair = (left + streams - 1) / streams;
     uint64_t count = most < fair ? most : fair;
     *chunks = read->wanted + read->next;
     read->next += count;
@@ -193,7 +194,8 @@ static int pump(stream_t *stream) {
     read_t *read = stream->read;
     double last = now_s();
     while (!atomic_load(&read->is_over)) {
-        int status = stream->count <= stream->ahead / 2 ? ask_ahead(stream) : 0;
+        int is_wanted = stream->index < atomic_load(&read->streams); /* else another one is not worth having */
+        int status = is_wanted && stream->count <= stream->ahead / 2 ? ask_ahead(stream) : 0;
         if (status)
             return status;
         if (!stream->count)

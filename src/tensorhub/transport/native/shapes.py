@@ -182,6 +182,8 @@ class StreamState(Structure):
         ("is_bridging", c_int32),
         ("is_judging_speed", c_int32),
         ("is_started", c_int32),
+        ("index", c_uint32),
+        ("unused", c_uint32),
         ("digest", DigestState),
         ("thread", c_ulong),
         ("words", c_ubyte * WORDS_BYTES),
