@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +63,11 @@ class Job:
             rank.wait(10)
             rank.stdin.close()
             rank.stdout.close()
+
+
+def eventually(condition, what, *, within_s=30.0):
+    """Wait until it holds; fail when it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {within_s} s"
+        time.sleep(0.01)

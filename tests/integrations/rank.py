@@ -42,21 +42,28 @@ class Net(torch.nn.Module):
 class Rank:
     """Carries out commands. A method is a command."""
 
-    def build(self, kind="fsdp", seed=0):
+    def build(self, kind="fsdp", seed=0, path=None):
         torch.manual_seed(seed)
         self.kind = kind
-        self.module = Net(6 if kind == "tp" else 7)
+        self.module = Net(6 if kind == "tp" else 7) if path is None else self._llama(path)
         ranks = dist.get_world_size()
         if kind == "fsdp":
             mesh = init_device_mesh("cpu", (ranks,))
             fully_shard(self.module.up, mesh=mesh)
             fully_shard(self.module, mesh=mesh)
+        elif kind == "llama":
+            fully_shard(self.module)
         elif kind == "tp":
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(self.module, init_device_mesh("cpu", (ranks,)), plan)
         elif kind == "ddp":
             self.module = torch.nn.parallel.DistributedDataParallel(self.module)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 if path is None else 0.2)
+
+    def _llama(self, path):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(LlamaConfig.from_pretrained(path)).float()
 
     def attach(self, model, **options):
         self.publisher = fsdp.attach(self.module, model, **options)
@@ -67,14 +74,20 @@ class Rank:
         with torch.no_grad():
             self.module(torch.ones(2, 4))
 
-    def step(self, version, fails=None, timeout=None, then="raise"):
+    def step(self, version=None, fails=None, timeout=None, then="raise"):
         """One step of training. The rank `fails` raises in it, or is killed."""
-        torch.manual_seed(1000 * version + (0 if self.kind == "tp" else dist.get_rank()))
-        self.module(torch.randn(3, 4)).square().sum().backward()
-        self.forward()
+        torch.manual_seed(1000 * (version or 77) + (0 if self.kind == "tp" else dist.get_rank()))
+        if self.kind == "llama":
+            tokens = torch.randint(3, 128, (2, 16))
+            self.module(input_ids=tokens, labels=tokens).loss.backward()
+        else:
+            self.module(torch.randn(3, 4)).square().sum().backward()
+            self.forward()
         began = time.monotonic()
         try:
-            with self.publisher.step(version, metadata={"step": version}, timeout=timeout):
+            with self.publisher.step(
+                version, metadata={"step": version or self.publisher.next_version}, timeout=timeout
+            ):
                 if fails == dist.get_rank():
                     self._fail(then)
                 self.optimizer.step()

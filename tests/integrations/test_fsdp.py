@@ -113,7 +113,7 @@ def test_a_rank_is_killed_in_its_step_and_the_job_goes_on_from_the_rollouts(star
         again.call("build", seed=1)
         assert again.call("attach", model="policy") == 1, "filled by the rollout"
         check(whole, again, 1)
-        again.call("step", version=2)
+        assert again.call("step") == 2, "2 was claimed, and never published"
         check(whole, again, 2)
         figures(
             f"fsdp: rank killed in its step: the others raised {took_s:.2f} s later; a new job went on at version 1"

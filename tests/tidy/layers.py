@@ -34,6 +34,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli", "demo", "lab"),
     "matplotlib": ("demo", "lab"),
+    "vllm": ("integrations",),
     "safetensors": ("cli", "integrations", "demo"),
     "torchft": ("integrations",),
     "ray": ("integrations",),

@@ -1,9 +1,9 @@
 """The trainer's side: publishes a torch module that FSDP2 or tensor parallelism has cut, or that is whole.
 
     publisher = fsdp.attach(model, "policy", replica="trainer")
-    for version in range(publisher.version + 1, last):
+    for batch in batches:
         loss(model, batch).backward()
-        with publisher.step(version):
+        with publisher.step() as version:
             optimizer.step()
 
 Rules:
@@ -62,8 +62,9 @@ def attach(
         place = _place(module, ranks, shard, shards)
         view = tensorhub.connect(options.get("server"), token=options.get("token"))
         held = max((each.version for each in view.versions(model) if each.holders), default=-1) if fill else -1
-        number = max(version, view.next_version(model)) if held < 0 else held
-    held, number = ranks.told(held, number)
+        after = max(view.next_version(model), held + 1)
+    held, after = ranks.told(held, after)
+    number = max(version, after) if held < 0 else held
     publishes = place.copy == 0
     publisher = Publisher(
         module, ranks, {CUT: _cut(module, place.shards)} if place.shards > 1 else {}, publishes=publishes
@@ -76,7 +77,7 @@ def attach(
                 tensorhub.open(model, replica=name, shard=place.shard, shards=place.shards, **options), dtype
             )
             publisher._begin(held, number)
-    publisher.version = number
+    publisher.version, publisher.next_version = number, max(after, number + 1)
     return publisher
 
 
@@ -85,6 +86,7 @@ class Publisher:
 
     weights: "tensorhub.Weights | None" = None  # None on ranks that hold copies
     version: int | None = None  # what the module is a version of; None while it is none
+    next_version: int = 0  # what the next step publishes, unless it says another number
 
     def __init__(self, module: "torch.nn.Module", ranks: "Ranks", said: dict[str, str], *, publishes: bool) -> None:
         self._module, self._ranks, self._said, self._publishes = module, ranks, said, publishes
@@ -105,13 +107,16 @@ class Publisher:
 
     @contextmanager
     def step(
-        self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
-    ) -> Iterator[None]:
-        """Withdraw the version before, let the block change the parameters, publish them as `version`.
+        self, version: int | None = None, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
+    ) -> Iterator[int]:
+        """Withdraw the version before, let the block change the parameters, publish them under the next number.
+
+        Or as `version`, which is the same on all ranks.
 
         As `tensorhub.Weights.mutating`, on all ranks or on none: where one rank raises, the others raise
         `GroupIncomplete`. Where the number cannot be claimed, no block runs, and the version before is still published.
         """
+        version = self.next_version if version is None else version
         with ExitStack() as stack:
             with self._ranks.agreeing(f"step({version}) could not begin"):
                 self._check_same()  # and so no rank is left with gathered parameters if it raises in the block
@@ -120,13 +125,13 @@ class Publisher:
                     stack.enter_context(self.weights.mutating(version=version, metadata=said, timeout=timeout))
             self.version = None
             with self._ranks.agreeing(f"step({version}) failed, and nothing was published"):
-                yield
+                yield version
                 self._check_same()
-        self.version = version
+        self.version, self.next_version = version, version + 1
 
     def _open(self, weights: "tensorhub.Weights", dtype: "torch.dtype | str | None") -> None:
         self.weights = weights
-        weights.register(tensors_of(self._module), **({} if dtype is None else {"dtype": dtype}))
+        weights.register(tensors_of(self._module), dtype=dtype)
 
     def _begin(self, held: int, number: int) -> None:
         assert self.weights is not None

@@ -1,0 +1,163 @@
+"""vLLM takes its weights from TensorHub: the weight-transfer backend "tensorhub", and who drives it.
+
+    llm = vllm.LLM(path, load_format="dummy", weight_transfer_config={"backend": "tensorhub"})
+    weights = tensorhub.integrations.vllm.attach(llm, "policy", replica="rollout-0")  # returns with a version in
+    weights.update()  # between two batches
+
+Or `attach("http://127.0.0.1:8000", …)` for a server (`VLLM_SERVER_DEV_MODE=1`), which is paused with its requests kept.
+With `additional_config={"tensorhub": {"model": "policy", "replica": "rollout-0"}}` as well, an engine loads its first
+version before it begins to serve.
+
+Rules:
+1. Each of vLLM's ranks is a replica of its own that holds the whole model on the host, by the names of the trainer's
+   `state_dict()`: it serves others, also while vLLM computes. vLLM's layerwise reload fuses and cuts for its rank.
+2. First all ranks fetch the version, then all load it. A fetch that fails on any rank changes nothing that vLLM
+   computes with. While ranks fetch, vLLM goes on; only the loading pauses it.
+3. In place, an engine that finds its version with others of its layout reads it over the parameters it computes with.
+4. A load that fails half-way leaves a mixture. That rank then refuses to compute, until a load has succeeded.
+
+It must never: let two ranks load different versions, or import vLLM before it is used.
+"""
+
+import time
+from typing import Any
+
+import tensorhub
+
+BACKEND = "tensorhub"
+WAIT_S = 300.0
+
+
+def register() -> None:
+    """The plugin: vLLM calls it in each of its processes."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "tensorhub.integrations.vllm_worker", "TensorHubWeightTransferEngine"
+        )
+
+
+def attach(
+    engine: Any, model: str, *, replica: str, in_place: bool = False, timeout: float | None = None, **options: Any
+) -> "Updater":
+    """Let the engine's ranks join `model`, and load a first version; returns when it is in.
+
+    `engine` is a `vllm.LLM` or the address of a server. `in_place`: engines of the same layout read what one of them
+    has loaded over the parameters that they compute with; a model whose weights vLLM processes into copies refuses.
+    `options` are those of `tensorhub.open`, plain values.
+    """
+    updater = Updater(_Server(engine) if isinstance(engine, str) else _Offline(engine), model, options)
+    updater.engine.init({"model": model, "replica": replica, "in_place": in_place, "options": options})
+    updater.update(timeout=timeout)
+    return updater
+
+
+class Updater:
+    """Brings an engine to newer versions. Made by `attach`."""
+
+    def __init__(self, engine: "_Offline | _Server", model: str, options: dict[str, Any]) -> None:
+        self.engine, self.model = engine, model
+        self.version: int | None = None  # what the engine computes with; None: nothing that may be used
+        self._view = tensorhub.connect(options.get("server"), token=options.get("token"))
+
+    def update(self, version: int | None = None, *, timeout: float | None = None) -> int:
+        """Load the version, by default the newest one. Returns what the engine computes with. Waits for a first one.
+
+        Cheap when nothing is newer. On an error before loading, `version` is what it was and the engine goes on with
+        it. On an error while loading it is None, and the engine answers nothing until an update has succeeded.
+        """
+        deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
+        wanted = newest_version(self._view, self.model, deadline) if version is None else version
+        if wanted == self.version:
+            return wanted
+        try:
+            self.engine.fetch(wanted, max(1.0, deadline - time.monotonic()))
+        except Exception as error:
+            self.engine.cancel()
+            text = f"{self.model}@{wanted} could not be fetched, and the engine goes on with {self.version}: {error}"
+            raise tensorhub.VersionUnavailable(text, hint="update() again") from error
+        before, self.version = self.version, None
+        try:
+            self.engine.load(str(wanted))
+        except Exception as error:
+            self.engine.cancel()
+            text = f"{self.model}@{wanted} was loaded in part, over {before}: the engine answers nothing now: {error}"
+            raise tensorhub.VersionUnavailable(text, hint="update() again, or start the engine anew") from error
+        self.version = wanted
+        return wanted
+
+
+def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:
+    """The newest version that there is. Waits for a first one."""
+    while True:
+        found = [each.version for each in view.versions(model) if each.is_latest]
+        if found:
+            return found[0]
+        if time.monotonic() >= deadline:
+            raise tensorhub.VersionUnavailable(f"{model} has no version yet", hint="is the trainer there?")
+        time.sleep(0.2)
+
+
+class _Offline:
+    """A `vllm.LLM` of this process. Nobody else drives it while it is updated, so nothing needs to be paused."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def fetch(self, version: int, timeout: float) -> None:
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"version": version, "timeout": timeout}})
+
+    def load(self, version: str) -> None:
+        self._llm.finish_weight_update(weight_version=version)
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    def cancel(self) -> None:
+        try:
+            self._llm.update_weights({"update_info": {"version": -1}})
+        except Exception:  # noqa: BLE001 - it raises on every rank: that is how vLLM ends an update
+            return
+
+
+class _Server:
+    """A server of vLLM, over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", init_info=init_info)
+
+    def fetch(self, version: int, timeout: float) -> None:
+        self._post("/start_weight_update")
+        self._post("/update_weights", timeout, update_info={"version": version, "timeout": timeout})
+
+    def load(self, version: str) -> None:
+        self._post("/pause?mode=keep&clear_cache=true")  # prefix cache and all else that old weights have computed
+        self._post("/finish_weight_update", weight_version=version)
+        self._post("/resume")  # not after an error: who is paused answers nothing
+
+    def cancel(self) -> None:
+        try:
+            self._post("/update_weights", update_info={"version": -1})
+        except tensorhub.Unavailable:
+            return
+
+    def _post(self, path: str, wait_s: float = WAIT_S, **body: Any) -> None:
+        import json
+        from urllib.error import HTTPError, URLError
+        from urllib.request import Request, urlopen
+
+        request = Request(self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with urlopen(request, timeout=wait_s + 30.0):
+                return
+        except HTTPError as error:
+            text = f"{self._url}{path}: {error.code} {error.read(2000).decode(errors='replace')}"
+        except (URLError, OSError) as error:
+            text = f"{self._url}{path}: {error}"
+        raise tensorhub.Unavailable(text, hint="is VLLM_SERVER_DEV_MODE=1 set, and what does its log say?")

@@ -1,0 +1,149 @@
+"""A vLLM engine in a process of its own: commands are JSON lines on stdin, answers JSON lines on stdout.
+
+    {"do": "start", "path": "…", "replica": "rollout-0"}    {"do": "update"}    {"do": "answer", "prompts": [[1, 2]]}
+
+The model is random and small, and has no tokenizer: prompts and answers are numbers.
+"""
+
+import json
+import os
+import sys
+import time
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+os.environ.update(SETTINGS)  # before vLLM is imported, here and by its ranks
+UNPACKED = "ENGINE_UNPACKED"  # parameters stay what vLLM computes with, as on GPUs; by itself it packs them for the CPU
+
+
+def unpack():
+    """In every process of vLLM, before it loads the model."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
+
+
+class Engine:
+    """Carries out commands. A method is a command."""
+
+    def start(self, path, replica, early=False, ranks=1, in_place=False, **options):
+        """`early`: the first version is loaded before vLLM would serve, instead of by `attach`."""
+        import vllm
+
+        joined = {"model": "policy", "replica": replica, "in_place": in_place, "options": options}
+        self.llm = vllm.LLM(
+            model=path,
+            load_format="dummy",
+            weight_transfer_config={"backend": "tensorhub"},
+            additional_config={"tensorhub": joined} if early else {},
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=4,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="uni" if ranks == 1 else "mp",
+            enable_prefix_caching=True,
+            worker_extension_cls="tests.integrations.engine.Spoiled",
+        )
+        self.replica, self.options = replica, {"in_place": in_place, **options}
+
+    def attach(self, timeout=60):
+        from tensorhub.integrations import vllm
+
+        self.weights = vllm.attach(self.llm, "policy", replica=self.replica, timeout=timeout, **self.options)
+        return self.weights.version
+
+    def update(self, version=None, timeout=60):
+        began = time.monotonic()
+        try:
+            return self.weights.update(version, timeout=timeout)
+        finally:
+            self.took_s = time.monotonic() - began
+
+    def held(self):
+        return [self.weights.version, self.llm.get_weight_version(), getattr(self, "took_s", 0.0)]
+
+    def answer(self, prompts, tokens=8):
+        """For each prompt: the tokens, and for each of them the log-probabilities of the likeliest five."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=5, detokenize=False, ignore_eos=True)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found = [each.outputs[0] for each in self.llm.generate(asked, params, use_tqdm=False)]
+        return [
+            [list(each.token_ids), [{str(k): v.logprob for k, v in at.items()} for at in each.logprobs]]
+            for each in found
+        ]
+
+    def spoil(self, after):
+        """Let the next load fail after so many tensors."""
+        self.llm.collective_rpc("spoil", args=(after,))
+
+    def sources(self):
+        """Where the weights came from."""
+        return self.llm.collective_rpc("sources")[0]
+
+    def on_host(self):
+        return self.llm.collective_rpc("on_host")
+
+
+if os.environ.get(UNPACKED):
+    unpack()
+
+
+class Spoiled:
+    """What a test adds to vLLM's ranks."""
+
+    def sources(self):
+        """Of what is on the host, and of what is in place."""
+        engine = self.weight_transfer_engine
+        workers = [*engine._whole._workers, *([engine._ours] if engine._ours is not None else [])]
+        return sorted({source for worker in workers for source in worker.statistics()["bytes_by_source"]})
+
+    def on_host(self):
+        """Tensors that this rank keeps on the host."""
+        return sum(len(shard) for shard in self.weight_transfer_engine._whole._shards)
+
+    def spoil(self, after):
+        model = self.model_runner.get_model()
+        load = model.load_weights
+
+        def load_weights(weights):
+            del model.load_weights
+
+            def some():
+                for count, each in enumerate(weights):
+                    if count == after:
+                        raise ValueError("a load that fails")
+                    yield each
+
+            return load(some())
+
+        model.load_weights = load_weights
+
+
+def main():
+    """Until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    engine = Engine()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"value": getattr(engine, command.pop("do"))(**command)}
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            answer = {"kind": type(error).__name__, "message": str(error), "hint": getattr(error, "hint", "")}
+        print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A Llama of transformers, random and small: the trainer of these tests, and the judge of what engines answer."""
+
+import copy
+import statistics
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tensorhub.integrations import fsdp
+
+PROMPTS = [[5, 9, 2, 40, 17, 3], [90, 91, 92], list(range(30, 62))]
+ROUNDED = 2.0  # how far vLLM may be from float32, in units of how far transformers' own bfloat16 is: mean and largest
+FAR = 20.0  # in the same units: how far two versions are apart, at least
+
+
+class Judge:
+    """A Llama of transformers: what answers have to be."""
+
+    def __init__(self, folder):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=128,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.15,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        self.module = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        self.path = str(folder / "llama")
+        config.architectures = ["LlamaForCausalLM"]
+        config.torch_dtype = "bfloat16"
+        config.save_pretrained(self.path)
+        self.before = None
+
+    def follow(self, job, version):
+        """Become what the ranks of that job say that they are, rounded."""
+        path = f"{self.path}-{version}.safetensors"
+        job.call("save", path=path)
+        if version:
+            self.before = copy.deepcopy(self.module)
+        self.module.load_state_dict(load_file(path))
+
+    def logprobs(self, module, sequences):
+        """Of every token, at every place."""
+        with torch.no_grad():
+            return [module(torch.tensor([each])).logits[0].float().log_softmax(-1) for each in sequences]
+
+    def check(self, engine):
+        """The engine computes with the newest version and nothing else. Returns how far it is from float32, relatively.
+
+        Teacher-forced: for each token that it chose, its five log-probabilities beside those of transformers in
+        float32, and the same of transformers in bfloat16.
+        """
+        answered = engine.call("answer", prompts=PROMPTS)
+        sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, answered, strict=True)]
+        exact = self.logprobs(copy.deepcopy(self.module).float(), sequences)
+        rounded = self.logprobs(self.module, sequences)
+        before = self.logprobs(self.before, sequences) if self.before is not None else None
+        theirs, ours, moved = [], [], []
+        for row, (prompt, (_, said)) in enumerate(zip(PROMPTS, answered, strict=True)):
+            for at, likeliest in enumerate(said, len(prompt) - 1):
+                for token, logprob in likeliest.items():
+                    truth = exact[row][at, int(token)].item()
+                    theirs.append(abs(rounded[row][at, int(token)].item() - truth))
+                    ours.append(abs(logprob - truth))
+                    if before is not None:
+                        moved.append(abs(before[row][at, int(token)].item() - truth))
+        assert len(ours) >= 5 * 8 * len(PROMPTS)
+        found = statistics.mean(ours) / statistics.mean(theirs)
+        assert found < ROUNDED, f"{engine.name}: {found:.2f} times what rounding does"
+        assert max(ours) < ROUNDED * max(theirs), f"{engine.name}: {max(ours):.3f}, rounding {max(theirs):.3f}"
+        if before is not None:
+            assert statistics.mean(moved) > FAR * statistics.mean(theirs), "the versions are too near to be told apart"
+        return found
+
+
+class Trainer(Judge):
+    """The same, and it publishes what it is."""
+
+    def __init__(self, folder, server):
+        super().__init__(folder)
+        self.publisher = fsdp.attach(self.module, "policy", replica="trainer", server=server)
+
+    def step(self, version):
+        """Another random model, far from the one before."""
+        self.before = copy.deepcopy(self.module)
+        with self.publisher.step(version), torch.no_grad():
+            for parameter in self.module.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(0.3).add_(torch.randn_like(parameter) * 0.14)

@@ -1,0 +1,261 @@
+"""vLLM with weights from TensorHub, beside transformers: what the engine answers is what the published version answers.
+
+The trainer is a Llama of transformers in the test's process, random and small; engines are vLLM in processes of their
+own. After each version the engine's log-probabilities are as near to those of transformers in float32 as transformers'
+own in bfloat16, and far from those of the version before.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-engines")
+
+import tensorhub
+from tensorhub.integrations import fsdp
+
+from .engine import UNPACKED
+from .kit import ROOT, Job, eventually
+from .llama import PROMPTS, Judge, Trainer
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+
+class Engine:
+    """One vLLM in a process."""
+
+    def __init__(self, folder, name, **environ):
+        self.name, self.log = name, folder / f"{name}.log"
+        command = [sys.executable, "-m", "tests.integrations.engine"]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def ask(self, do, **arguments):
+        """What it answered: a mapping; None if it died."""
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def begin(self, do, **arguments):
+        """The same, in a thread: `join()` returns the answer."""
+        thread = threading.Thread(target=lambda: setattr(thread, "answer", self.ask(do, **arguments)))
+        thread.start()
+        return thread
+
+    def call(self, do, **arguments):
+        found = self.ask(do, **arguments)
+        assert "value" in (found or {}), f"{do} of {self.name}: {found}\n{self.log.read_text()[-6000:]}"
+        return found["value"]
+
+    def end(self):
+        with_it = os.getpgid(self.process.pid) if self.process.poll() is None else None
+        if with_it is not None:
+            os.killpg(with_it, signal.SIGKILL)
+        self.process.wait(20)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def stopped(job):
+    """The job's processes stand still."""
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for rank in job.ranks:
+            if rank.poll() is None:
+                os.kill(rank.pid, signal.SIGCONT)
+
+
+def is_reading(server, replica):
+    """Whether it has a source, and waits for it."""
+    return any(each.target == replica and not each.is_void for each in tensorhub.connect(server).transfers())
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=5.0, report_s=0.25) as found:
+        yield found.address
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start("rollout-0")` starts the process of an engine, without vLLM yet."""
+    engines = []
+
+    def begin(name, **environ):
+        engines.append(Engine(tmp_path, name, **environ))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.end()
+
+
+@pytest.fixture
+def trainer(tmp_path, server):
+    found = Trainer(tmp_path, server)
+    yield found
+    found.publisher.close(timeout=10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_each_version_the_engine_answers_what_transformers_answers(trainer, server, start, figures, ranks):
+    engine = start("rollout-0")
+    engine.call("start", path=trainer.path, replica="rollout-0", server=server, ranks=ranks)
+    assert engine.call("attach") == 0
+    worst, took_s = trainer.check(engine), []
+    for version in range(1, 6):
+        trainer.step(version)
+        assert engine.call("update") == version
+        worst = max(worst, trainer.check(engine))
+        held, told, seconds = engine.call("held")
+        assert (held, told) == (version, str(version)), "vLLM was told which version it is"
+        took_s.append(seconds)
+    assert engine.call("update") == 5, "nothing is newer"
+    line = f"vLLM, TP{ranks}, 6 versions: {worst:.2f} times as far from float32 as transformers in bfloat16, at most"
+    figures(f"{line}; update {sorted(took_s)[2]:.2f} s (median)", worst=worst)
+
+
+def test_a_new_engine_fills_itself_from_others_and_a_trainer_that_is_gone_is_not_missed(trainer, server, start):
+    first, late = start("rollout-0"), start("rollout-1")
+    first.call("start", path=trainer.path, replica="rollout-0", server=server)
+    trainer.step(1)
+    assert first.call("attach") == 1
+    trainer.publisher.close()
+    late.call("start", path=trainer.path, replica="rollout-1", server=server, early=True)
+    trainer.check(late)  # it was loaded before vLLM would serve: nobody has attached yet
+    assert late.call("attach") == 1
+    assert late.call("held")[1] == "1"
+    assert late.call("sources") == ["rollout-0"]
+    assert first.call("update", timeout=3) == 1, "the newest version that there is"
+    trainer.check(first)
+
+
+def test_engine_and_source_are_killed_in_mid_update(server, start, tmp_path, figures):
+    """Two ranks train with FSDP2. An engine dies in mid-update, then the only source."""
+    job = Job(2, server, tmp_path)
+    try:
+        judge = Judge(tmp_path)
+        job.call("build", kind="llama", path=judge.path)
+        assert job.call("attach", model="policy", dtype="bfloat16") == 0
+        killed, engine = start("rollout-0"), start("rollout-1")
+        for each in (killed, engine):
+            each.call("start", path=judge.path, replica=each.name, server=server, transports="tcp")
+            assert each.call("attach") == 0
+        judge.follow(job, 0)
+        judge.check(engine)
+        job.call("step", version=1)
+
+        with stopped(job):
+            asked = killed.begin("update")
+            eventually(lambda: is_reading(server, "rollout-0"), "the engine is in mid-update")
+            killed.end()
+            asked.join(20)
+        assert asked.answer is None
+        assert engine.call("update") == 1
+        judge.follow(job, 1)
+        judge.check(engine)
+
+        job.call("step", version=2)
+        with stopped(job):
+            asked = engine.begin("update", timeout=40)
+            eventually(lambda: is_reading(server, "rollout-1"), "the engine is in mid-update")
+            began = time.monotonic()
+            job.end()
+            asked.join(60)
+            took_s = time.monotonic() - began
+        assert asked.answer["kind"] == "VersionUnavailable", asked.answer
+        assert "goes on with 1" in asked.answer["message"]
+        judge.check(engine)  # version 1, as before
+        assert engine.call("held")[:2] == [1, "1"]
+
+        again = Job(2, server, tmp_path)
+        again.call("build", kind="llama", path=judge.path, seed=1)
+        assert again.call("attach", model="policy", dtype="bfloat16") == 1, "filled by the engine"
+        version = again.call("step")
+        assert version == 3, "2 was taken, and lost"
+        assert engine.call("update") == 3
+        judge.follow(again, version)
+        judge.check(engine)
+        again.end()
+        figures(f"vLLM: its only source killed in mid-update: it said so {took_s:.1f} s later, and answered as before")
+    finally:
+        job.end()
+
+
+def test_a_load_that_fails_half_way_is_refused_and_mended_by_the_next(trainer, server, start):
+    engine = start("rollout-0")
+    engine.call("start", path=trainer.path, replica="rollout-0", server=server)
+    assert engine.call("attach") == 0
+    trainer.step(1)
+    engine.call("spoil", after=7)
+    found = engine.ask("update")
+    assert found["kind"] == "VersionUnavailable"
+    assert "loaded in part" in found["message"]
+    assert "a load that fails" in found["message"]
+    assert engine.call("held")[0] is None, "it says that it has no version"
+    assert engine.call("update") == 1
+    trainer.check(engine)
+    engine.call("spoil", after=7)
+    trainer.step(2)
+    assert engine.ask("update")["kind"] == "VersionUnavailable"
+    refused = engine.ask("answer", prompts=PROMPTS)
+    assert refused is None or "kind" in refused, "never a mixture"
+    assert "the weights are no version" in engine.log.read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_place_engines_of_one_layout_fill_each_other(trainer, server, start, figures, ranks):
+    """The first reloads; the second, which came later, reads the first one's parameters over its own."""
+    first, late = start("rollout-0", **{UNPACKED: "1"}), start("rollout-1", **{UNPACKED: "1"})
+    options = {"path": trainer.path, "server": server, "in_place": True, "ranks": ranks}
+    first.call("start", replica="rollout-0", **options)
+    assert first.call("attach") == 0
+    trainer.step(1)
+    assert first.call("update") == 1
+    trainer.check(first)
+    trainer.publisher.close(timeout=10)
+    late.call("start", replica="rollout-1", **options)
+    assert late.call("attach") == 1, "the trainer has gone"
+    trainer.check(late)
+    assert late.call("sources") == ["rollout-0"]
+    assert late.call("on_host") == [0] * ranks, "no copy on the host"
+    with fsdp.attach(trainer.module, "policy", replica="trainer", server=server, fill=False) as trainer.publisher:
+        version = trainer.publisher.version + 1
+        trainer.step(version)
+        assert first.call("update") == version
+        assert late.call("update") == version
+        trainer.check(late)
+        trainer.check(first)
+        seconds = late.call("held")[2]
+    assert late.call("on_host") == [0] * ranks
+    figures(f"vLLM in place, TP{ranks}: a new engine filled itself from another, update {seconds:.2f} s")
+
+
+def test_weights_that_vllm_packs_are_refused_in_place(trainer, server, start):
+    engine = start("rollout-0")
+    engine.call("start", path=trainer.path, replica="rollout-0", server=server, in_place=True)
+    refused = engine.ask("attach")
+    assert refused["kind"] == "UsageError"
+    assert "processed copies" in refused["message"]
