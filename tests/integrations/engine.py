@@ -94,6 +94,10 @@ class Engine:
     def on_host(self):
         return self.llm.collective_rpc("on_host")
 
+    def spoil_fetch(self, rank):
+        """Let the next fetch fail, on one rank only."""
+        self.llm.collective_rpc("spoil_fetch", args=(rank,))
+
 
 if os.environ.get(UNPACKED):
     unpack()
@@ -128,6 +132,16 @@ class Spoiled:
             return load(some())
 
         model.load_weights = load_weights
+
+    def spoil_fetch(self, rank):
+        whole = self.weight_transfer_engine._whole
+
+        def update(*_, **__):
+            del whole.update
+            raise ValueError("a fetch that fails")
+
+        if self.rank == rank:
+            whole.update = update
 
 
 def main():

@@ -52,17 +52,18 @@ class Judge:
         with torch.no_grad():
             return [module(torch.tensor([each])).logits[0].float().log_softmax(-1) for each in sequences]
 
-    def check(self, engine):
-        """The engine computes with the newest version and nothing else. Returns how far it is from float32, relatively.
+    def check(self, engine, *, is_behind=False):
+        """The engine computes with the newest version (or the one before) alone. Returns how far it is from float32.
 
         Teacher-forced: for each token that it chose, its five log-probabilities beside those of transformers in
         float32, and the same of transformers in bfloat16.
         """
         answered = engine.call("answer", prompts=PROMPTS)
         sequences = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, answered, strict=True)]
-        exact = self.logprobs(copy.deepcopy(self.module).float(), sequences)
-        rounded = self.logprobs(self.module, sequences)
-        before = self.logprobs(self.before, sequences) if self.before is not None else None
+        wanted, other = (self.before, self.module) if is_behind else (self.module, self.before)
+        exact = self.logprobs(copy.deepcopy(wanted).float(), sequences)
+        rounded = self.logprobs(wanted, sequences)
+        before = self.logprobs(other, sequences) if other is not None else None
         theirs, ours, moved = [], [], []
         for row, (prompt, (_, said)) in enumerate(zip(PROMPTS, answered, strict=True)):
             for at, likeliest in enumerate(said, len(prompt) - 1):

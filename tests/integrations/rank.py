@@ -51,6 +51,9 @@ class Rank:
             mesh = init_device_mesh("cpu", (ranks,))
             fully_shard(self.module.up, mesh=mesh)
             fully_shard(self.module, mesh=mesh)
+        elif kind == "hsdp":
+            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
+            fully_shard(self.module, mesh=mesh)
         elif kind == "llama":
             fully_shard(self.module)
         elif kind == "tp":

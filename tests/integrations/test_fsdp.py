@@ -48,9 +48,9 @@ def check(whole, job, version):
     assert whole.metadata.get("step", 0) == version
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp"])
-def test_what_is_published_is_what_the_ranks_hold(start, server, kind):
-    job = start()
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 3), ("tp", 3), ("ddp", 3), ("hsdp", 4)])
+def test_what_is_published_is_what_the_ranks_hold(start, server, kind, ranks):
+    job = start(ranks)
     job.call("build", kind=kind)
     assert job.call("attach", model="policy") == 0, "a version is there before the first rollout"
     with Whole("policy", replica="rollout-0", server=server) as whole:

@@ -133,6 +133,15 @@ def test_after_each_version_the_engine_answers_what_transformers_answers(trainer
         assert (held, told) == (version, str(version)), "vLLM was told which version it is"
         took_s.append(seconds)
     assert engine.call("update") == 5, "nothing is newer"
+    trainer.step(6)
+    engine.call("spoil_fetch", rank=ranks - 1)
+    failed = engine.ask("update")
+    assert failed["kind"] == "VersionUnavailable"
+    assert "goes on with 5" in failed["message"]
+    trainer.check(engine, is_behind=True)  # on all ranks, though only one has failed
+    assert engine.call("held")[:2] == [5, "5"]
+    assert engine.call("update") == 6
+    trainer.check(engine)
     line = f"vLLM, TP{ranks}, 6 versions: {worst:.2f} times as far from float32 as transformers in bfloat16, at most"
     figures(f"{line}; update {sorted(took_s)[2]:.2f} s (median)", worst=worst)
 
