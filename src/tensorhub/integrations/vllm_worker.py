@@ -29,6 +29,8 @@ import tensorhub
 from .vllm import BACKEND, WAIT_S, newest_version
 from .whole import Whole
 
+COMPUTES = ("forward", "compute_logits")  # the second is called where a captured graph takes the place of the first
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -145,7 +147,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             self._reload(version)
         self._loaded = version
-        del self.model.compute_logits  # the refusal; the class's own is there again
+        for name in COMPUTES:
+            delattr(self.model, name)  # the refusal: the class's own is there again
 
     def _reload(self, version: int) -> None:
         assert self._whole is not None
@@ -159,10 +162,11 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._ours.publish(version)
 
     def _refuse(self, why: str) -> None:
-        def compute_logits(*_: object, **__: object) -> torch.Tensor:
+        def refused(*_: object, **__: object) -> torch.Tensor:
             raise tensorhub.VersionUnavailable(f"the weights are no version: {why}", hint="update() again")
 
-        self.model.compute_logits = compute_logits
+        for name in COMPUTES:
+            setattr(self.model, name, refused)
 
     def shutdown(self) -> None:
         """Leave."""
