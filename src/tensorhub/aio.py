@@ -121,6 +121,18 @@ class Weights:
         """Take tensors that `memory.registration.register` has looked at already."""
         await self._here(self._client.register(registration))
 
+    async def suspend(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
+        """Withdraw, and forget where the tensors are, until `resume`."""
+        deadline, suspension = self._deadline(timeout), self._client.suspension
+        suspension.check_registered()
+        await self._here(self._client.operate("unpublish", "", deadline))
+        await self._here(suspension.begin(deadline))
+
+    async def resume(self, tensors: "type_of_weights | None" = None) -> None:
+        """Register again what was suspended, where it is now, or these tensors."""
+        self._check_process()
+        await self.take(self._client.suspension.again(tensors))
+
     async def publish(
         self,
         version: int,

@@ -140,6 +140,24 @@ class Weights:
         self._aio._check_process()
         self._wait(self._aio.take(register_tensors(tensors, dtype)), None, "register()")
 
+    def suspend(self, *, timeout: float | None = None) -> None:
+        """Withdraw, and forget where the tensors are: their memory may be unmapped, freed or moved until `resume`.
+
+        For engines that sleep. As `unpublish`, all shards of a replica call it; when it returns nobody reads, and
+        nothing here keeps the memory. Until `resume` or `register` calls that need the tensors are a `UsageError`;
+        copies in host memory are read and prefetched on. Does nothing while suspended. Raises as `unpublish` does.
+        """
+        self._wait(self._aio.suspend(timeout=timeout), timeout, "suspend()")
+
+    def resume(self, tensors: "type_of_weights | None" = None) -> None:
+        """Register again what was suspended, where it is now: the module, or the mapping with what it holds by now.
+
+        Or these tensors, where the objects are others; their layout has to be the same (else `UsageError`, which names
+        them). Afterwards they are no version: `replicate` fills them, `publish` takes them for what they are.
+        """
+        self._aio._check_process()
+        self._wait(self._aio.take(self._aio._client.suspension.again(tensors)), None, "resume()")
+
     def publish(
         self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
     ) -> int:

@@ -46,7 +46,7 @@ class HostMemory:
         `look` says what is left to take.
         """
         size_bytes = registration.size_bytes
-        self._shape = _over(registration, HostStream(()), ())
+        self._shape = without_memory(registration)
         if limit_bytes is None:
             self.most = copies_that_fit(size_bytes, look())
         else:
@@ -180,11 +180,23 @@ def _memory(size_bytes: int) -> tuple[int, object]:
     return found.address, found
 
 
+def without_memory(registration: Registration) -> Registration:
+    """How it is laid out, and nothing that holds its memory, or the tensors."""
+    return _over(registration, HostStream(()), ())
+
+
 def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, ...]) -> Registration:
     """The same layout over other memory."""
     ours = InPlace([], [])
     return replace(
-        registration, stream=stream, pieces=pieces, devices=("cpu",), _in_place=ours, casts=None, _module=None
+        registration,
+        stream=stream,
+        pieces=pieces,
+        devices=("cpu",),
+        _in_place=ours,
+        casts=None,
+        _module=None,
+        given=None,
     )
 
 

@@ -49,6 +49,7 @@ class Registration:
     _in_place: InPlace
     casts: Casts | None = None  # of the caller's tensors that are published in another dtype
     _module: Held | None = None  # whose tensors they are, where that is known
+    given: tuple[object, object] | None = None  # by the caller: a module or mapping, and dtypes
 
     def __repr__(self) -> str:
         return f"<Registration of {len(self.layout.tensors)} tensors, {self.size_bytes} B on {self.device}>"
@@ -96,7 +97,7 @@ def register(tensors: "type_of_weights", dtype: object = None) -> Registration:
     """
     if is_module(tensors):
         found = tensors_of_module(tensors)
-        return replace(register(found, dtype), _module=Held(tensors, found))
+        return replace(register(found, dtype), _module=Held(tensors, found), given=(tensors, dtype))
     if not isinstance(tensors, Mapping):
         raise UsageError(
             f"register takes a module, or a mapping from names to tensors, not a {type(tensors).__name__}",
@@ -125,6 +126,7 @@ def register(tensors: "type_of_weights", dtype: object = None) -> Registration:
         devices=tuple(sorted({facts.device for facts in described})),
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
+        given=(tensors, dtype),
     )
 
 

@@ -43,6 +43,7 @@ from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
 from .mastering import Mastering
 from .questions import check_held, wait_for_holders, wait_for_version
+from .suspending import Suspension
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Client:
         self.callers = Callers()
         self._behind = Behind(self.driver)
         self._mastering = Mastering(self.me)
+        self.suspension = Suspension(self.driver, self._behind)
         self._hello = hello
         self._calling = ""
         self._closing: asyncio.Task[None] | None = None
@@ -89,6 +91,7 @@ class Client:
         self._mastering.forget()
         most_copies = self.driver.data.register(registration)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
+        self.suspension.over()
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
 
     async def operate(
@@ -334,6 +337,7 @@ class Client:
         if self._calling:
             text = f"{verb} on {self.me} while its {self._calling} has not ended"
             raise UsageError(text, hint="one call at a time on one Weights: wait for the first")
+        self.suspension.check(verb)
         self._calling = verb
         try:
             yield

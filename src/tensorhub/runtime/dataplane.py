@@ -84,10 +84,9 @@ class DataPlane:
         self._prepared = manifest
 
     def start_serving(self, version: Version, root: Digest) -> None:
-        registration, vacated = self.registration, self.vacated
+        registration, vacated, self.vacated = self.registration, self.vacated, None
         manifest = vacated if vacated is not None and vacated.root() == root else self._prepared
         self._forget_incoming()
-        self.vacated = None
         assert registration is not None, "serving without registered memory"
         assert manifest is not None, "serving what was not prepared"
         assert manifest.root() == root, "serving what was not prepared"
@@ -113,10 +112,13 @@ class DataPlane:
 
     def register(self, registration: Registration) -> int:
         """Other tensors. Returns how many host copies of them the limit allows."""
-        self._forget_incoming()
-        self.vacated = None
-        self.registration = registration
+        self.replace(registration)
         return self.copies.register(registration)
+
+    def replace(self, registration: Registration) -> None:
+        """The same tensors elsewhere, or without memory."""
+        self._forget_incoming()
+        self.vacated, self.registration = None, registration
 
     def copy_out(self, version: Version, *, is_ahead: bool) -> None:
         assert self.content is not None, "offload of nothing"
@@ -125,8 +127,7 @@ class DataPlane:
 
     def copy_in(self, version: Version) -> None:
         assert self.registration is not None, "filling without registered memory"
-        self._forget_incoming()
-        self.vacated = None
+        self.replace(self.registration)
         self.copies.copy_in(version, self.registration, self.prepare)
 
     def open_read(self, grant: Grant) -> None:
@@ -358,8 +359,8 @@ class DataPlane:
             self._ended(reading, error.with_traceback(None))
             return
         except Exception as error:  # noqa: BLE001 - no memory, or our bug: the read ends all the same, and says so
-            text = f"the copy from {reading.grant.source} cannot be looked through: {error!r}"
-            self._ended(reading, TensorHubError(text))
+            why = TensorHubError(f"the copy from {reading.grant.source} cannot be looked through: {error!r}")
+            self._ended(reading, why)
             return
         if self._reading is reading:
             self._reading = None
