@@ -74,3 +74,14 @@ def test_a_rollout_whose_calls_fail_one_after_the_other_is_behind() -> None:
     bench.calls(0.9)
     with pytest.raises(OracleViolation, match="has version None"):
         bench.look()
+
+
+def test_a_version_that_came_while_the_rollout_rested_is_not_missed_yet() -> None:
+    bench = Bench()
+    made = bench.truth.exists("m", VERSION)
+    assert made is not None
+    made.exists = bench.world.now - 0.5
+    bench.look()
+    made.exists -= 1.0
+    with pytest.raises(OracleViolation, match="has version None"):
+        bench.look()

@@ -189,7 +189,7 @@ class Watch:
         if finished.error is None and call.verb == "unpublish":
             self.memory.unpublished(life, had)
         if finished.error is None and finished.version is not None:
-            self.truth.note_known(life.me.model, finished.version)
+            self.truth.note_known(life, finished.version, life.root_of(finished.version))
 
     def _has_finished(self, life: Life, call: Call, finished: Finished, had: Version | None) -> None:
         if finished.error is not None:

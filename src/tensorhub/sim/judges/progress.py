@@ -7,6 +7,7 @@ from ..truth.life import Life
 from .bench import Judge
 from .groups import GroupCall
 
+MOST_REST_S = 1.0  # a plain program rests for half as long between two calls
 STAYING = ("gone", "pause", "cut", "mute", "deaf", "unplug", "slow", "stutter", "disconnect")
 
 
@@ -57,7 +58,7 @@ class ProgressJudge(Judge):
         """It is still in the first call that it has made since that version came and its program went plain.
 
         None that was to bring that version has failed, and it has lasted for less than a quarter of the calm: whoever
-        hangs is not excused.
+        hangs is not excused. Or that version has come while it rested between two calls.
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
         since = self.conditions.storm_s + self.conditions.calm_s / 2
@@ -67,6 +68,8 @@ class ProgressJudge(Judge):
         begun = [call for call in calls if call.began >= since]
         if any(call.error is not None and call.resolved == newest for call in calls):
             return False
+        if made is not None and not begun and self.now - made.exists < MOST_REST_S:
+            return True
         is_young = all(call.ended == inf and self.now - call.began < self.conditions.calm_s / 4 for call in begun)
         return 0 < len(begun) <= self.conditions.shards and is_young
 

@@ -109,9 +109,9 @@ class Truth:
         return sorted(found, reverse=True)
 
     def exists(self, model: str, version: Version) -> Made | None:
-        """The first that came to be under that number."""
+        """The first that came to be under that number: order is the server's, where it has said anything of it."""
         made = [m for m in self.made.get((model, version), {}).values() if m.exists < inf]
-        return min(made, key=lambda m: m.exists, default=None)
+        return min(made, key=lambda m: (m.known, m.exists), default=None)
 
     def newest(self, model: str) -> Version | None:
         found = self.existing(model)
@@ -131,11 +131,11 @@ class Truth:
         """Some server had said that it exists."""
         return made.known < self.now
 
-    def note_known(self, model: str, version: Version) -> None:
-        """A server has said that a call for that version ended well."""
-        made = self.exists(model, version)
-        if made is not None:
-            made.known = min(made.known, self.now)
+    def note_known(self, life: Life, version: Version, root: Digest | None) -> None:
+        """A server has said of that version that it exists: a call for it ended well, or it may be read."""
+        for made in self.made.get((life.me.model, version), {}).values():
+            if made.exists < inf and made.roots.get(life.me.shard) == root:
+                made.known = min(made.known, self.now)
 
     def note_whole(self, life: Life, version: Version) -> None:
         """One more has all of its shard: perhaps the version is established by that."""
@@ -286,6 +286,7 @@ class Truth:
 
     def begins(self, life: Life, read: Read) -> None:
         life.read, life.fed_at = read, self.now
+        self.note_known(life, read.grant.version, read.grant.root)
 
     def accepted(self, life: Life, read: Read) -> None:
         """A chunk is in place."""
@@ -295,14 +296,17 @@ class Truth:
         life.fed_at = self.now
 
     def _note_stood_still(self, life: Life, read: Read) -> None:
-        """Nothing came by its read for as long as a source is left for, though that had all of the version."""
+        """Nothing came by its read for as long as a source is left for.
+
+        That source had all of the version; or it was to get the rest itself, and nothing had come there either.
+        """
         source = self.lives.get(read.grant.source)
         if source is None:
             return
         had = source.copies.get(read.grant.version) if read.grant.from_host else source.held
-        if had is None or had.version != read.grant.version:
-            return
-        if self.now - max(life.fed_at, had.since) >= self.plan.settings.stalled_s:
+        is_whole = had is not None and had.version == read.grant.version
+        fed_at = had.since if had is not None and is_whole else source.fed_at
+        if self.now - max(life.fed_at, fed_at) >= self.plan.settings.stalled_s:
             life.stood_still[source.me] = self.now
 
     def said(self, life: Life, report: Report) -> None:
