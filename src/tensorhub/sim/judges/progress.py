@@ -8,6 +8,7 @@ from .bench import Judge
 from .groups import GroupCall
 
 MOST_REST_S = 1.0  # a plain program rests for half as long between two calls
+FILLS = ("replicate", "update")
 STAYING = ("gone", "pause", "cut", "mute", "deaf", "unplug", "slow", "stutter", "disconnect")
 
 
@@ -100,10 +101,17 @@ class ProgressJudge(Judge):
         whole = [version for version in self.truth.existing(model)[1:] if self.truth.is_whole(model, version)]
         return whole[: max(0, self.conditions.retain - 1)]
 
-    def copies(self) -> None:
-        """Everybody holds the newest version: no host copy is needed any more but of what is pinned or retained.
+    def _is_awaited(self, model: str) -> bool:
+        """A caller is not back yet with what it wants."""
+        return any(
+            e.call is not None and e.call.verb in FILLS for e in self.truth.lives.values() if e.me.model == model
+        )
 
-        And one of the newest for each shard, made ahead of need: it outlives the birth of the next version.
+    def copies(self) -> None:
+        """Everybody holds the newest version: no host copy is needed but of what is pinned or retained.
+
+        And one of the newest for each shard, made ahead of need: it outlives the birth of the next version. More of
+        that are needed as long as a caller is on its way to it.
         """
         if any(trouble.misfortune.stays for trouble in self.truth.troubles.all):
             return
@@ -116,7 +124,7 @@ class ProgressJudge(Judge):
                     for other in self.truth.lives.values()
                     if (other.me.model, other.me.shard) == (life.me.model, life.me.shard) and version in other.copies
                 ]
-                is_spare = version == newest and len(kept) > 1
+                is_spare = version == newest and len(kept) > 1 and not self._is_awaited(life.me.model)
                 is_old = newest is None or is_spare or version < newest - 2 * self.conditions.retain
                 is_old = is_old and version not in self._kept(life.me.model)
                 publishers = [r for r in self.plan.replicas if r.is_trainer and r.model == life.me.model]
