@@ -59,7 +59,8 @@ class ProgressJudge(Judge):
         """It is still in the first call that it has made since that version came and its program went plain.
 
         None that was to bring that version has failed, and it has lasted for less than a quarter of the calm: whoever
-        hangs is not excused. Or that version has come while it rested between two calls.
+        hangs is not excused. Where a host stays slow for ever, a call may take all of its time. Or that version has
+        come while it rested between two calls.
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
         since = self.conditions.storm_s + self.conditions.calm_s / 2
@@ -71,7 +72,9 @@ class ProgressJudge(Judge):
             return False
         if made is not None and not begun and self.now - made.exists < MOST_REST_S:
             return True
-        is_young = all(call.ended == inf and self.now - call.began < self.conditions.calm_s / 4 for call in begun)
+        is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
+        most_s = inf if is_hindered else self.conditions.calm_s / 4
+        is_young = all(call.ended == inf and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards and is_young
 
     def _fits(self, replica: str) -> bool:
