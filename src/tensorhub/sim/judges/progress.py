@@ -33,7 +33,8 @@ class ProgressJudge(Judge):
         model = replica.partition("/")[0]
         newest = self.newest_to_have(model)
         is_behind = newest is not None and has != newest and not is_refused and self._fits(replica)
-        if newest is not None and is_behind and not self._has_just_begun(replica, newest):
+        is_excused = newest is not None and (self._has_just_begun(replica, newest) or self._keeps_the_last(replica))
+        if newest is not None and is_behind and not is_excused:
             self.broken(f"{replica} has version {has}, the latest is {newest}")
         for me, life in self.truth.lives.items():
             if f"{me.model}/{me.replica}" == replica:
@@ -76,6 +77,17 @@ class ProgressJudge(Judge):
         most_s = inf if is_hindered else self.conditions.calm_s / 4
         is_young = all(call.ended == inf and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards and is_young
+
+    def _keeps_the_last(self, replica: str) -> bool:
+        """Nobody has room for a copy, and those are down for good who were to have the newest version before it leaves
+        the last usable one. It waits for them rather than risk that one (docs/status.md).
+        """
+        model = replica.partition("/")[0]
+        keeps = self.truth.established.get(model)
+        lives = [life for me, life in self.truth.lives.items() if me.model == model]
+        mine = [life for life in lives if f"{life.me.model}/{life.me.replica}" == replica]
+        is_holding = all(life.held is not None and life.held.version == keeps for life in mine)
+        return self.conditions.host_copies == 0 and is_holding and any(self._is_down(life) for life in lives)
 
     def _fits(self, replica: str) -> bool:
         """Each of its shards has the tensors that everybody has."""
