@@ -14,6 +14,8 @@ import ray
 import tensorhub
 from tensorhub.integrations.ray import server_address, start_server
 
+from .ray_start import start_ray
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_actors.py"
 
 
@@ -34,7 +36,7 @@ def test_actors_come_and_go():
 
 
 def test_where_no_server_runs_the_error_says_how_to_start_one():
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    start_ray(1)
     try:
         with pytest.raises(tensorhub.ServerUnreachable) as raised:
             server_address(name="nobody")

@@ -19,6 +19,7 @@ import tensorhub.integrations.verl
 from tensorhub.integrations.ray import start_server
 
 from . import verl_workers
+from .ray_start import start_ray
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def config():
     folders = [ROOT, ROOT / "src", ROOT / "tests"]
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+    start_ray(16)
     start_server(lease_s=2, report_s=0.2)
     yield CheckpointEngineConfig(
         backend="tensorhub",

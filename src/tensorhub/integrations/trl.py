@@ -3,38 +3,35 @@
     trainer = GRPOTrainer(..., callbacks=[PublishingCallback("policy", server="head:7450")])
     trainer = AsyncGRPOTrainer(..., weight_transfer=WeightTransfer("policy", server="head:7450"))
 
-`PublishingCallback` publishes the model in place: readers are moved away before each optimizer step and may come back
-after it. `WeightTransfer` publishes a copy in host memory, of the model's size, since TRL gathers full tensors that do
-not last. Both say with a version what it is, as `metadata["step"]` or `metadata["sync"]`, and number versions above all
-that were ever taken, also after a restart.
+`PublishingCallback` publishes the model in place (`fsdp`): readers are moved away before each optimizer step and may
+come back after it. `WeightTransfer` publishes a copy in host memory, of the model's size (`staged`), since TRL gathers
+full tensors that do not last. Versions are numbered above all that were ever taken, also after a restart.
 
 It must never: publish a model half of which is of another step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-import tensorhub
-
+from . import fsdp
 from .staged import StagedPublisher
+from .vllm import Updater
+from .vllm import attach as attach_engine
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
-
-UpdateInfo = Callable[[int], dict[str, Any]]
 
 
 class WeightTransfer:
     """What `AsyncGRPOTrainer(weight_transfer=...)` takes, TRL's `WeightTransferProtocol`. It lives on the first rank.
 
-    `client` is TRL's `VLLMClient` of a server with the weight-transfer backend "tensorhub", or anything with its
-    methods: it is paused, told to update and resumed. Without one, rollouts update by themselves. `init_info` and
-    `update_info` are what the server's backend is told, the latter made from a version's number. `dtype` is what is
-    published, e.g. `torch.bfloat16`. `options` are those of `tensorhub.open`.
+    `engines` are addresses of vLLM servers with the weight-transfer backend "tensorhub", which are brought to each
+    version; without any, rollouts update by themselves. `metadata["sync"]` counts versions of this run. `dtype` is what
+    is published, e.g. `torch.bfloat16`; `options` are those of `tensorhub.open`, and engines get them too.
     """
 
     def __init__(
@@ -42,15 +39,14 @@ class WeightTransfer:
         model: str,
         *,
         replica: str = "trainer",
-        client: Any = None,
-        init_info: dict[str, Any] | None = None,
-        update_info: UpdateInfo = lambda version: {"version": version},
+        engines: Sequence[str] = (),
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        self._model, self._options = model, {"replica": replica, "dtype": dtype, **options}
-        self._client, self._init_info, self._update_info = client, init_info or {}, update_info
+        self._model, self._replica, self._dtype, self._options = model, replica, dtype, options
+        self._engines = tuple(engines)
         self._publisher: StagedPublisher | None = None
+        self._updaters: list[Updater] = []
         self._syncs = 0
 
     @property
@@ -60,30 +56,24 @@ class WeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Join. Called once, before the first sync."""
-        self._publisher = StagedPublisher(self._model, **self._options)
-        if self._client is not None:
-            self._client.wait_for_server_ready()
-            self._client.init_weight_transfer_engine(self._init_info)
+        self._publisher = StagedPublisher(self._model, replica=self._replica, dtype=self._dtype, **self._options)
 
     def pause(self) -> None:
-        """Let the server, if there is one, freeze what it generates."""
-        if self._client is not None:
-            self._client.pause()
+        """Nothing: engines generate while a version is fetched, and are paused while they load it."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish these tensors as the next version, and let the server fetch it. Blocks until both are done."""
+        """Publish these tensors as the next version, and return when all engines generate with it."""
         assert self._publisher is not None, "init_weight_transfer() comes first"
         version = self._publisher.publish(iterator, {"sync": self._syncs})
         self._syncs += 1
-        if self._client is not None:
-            self._client.start_weight_update()
-            self._client.update_weights(self._update_info(version))
-            self._client.finish_weight_update()
+        for updater in self._updaters:
+            updater.update(version)
+        for number in range(len(self._updaters), len(self._engines)):
+            name = f"{self._replica}-engine-{number}"
+            self._updaters.append(attach_engine(self._engines[number], self._model, replica=name, **self._options))
 
     def resume(self) -> None:
-        """The other half of `pause`."""
-        if self._client is not None:
-            self._client.resume()
+        """Nothing: see `pause`."""
 
     def destroy(self) -> None:
         """Leave. The last version stays where rollouts hold it. Called when training ends."""
@@ -95,63 +85,38 @@ class WeightTransfer:
 class PublishingCallback(TrainerCallback):
     """For `GRPOTrainer`, and any other `Trainer`: the model as it is before the first step, then after each.
 
-    With FSDP2 each rank publishes its shard; otherwise the first rank does. `options` are those of `tensorhub.open`.
+    On all ranks. `metadata["step"]` is the trainer's step; what it begins with has none. `options` are those of
+    `fsdp.attach`: dtype, and what `tensorhub.open` takes.
     """
 
     def __init__(self, model: str, *, replica: str = "trainer", **options: Any) -> None:
-        self._model, self._replica, self._options = model, replica, options
-        self.weights: tensorhub.Weights | None = None
-        self._first = 0  # the version that step 0 would have
+        self._model, self._options = model, {"replica": replica, "fill": False, **options}
+        self._step = ExitStack()
+        self.publisher: fsdp.Publisher | None = None
 
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **known: Any
     ) -> None:
         """Join, and publish what training begins with."""
-        module = known["model"]
-        while hasattr(module, "module"):  # DistributedDataParallel and the like
-            module = module.module
-        is_cut = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-        shard, shards = (args.process_index, args.world_size) if is_cut else (0, 1)
-        self._first = self._agreed(args) - state.global_step
-        if is_cut or state.is_world_process_zero:
-            self.weights = tensorhub.open(
-                self._model, replica=self._replica, shard=shard, shards=shards, **self._options
-            )
-            self.weights.register(module)
-            self._publish(state)
+        self.publisher = fsdp.attach(known["model"], self._model, **self._options)
 
     def on_pre_optimizer_step(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **known: Any
     ) -> None:
         """Nobody reads the parameters when this returns."""
-        if self.weights is not None:
-            self.weights.unpublish()
+        assert self.publisher is not None
+        self._step.enter_context(self.publisher.step(metadata={"step": state.global_step + 1}))
 
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **known: Any
     ) -> None:
         """Publish what the step has made of them."""
-        if self.weights is not None:
-            self._publish(state)
+        self._step.close()
 
     def on_train_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **known: Any
     ) -> None:
         """Leave. The last version stays where somebody holds it."""
-        if self.weights is not None:
-            self.weights.close()
-            self.weights = None
-
-    def _publish(self, state: "TrainerState") -> None:
-        assert self.weights is not None
-        self.weights.publish(self._first + state.global_step, metadata={"step": state.global_step})
-
-    def _agreed(self, args: "TrainingArguments") -> int:
-        """The first version, which the first rank asks for and tells the others."""
-        view = tensorhub.connect(self._options.get("server"), token=self._options.get("token"))
-        number = view.next_version(self._model) if args.process_index == 0 else 0
-        if args.world_size > 1:
-            told = torch.tensor([number], device=args.device)
-            torch.distributed.broadcast(told, src=0)
-            number = int(told.item())
-        return number
+        if self.publisher is not None:
+            self.publisher.close()
+            self.publisher = None
