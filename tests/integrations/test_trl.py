@@ -186,15 +186,13 @@ class Rollouts:
             )
 
 
-def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypatch):
+def async_trainer(llama, tmp_path, monkeypatch, rollouts, transfer):
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 
     # For a CPU: it asks CUDA for the device's name, to report how busy that is, and its attention is a kernel for GPUs.
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: 1e12)
     monkeypatch.setattr(async_grpo_trainer, "TREE_ATTENTION", "sdpa")
-    rollouts, engines = Rollouts(server.address), [StandIn(server.address) for _ in range(2)]
-    transfer = WeightTransfer("policy", engines=[engine.url for engine in engines], server=server.address)
-    trainer = AsyncGRPOTrainer(
+    rollouts.trainer = AsyncGRPOTrainer(
         model=llama,
         reward_funcs=reward,
         args=settings(AsyncGRPOConfig, tmp_path, weight_sync_steps=1, token_budget=128),
@@ -202,7 +200,13 @@ def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypat
         rollout_worker=rollouts,
         weight_transfer=transfer,
     )
-    rollouts.trainer = trainer
+    return rollouts.trainer
+
+
+def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypatch):
+    rollouts, engines = Rollouts(server.address), [StandIn(server.address) for _ in range(2)]
+    transfer = WeightTransfer("policy", engines=[engine.url for engine in engines], server=server.address)
+    trainer = async_trainer(llama, tmp_path, monkeypatch, rollouts, transfer)
     trainer.train()
     versions = [version for version, _, _, _ in rollouts.seen]
     assert sorted(set(versions)) == list(range(STEPS + 1))  # the cold sync, then one after each step

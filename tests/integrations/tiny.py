@@ -6,7 +6,7 @@ WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789 "]
 
 
 def save_tiny_llama(folder: Path) -> str:
-    """Two layers, 32 wide, one token for each letter. Returns the path that `from_pretrained` takes."""
+    """Two layers, 64 wide, one token for each letter. Returns the path that `from_pretrained` takes."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -21,13 +21,13 @@ def save_tiny_llama(folder: Path) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
+        head_dim=32,
+        max_position_embeddings=256,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=2,
