@@ -42,7 +42,7 @@ class Server:
             "--served-model-name": "policy",
             "--load-format": "dummy",
             "--weight-transfer-config": json.dumps({"backend": "tensorhub"}),
-            "--additional-config": json.dumps({"tensorhub": joined}),
+            "--additional-config": json.dumps({"tensorhub": joined} if joined else {}),
             "--port": self.url.rpartition(":")[2],
             "--max-model-len": "256",
             "--max-num-seqs": "4",
