@@ -83,6 +83,13 @@ class Engine:
             for each in found
         ]
 
+    def answer_from_file(self, path, prompts):
+        """The same, after vLLM has read weights from there by itself."""
+        self.llm.collective_rpc("update_config", kwargs={"overrides": {"load_config": {"load_format": "auto"}}})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+        return self.answer(prompts)
+
     def spoil(self, after):
         """Let the next load fail after so many tensors."""
         self.llm.collective_rpc("spoil", args=(after,))

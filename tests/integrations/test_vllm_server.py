@@ -24,7 +24,7 @@ from tensorhub.integrations import vllm
 
 from .engine import SETTINGS
 from .kit import ROOT, eventually, free_port
-from .llama import Trainer
+from .llama import LONG, Trainer
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -101,7 +101,7 @@ def test_a_long_request_lives_through_an_update(tmp_path, hub, figures):
     server = Server(tmp_path, trainer.path, joined)
     try:
         eventually(server.is_up, "the server is up", within_s=240)
-        prompt = [5, 9, 2, 40, 17, 3]
+        prompt = LONG
         first = list(server.complete(prompt, 8))
         assert places(trainer.module, prompt, first) == [True] * 8, "the first version was in before it served"
         weights = vllm.attach(server.url, "policy", replica="rollout-0", server=hub)

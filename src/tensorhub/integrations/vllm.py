@@ -48,7 +48,11 @@ def attach(
     `options` are those of `tensorhub.open`, plain values.
     """
     updater = Updater(_Server(engine) if isinstance(engine, str) else _Offline(engine), model, options)
-    updater.engine.init({"model": model, "replica": replica, "in_place": in_place, "options": options})
+    try:
+        updater.engine.init({"model": model, "replica": replica, "in_place": in_place, "options": options})
+    except Exception as error:  # vLLM tells what its ranks raised, but not of which class it was
+        text = f"the engine could not join {model} as {replica}: {error}"
+        raise tensorhub.TensorHubError(text, hint="the engine's log says more") from error
     updater.update(timeout=timeout)
     return updater
 
@@ -115,6 +119,7 @@ class _Offline:
     def load(self, version: str) -> None:
         self._llm.finish_weight_update(weight_version=version)
         self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._llm.llm_engine.reset_encoder_cache()
 
     def cancel(self) -> None:
         try:

@@ -72,8 +72,10 @@ class Whole:
         if self.version is None:
             raise tensorhub.UsageError(f"{self.replica} holds no version of {self.model}", hint="update() first")
         names = list(self._shards[0])
-        cut = self.metadata.get(CUT, "r" if len(self._shards) == 1 else "?") * len(names)
-        for name, how in zip(names, cut, strict=False):
+        cut = self.metadata.get(CUT, ("r" if len(self._shards) == 1 else "?") * len(names))
+        if len(cut) != len(names):
+            raise tensorhub.UsageError(f"{CUT} tells of {len(cut)} tensors, and {self.model} has {len(names)}")
+        for name, how in zip(names, cut, strict=True):
             if how == "?":
                 text = f"nobody has said how the {len(self._shards)} shards of {name!r} are put together"
                 raise tensorhub.UsageError(text, hint="publish with integrations.fsdp, cut along one dimension")
@@ -103,7 +105,12 @@ class Whole:
             worker.register(self._shards[shard])
             return worker
 
-        self._workers = list(self._pool.map(opened, range(count)))
+        calls = [self._pool.submit(opened, shard) for shard in range(count)]
+        errors = [error for each in calls if (error := each.exception()) is not None]
+        self._workers = [each.result() for each in calls if each.exception() is None]
+        if errors:
+            self.close(timeout=1.0)
+            raise errors[0]
 
     def _all(self, call: "Any") -> list[Any]:
         """On all shards at once, since each waits for the others. All of them end; the first error is raised."""
