@@ -204,7 +204,7 @@ def async_trainer(llama, tmp_path, monkeypatch, rollouts, transfer):
 
 
 def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypatch):
-    rollouts, engines = Rollouts(server.address), [StandIn(server.address) for _ in range(2)]
+    rollouts, engines = Rollouts(server.address), [StandIn() for _ in range(2)]
     transfer = WeightTransfer("policy", engines=[engine.url for engine in engines], server=server.address)
     trainer = async_trainer(llama, tmp_path, monkeypatch, rollouts, transfer)
     trainer.train()
@@ -216,7 +216,8 @@ def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypat
     for engine in engines:
         assert all(torch.equal(engine.loaded[name], model[name]) for name in model)
         paths = [path for path, _ in engine.calls]
-        one = ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update", "/resume"]
+        one = ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update"]
+        one += ["/update_weight_version", "/resume"]
         assert paths == ["/init_weight_transfer_engine", *one * (STEPS + 1)]
         assert engine.calls[0][1]["init_info"]["options"] == {"server": server.address}
         engine.close()

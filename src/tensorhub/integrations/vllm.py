@@ -13,14 +13,19 @@ Rules:
    `state_dict()`: it serves others, also while vLLM computes. vLLM's layerwise reload fuses and cuts for its rank.
 2. First all ranks fetch the version, then all load it. A fetch that fails on any rank changes nothing that vLLM
    computes with. While ranks fetch, vLLM goes on; only the loading pauses it.
-3. In place, an engine that finds its version with others of its layout reads it over the parameters it computes with.
-4. A load that fails half-way leaves a mixture. That rank then refuses to compute, until a load has succeeded.
+3. No rank raises, since vLLM would then mistake what the other ranks answer for answers to the next call: whether all
+   have a version, and have loaded it, is asked of the reference server.
+4. In place, an engine that finds its version with others of its layout reads it over the parameters it computes with.
+5. A load that fails half-way leaves a mixture. That rank then refuses to compute, until a load has succeeded.
 
 It must never: let two ranks load different versions, or import vLLM before it is used.
 """
 
+import json
 import time
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import tensorhub
 
@@ -47,7 +52,7 @@ def attach(
     has loaded over the parameters that they compute with; a model whose weights vLLM processes into copies refuses.
     `options` are those of `tensorhub.open`, plain values.
     """
-    updater = Updater(_Server(engine) if isinstance(engine, str) else _Offline(engine), model, options)
+    updater = Updater(_Server(engine) if isinstance(engine, str) else _Offline(engine), model, replica, options)
     try:
         updater.engine.init({"model": model, "replica": replica, "in_place": in_place, "options": options})
     except Exception as error:  # vLLM tells what its ranks raised, but not of which class it was
@@ -60,8 +65,10 @@ def attach(
 class Updater:
     """Brings an engine to newer versions. Made by `attach`."""
 
-    def __init__(self, engine: "_Offline | _Server", model: str, options: dict[str, Any]) -> None:
-        self.engine, self.model = engine, model
+    def __init__(self, engine: "_Offline | _Server", model: str, replica: str, options: dict[str, Any]) -> None:
+        self.engine, self.model, self.replica = engine, model, replica
+        count = engine.ranks()
+        self._ranks = {replica} if count == 1 else {f"{replica}.{rank}" for rank in range(count)}
         self.version: int | None = None  # what the engine computes with; None: nothing that may be used
         self._view = tensorhub.connect(options.get("server"), token=options.get("token"))
 
@@ -75,21 +82,32 @@ class Updater:
         wanted = newest_version(self._view, self.model, deadline) if version is None else version
         if wanted == self.version:
             return wanted
-        try:
-            self.engine.fetch(wanted, max(1.0, deadline - time.monotonic()))
-        except Exception as error:
-            self.engine.cancel()
-            text = f"{self.model}@{wanted} could not be fetched, and the engine goes on with {self.version}: {error}"
-            raise tensorhub.VersionUnavailable(text, hint="update() again") from error
+        self.engine.fetch(wanted, max(1.0, deadline - time.monotonic()))
         before, self.version = self.version, None
-        try:
-            self.engine.load(str(wanted))
-        except Exception as error:
-            self.engine.cancel()
-            text = f"{self.model}@{wanted} was loaded in part, over {before}: the engine answers nothing now: {error}"
-            raise tensorhub.VersionUnavailable(text, hint="update() again, or start the engine anew") from error
-        self.version = wanted
+        self.engine.load()
+        if self._is_held(wanted):
+            self.version = wanted
+        elif before is not None and self._ranks <= {each.name for each in self._view.replicas(self.model)}:
+            self.version = before  # a rank whose load has failed has left
+        if self.version is None:
+            text = f"{self.model}@{wanted} was loaded in part, over {before}: the engine answers nothing now"
+            raise tensorhub.VersionUnavailable(text, hint="update() again, or start the engine anew; its log says why")
+        self.engine.go_on(str(self.version))
+        if self.version != wanted:
+            text = f"a rank could not fetch {self.model}@{wanted}, and the engine goes on with {before}"
+            raise tensorhub.VersionUnavailable(text, hint="the engine's log says why; then update() again")
         return wanted
+
+    def _is_held(self, version: int) -> bool:
+        """Whether all ranks have it, on the host or, where the ranks are shards of the engine, in place."""
+        return self._ranks <= self._holders(self.model, version) or any(
+            self.replica in self._holders(model, version)
+            for model in self._view.models()
+            if model.startswith(f"{self.model}.vllm-")
+        )
+
+    def _holders(self, model: str, version: int) -> set[str]:
+        return {name for each in self._view.versions(model) if each.version == version for name in each.holders}
 
 
 def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:
@@ -116,16 +134,16 @@ class _Offline:
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"version": version, "timeout": timeout}})
 
-    def load(self, version: str) -> None:
-        self._llm.finish_weight_update(weight_version=version)
+    def load(self) -> None:
+        self._llm.finish_weight_update()
+
+    def go_on(self, version: str) -> None:
+        self._llm.update_weight_version(version)
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.reset_encoder_cache()
 
-    def cancel(self) -> None:
-        try:
-            self._llm.update_weights({"update_info": {"version": -1}})
-        except Exception:  # noqa: BLE001 - it raises on every rank: that is how vLLM ends an update
-            return
+    def ranks(self) -> int:
+        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
 
 
 class _Server:
@@ -141,28 +159,27 @@ class _Server:
         self._post("/start_weight_update")
         self._post("/update_weights", timeout, update_info={"version": version, "timeout": timeout})
 
-    def load(self, version: str) -> None:
+    def load(self) -> None:
         self._post("/pause?mode=keep&clear_cache=true")  # prefix cache and all else that old weights have computed
-        self._post("/finish_weight_update", weight_version=version)
+        self._post("/finish_weight_update")
+
+    def go_on(self, version: str) -> None:
+        self._post("/update_weight_version", new_version=version)
         self._post("/resume")  # not after an error: who is paused answers nothing
 
-    def cancel(self) -> None:
-        try:
-            self._post("/update_weights", update_info={"version": -1})
-        except tensorhub.Unavailable:
-            return
+    def ranks(self) -> int:
+        return int(json.loads(self._ask(f"{self._url}/get_world_size?include_dp=false", WAIT_S))["world_size"])
 
     def _post(self, path: str, wait_s: float = WAIT_S, **body: Any) -> None:
-        import json
-        from urllib.error import HTTPError, URLError
-        from urllib.request import Request, urlopen
+        headers = {"Content-Type": "application/json"}
+        self._ask(Request(self._url + path, json.dumps(body).encode(), headers), wait_s + 30.0)
 
-        request = Request(self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    def _ask(self, request: Request | str, wait_s: float) -> bytes:
         try:
-            with urlopen(request, timeout=wait_s + 30.0):
-                return
+            with urlopen(request, timeout=wait_s) as answer:
+                return bytes(answer.read())
         except HTTPError as error:
-            text = f"{self._url}{path}: {error.code} {error.read(2000).decode(errors='replace')}"
-        except (URLError, OSError) as error:
-            text = f"{self._url}{path}: {error}"
+            text = f"{error.url}: {error.code} {error.read(2000).decode(errors='replace')}"
+        except OSError as error:
+            text = f"{self._url}: {error}"
         raise tensorhub.Unavailable(text, hint="is VLLM_SERVER_DEV_MODE=1 set, and what does its log say?")

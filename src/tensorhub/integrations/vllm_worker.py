@@ -9,6 +9,7 @@ over the parameters that it computes with, and fetches nothing to the host.
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ import tensorhub
 from .vllm import BACKEND, WAIT_S, newest_version
 from .whole import Whole
 
+logger = logging.getLogger("vllm.tensorhub")  # below vLLM's own, so that it is written where vLLM writes
+LEAVE_S = 5.0
 COMPUTES = ("forward", "compute_logits")  # the second is called where a captured graph takes the place of the first
 
 
@@ -44,7 +47,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The version to fetch; -1 ends an update that failed elsewhere."""
+    """The version to fetch."""
 
     version: int
     timeout: float | None = None
@@ -75,6 +78,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with set_current_vllm_config(self.vllm_config):
             self.receive_weights(UpdateInfo(newest))
             self.finish_weight_update()
+        if self._loaded is None:
+            raise tensorhub.VersionUnavailable(f"version {newest} of {init_info.model} could not be loaded; see above")
 
     def _told(self, ask: Callable[[], int]) -> int:
         """What rank 0 finds."""
@@ -120,35 +125,57 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Fetch the version to the host. vLLM computes with the one before."""
         if self._whole is None:
             raise tensorhub.UsageError("the engine has joined nothing", hint="integrations.vllm.attach() first")
-        if update_info.version < 0:
-            raise tensorhub.VersionUnavailable("the update was called off, since another rank has failed")
-        wanted = update_info.version
+        wanted, self._next = update_info.version, None
         if self._ours is not None and self._told(lambda: self._have_peers(wanted)):
             self._next = (wanted, True)
             return
-        if (found := self._whole.update(wanted, timeout=update_info.timeout)) != wanted:
-            text = f"{self._whole.replica} holds version {found}, which is newer than {wanted}"
-            raise tensorhub.VersionUnavailable(text, hint="update to a newer one")
-        self._next = (wanted, False)
+        try:
+            found = self._whole.update(wanted, timeout=update_info.timeout)
+        except Exception as error:  # noqa: BLE001 - said to the driver through the reference server: who raises is not read
+            logger.error("version %s of %s could not be fetched: %s", wanted, self._whole.model, error)
+            return
+        if found == wanted:
+            self._next = (wanted, False)
+        else:
+            logger.error("version %s was asked for, and %s holds %s already", wanted, self._whole.replica, found)
 
     def _have_peers(self, version: int) -> bool:
-        return any(each.version == version and each.holders for each in self._view.versions(self._peers))
+        try:
+            return any(each.version == version and each.holders for each in self._view.versions(self._peers))
+        except tensorhub.TensorHubError:
+            return False  # the other ranks wait for an answer; then it is reloaded
 
     def finish_weight_update(self) -> None:
-        """Load what was fetched, or read it over what is there."""
-        assert self._next is not None
-        (version, from_peers), self._next = self._next, None
-        if version == self._loaded:
+        """Load what was fetched, or read it over what is there; where a rank has nothing to load, none does."""
+        ready, self._next = self._next, None
+        if not self._all(ready is not None) or ready is None:
+            return
+        version, from_peers = ready
+        if self._all(version == self._loaded):
             return
         self._refuse(f"loading version {version} has failed half-way")
         self._loaded = None
-        if from_peers and self._ours is not None:
-            self._ours.update(version)
-        else:
-            self._reload(version)
+        try:
+            if from_peers and self._ours is not None:
+                self._ours.update(version)
+            else:
+                self._reload(version)
+        except Exception as error:  # reported as above; this rank refuses to compute
+            logger.exception("version %s was loaded in part: %s", version, error)
+            if self._whole is not None:
+                self._whole.close(timeout=LEAVE_S)
+            return
         self._loaded = version
         for name in COMPUTES:
             delattr(self.model, name)  # the refusal: the class's own is there again
+
+    def _all(self, well: bool) -> bool:
+        """Whether it is so on all ranks."""
+        group = get_world_group()
+        found = torch.tensor([int(well)])
+        if group.world_size > 1:
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        return bool(found)
 
     def _reload(self, version: int) -> None:
         assert self._whole is not None
@@ -172,4 +199,4 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Leave."""
         for each in (self._ours, self._whole):
             if each is not None:
-                each.close(timeout=5.0)
+                each.close(timeout=LEAVE_S)
