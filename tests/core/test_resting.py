@@ -29,7 +29,7 @@ def lone(*, reliable: bool = True, **more: object) -> Town:
 def kept(town: Town) -> bool:
     """Its copy will spare it an offload."""
     model = town.server.state.models[TRAINER.model]
-    return resting.is_used(model, town.server.state.known(TRAINER), ONE)
+    return resting.is_used(town.server.state, model, town.server.state.known(TRAINER), ONE)
 
 
 def test_the_only_reliable_holder_is_told_to_copy() -> None:

@@ -44,9 +44,8 @@ MUTANTS = (
     ),
     Mutant(
         "a copy made ahead stays though others have the version",
-        "    return not any(other in whole and other not in model.closing for other in reliable "
-        "if other != member.worker)\n",
-        "    return True\n",
+        "    if any(other in whole and other not in model.closing for other in reliable if other != member.worker):\n",
+        "    if False:\n",
         "a copy that spares nobody an offload goes",
     ),
     Mutant(
@@ -154,9 +153,9 @@ MUTANTS = (
     ),
     Mutant(
         "two reads write at once",
-        "        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until\n",
+        "        return self.offer is not None and is_wanted and self.reading is None and now < self.trust_until\n",
         "        is_free = self.reading is None or self.is_stopping\n"
-        "        return self.grant is not None and is_wanted and is_free and now < self.trust_until\n",
+        "        return self.offer is not None and is_wanted and is_free and now < self.trust_until\n",
         "a new read starts only after the old one has ended",
     ),
     Mutant(
@@ -553,7 +552,7 @@ MUTANTS = (
     ),
     Mutant(
         "a call fails beside a source that it has not tried",
-        "    is_enough = member.failures > state.settings.most_failures and not _has_hope(state, record, member)\n",
+        "    is_enough = member.failures > state.settings.most_failures and not _has_hope(state, model, record, member)\n",
         "    is_enough = member.failures > state.settings.most_failures\n",
         "no call gives up while somebody has the version who was not tried",
     ),
@@ -661,8 +660,8 @@ MUTANTS = (
     ),
     Mutant(
         "who was promised a version is not waited for",
-        "        if not member.holds(record.version):\n            return True\n    return False\n",
-        "        if not member.holds(record.version):\n            return False\n    return False\n",
+        "            if is_reader and not member.holds(record.version):\n                return True\n",
+        "            if is_reader and not member.holds(record.version):\n                return False\n",
         "the last holder stays until whoever was promised the version has it",
     ),
     Mutant(
@@ -1026,6 +1025,56 @@ MUTANTS = (
         "    if all(member.report.ended == call.number - 1 for member in (*arrived, *differing)):\n",
         "    if True:\n",
         "a shard that was started again may call something else, and try again",
+    ),
+    Mutant(
+        "parts of another read go on as parts of this one",
+        "            if not is_wanted or not self.parts.are_of(self.reading):",
+        "            if not is_wanted or not self.parts.granted:",
+        "a read across brings one version to one place",
+    ),
+    Mutant(
+        "what has no tiles is read across",
+        '    return line.is_boxed and is_tiled(record.roots.get(line, Digest("")))\n',
+        "    return line.is_boxed\n",
+        "a tile counts only with its publisher's digest",
+    ),
+    Mutant(
+        "a part is over only when older ones are",
+        "        over=tuple(worker.slot.parts.over),\n",
+        "        over=(),\n",
+        "a source is let go when its own part of a read across ends",
+    ),
+    Mutant(
+        "what has brought all is given another source",
+        "            crossing.done[read.part] = None\n",
+        "            pass\n",
+        "of a read across only what failed is replaced",
+    ),
+    Mutant(
+        "everybody reads across",
+        "    if not crossing.can_cross(record, member.line) or not _is_elected(state, model, record, member):\n"
+        "        return False\n    if _is_about_to_end(member, record, to_host):\n",
+        "    if not crossing.can_cross(record, member.line):\n"
+        "        return False\n    if _is_about_to_end(member, record, to_host):\n",
+        "one worker of each line and site reads across, the others behind it",
+    ),
+    Mutant(
+        "another cut does not count",
+        "        if all(any(counts(member) for member in those) for those in holders):\n            return True\n    return False\n\n\ndef has_company",
+        "        if all(any(counts(member) for member in those) for those in holders):\n            return False\n    return False\n\n\ndef has_company",
+        "what others have in another cut needs no host copy, and nobody waits for it",
+    ),
+    Mutant(
+        "a part whose source leaves stays",
+        '        return f"; {name} leaves it"\n',
+        "        return None\n",
+        "a drain moves a part of a read across alone",
+    ),
+    Mutant(
+        "a version is lost though another cut has it",
+        "        return all(any(not record.whole.get(line) for line in cut) for cut in self.known_cuts())\n",
+        "        return any(any(not record.whole.get(line) for line in cut) for cut in self.known_cuts())\n",
+        "a version is there as long as one cut of it is whole",
     ),
     Mutant(
         "who was put there is in the call at once",

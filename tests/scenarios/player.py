@@ -12,6 +12,7 @@ from tensorhub.core.manifest import Layout
 from tensorhub.core.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
 from tensorhub.core.names import Digest, Version
 from tensorhub.core.worker.events import (
+    AddPart,
     Called,
     Cancelled,
     ClaimDropped,
@@ -29,6 +30,7 @@ from tensorhub.core.worker.events import (
     Event,
     Left,
     NotShared,
+    OpenAcross,
     OpenRead,
     ReadAdvanced,
     ReadBarred,
@@ -39,8 +41,10 @@ from tensorhub.core.worker.events import (
     Registered,
     Send,
     ServingStopped,
+    StartAcross,
     StartRead,
     StartServing,
+    StopPart,
     StopRead,
     StopServing,
     Tick,
@@ -49,6 +53,7 @@ from tensorhub.core.worker.events import (
 )
 from tensorhub.core.worker.machine import Worker
 
+from .crossing import Crossing, root_of, values_of
 from .words import name_of
 
 if TYPE_CHECKING:
@@ -61,11 +66,14 @@ NOTHING_SAID = Digest("")
 class Player:
     """A worker on the stage."""
 
-    def __init__(self, stage: "Stage", hello: Hello, layout: Layout, copies: int = 0) -> None:
+    def __init__(self, stage: "Stage", hello: Hello, layout: Layout, copies: int = 0, cut: str = "") -> None:
         self.stage = stage
         self.hello = hello
         self.me = hello.worker
         self.name = name_of(hello.worker)
+        self.cut = cut  # what its boxes say; empty: it has none
+        self.crossing: Crossing | None = None  # the open read across
+        self.is_misfit = False  # its boxes want what no source has
         self.line = 0  # how many connections it has made
         self.ended = -1  # the last of them that the server has closed
         self.memory = ["-"] * CHUNKS
@@ -91,7 +99,8 @@ class Player:
         """Tensors, for the first time or others; nothing of what they have is known to anybody."""
         assert self.worker.may_register, f"{self.name} may not register: {self.worker.buffer}"
         self.memory = ["-"] * CHUNKS
-        self.tell(Registered(LayoutInfo.of(layout), layout.digest(), layout.size_bytes, copies))
+        info = LayoutInfo.of(layout, f"{self.cut}/{self.me.shard}".encode() if self.cut else b"")
+        self.tell(Registered(info, info.digest(), layout.size_bytes, copies))
 
     # --- events in, effects out ---------------------------------------------------------------------------------------
 
@@ -103,6 +112,36 @@ class Player:
         self.worker.check_invariants()
         for follow in later:
             self.tell(follow)
+
+    def tell_all(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.tell(event)
+
+    def _cross(self, effect: OpenAcross | StartAcross | AddPart | StopPart) -> Sequence[Event]:
+        """What belongs to a read across."""
+        if isinstance(effect, OpenAcross):
+            self.is_asked_to_stop, self.is_touched = False, False
+            self.crossing = Crossing(self, effect, CHUNKS)
+            events = self.crossing.open()
+            if any(isinstance(event, ReadEnded) for event in events):
+                self.crossing = None
+            elif self.crossing.root is not None:
+                self.opened = effect.grants[0].version
+            return events
+        assert self.crossing is not None, f"{self.name} reads nothing across"
+        if isinstance(effect, AddPart):
+            return self.crossing.add(effect)
+        if isinstance(effect, StopPart):
+            return self.crossing.stop(effect)
+        self.crossing.start(effect)
+        version = effect.grants[0].version if effect.grants else self.crossing.one.version
+        if self.crossing.one.to_host:
+            self.copies.setdefault(version, [])
+            return []
+        if self.filling != version:
+            self.filling, self.done = version, 0
+        self.serving = version
+        return []
 
     def _carry_out(self, effect: Effect) -> Sequence[Event]:
         from .stage import Letter
@@ -124,13 +163,15 @@ class Player:
                 if self.filling != grant.version:
                     self.filling, self.done = grant.version, 0
                 self.serving = grant.version
+            case OpenAcross() | StartAcross() | AddPart() | StopPart():
+                return self._cross(effect)
             case Trust(until=until):
                 self.trust_until = until
             case StopRead(ticket=ticket):
                 self.is_asked_to_stop = True
                 barred = ReadBarred(ticket, self.is_touched)
                 if not self.is_stuck:
-                    self.grant = None
+                    self.grant = self.crossing = None
                     return [barred, ReadEnded(ticket)]
                 return [barred]
             case StartServing(version=version):
@@ -224,19 +265,23 @@ class Player:
         *,
         waits: bool = False,
         metadata: Digest = NOTHING_SAID,
+        grid: Digest = NOTHING_SAID,
     ) -> None:
         """As user code would; before a publish it writes the content into its tensors, if it may."""
         root = Digest("")
         if verb == "publish":
             root = Digest(f"{content}/{self.me.shard}" if self.hello.shards > 1 else content)
             values = [f"{content}.{chunk}" for chunk in range(CHUNKS)]
+            if self.cut:
+                root = root_of(content, self.cut, self.me.shard)
+                values = values_of(root, CHUNKS)
             if self.worker.held is None:
                 self.memory = values
             self.stage.contents[root] = list(self.memory)
         claim = None
         if verb == "mutate":
             verb, spec, claim = "unpublish", "", Version(int(spec))
-        self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim, waits, metadata))
+        self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim, waits, metadata, grid))
 
     def give_back(self) -> None:
         """The block of a `mutating` raised."""
@@ -260,6 +305,8 @@ class Player:
 
     def read_chunk(self, *, corrupt: bool = False) -> bool:
         """The next chunk lands, or the read fails. False: there is nothing to be had now."""
+        if self.crossing is not None:
+            return self.crossing.read_chunk(corrupt=corrupt)
         grant = self.grant
         assert grant is not None, f"{self.name} has no read open"
         source = self.stage.players.get(name_of(grant.source))
@@ -328,7 +375,10 @@ class Player:
     def unstick(self) -> None:
         """The read that was asked to stop has stopped."""
         self.is_stuck = False
-        if self.is_asked_to_stop and self.grant is not None:
+        if self.is_asked_to_stop and self.crossing is not None:
+            crossing, self.crossing = self.crossing, None
+            self.tell(ReadEnded(crossing.ticket))
+        elif self.is_asked_to_stop and self.grant is not None:
             grant, self.grant = self.grant, None
             self.tell(ReadEnded(grant.ticket))
 

@@ -18,6 +18,7 @@ from tensorhub.core.worker.events import ReadMeasured
 from .player import CHUNKS, Player
 from .stage import Letter, Stage
 from .states import content_of, state_of
+from .words import name_of
 
 WIDTH = 112
 INDENT = "    "
@@ -126,7 +127,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
         at = words.index("with")
         words, tensors = words[:at], " ".join(words[at + 1 :])
     plain = [word for word in words if word not in ("revocable", "spot")]
-    (name,), options = _options(plain, ("of", "host", "copies", "site", "prefetch", "place"))
+    (name,), options = _options(plain, ("of", "cut", "host", "copies", "site", "prefetch", "place"))
     model, _, short = name.rpartition(":")
     replica, _, shard = short.partition("/")
     shards = int(options.get("of", "1"))
@@ -151,6 +152,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
             ),
             _layout(tensors),
             int(options.get("copies", "0")),
+            options.get("cut", ""),
         )
         stage.pump()
 
@@ -178,14 +180,15 @@ def _crash(stage: Stage, words: list[str]) -> None:
 
 
 def _call(stage: Stage, words: list[str]) -> None:
-    plain, options = _options(words, ("as", "within", "saying"))
+    plain, options = _options(words, ("as", "within", "saying", "tiles"))
     name, verb, *rest = plain
     spec: int | str = rest[0] if rest else ""
     spec = int(spec) if isinstance(spec, str) and spec.isdigit() else spec
     timeout_s = _seconds(options["within"]) if "within" in options else USUAL_TIMEOUT_S
+    grid = Digest(options.get("tiles", ""))
     for player in _players(stage, name):
         content, said = options.get("as", f"v{spec}"), Digest(options.get("saying", ""))
-        player.call(verb, spec, timeout_s, content, waits="waiting" in rest[1:], metadata=said)
+        player.call(verb, spec, timeout_s, content, waits="waiting" in rest[1:], metadata=said, grid=grid)
         stage.pump()
 
 
@@ -232,7 +235,17 @@ def _corrupt(stage: Stage, words: list[str]) -> None:
 
 
 def _fail(stage: Stage, words: list[str]) -> None:
-    _player(stage, words[0]).read_fails(words[1], " ".join(words[2:]) or "connection reset")
+    player = _player(stage, words[0])
+    if player.crossing is None:
+        player.read_fails(words[1], " ".join(words[2:]) or "connection reset")
+        return
+    sources = {name_of(grant.source): part for part, grant in player.crossing.parts.items()}
+    player.crossing.fail(sources[words[1]], words[2], " ".join(words[3:]) or "connection reset")
+
+
+def _misfit(stage: Stage, words: list[str]) -> None:
+    for player in _players(stage, words[0]):
+        player.is_misfit = True
 
 
 def _cannot_map(stage: Stage, words: list[str]) -> None:
@@ -394,6 +407,7 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "read": _read,
     "corrupt": _corrupt,
     "fail": _fail,
+    "misfit": _misfit,
     "cannot-map": _cannot_map,
     "counts": _counts,
     "trickle": _trickle,

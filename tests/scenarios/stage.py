@@ -107,10 +107,10 @@ class Stage:
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def start_worker(self, hello: Hello, layout: Layout, copies: int = 0) -> None:
+    def start_worker(self, hello: Hello, layout: Layout, copies: int = 0, cut: str = "") -> None:
         name = name_of(hello.worker)
         assert name not in self.players, f"{name} is alive"
-        player = self.players[name] = Player(self, hello, layout, copies)
+        player = self.players[name] = Player(self, hello, layout, copies, cut)
         self.connect(player)
 
     def life_of(self, name: str) -> str:

@@ -25,6 +25,7 @@ from tensorhub.core.messages import (
 )
 from tensorhub.core.names import WorkerId
 from tensorhub.core.worker.events import (
+    AddPart,
     CopyIn,
     CopyOut,
     Delayed,
@@ -32,9 +33,12 @@ from tensorhub.core.worker.events import (
     Effect,
     Finished,
     Left,
+    OpenAcross,
     OpenRead,
+    StartAcross,
     StartRead,
     StartServing,
+    StopPart,
     StopRead,
     StopServing,
     Warn,
@@ -100,6 +104,8 @@ class Words:
             parts.append(f"call {call.number}: {call_text(call.verb, call.spec)}{waiting}{claim}{resolved}")
         if report.reading is not None:
             parts.append(f"reads {self.ticket(report.reading.ticket)} from {name_of(report.reading.source)}")
+        if report.across is not None:
+            parts.append(self.across(report))
         parts += [f"{self.ticket(failure.ticket)} failed: {failure.code}" for failure in report.failures]
         parts += [copy_text(copy) for copy in report.copies]
         if report.claim is not None:
@@ -113,6 +119,14 @@ class Words:
         if self.shows_rosters and report.roster is not None:
             parts.append(f"shows a roster of {report.roster.count}")
         return ", ".join(parts)
+
+    def across(self, report: Report) -> str:
+        """What it reads across."""
+        assert report.across is not None
+        found = [f"{self.ticket(part.ticket)} from {name_of(part.source)}" for part in report.across.parts]
+        found += [f"{self.ticket(ticket)} has brought all" for ticket in report.across.brought]
+        what = f" [{report.across.root}]" if report.across.root else ""
+        return f"reads across{what}: {', '.join(found) or 'nothing now'}"
 
     def _standing(self, who: str, report: Report) -> list[tuple[str, str]]:
         """What stands for long, and is shown when it changes."""
@@ -150,6 +164,9 @@ class Words:
         if orders.grant is not None:
             self._granted_to[orders.grant.ticket] = who
             parts.append(self.grant(orders.grant))
+        for grant in orders.across:
+            self._granted_to[grant.ticket] = who
+            parts.append(self.grant(grant))
         if orders.drained is not None:
             parts.append(f"drained {orders.drained}")
         if orders.offload is not None:
@@ -167,6 +184,9 @@ class Words:
         into = " into host memory" if grant.to_host else ""
         return f"grant {where}{into} ({grant.reason})"
 
+    def parts(self, grants: tuple[Grant, ...]) -> str:
+        return ", ".join(f"{name_of(grant.source)} ({self.ticket(grant.ticket)})" for grant in grants) or "nobody"
+
     # --- what the worker does -----------------------------------------------------------------------------------------
 
     def effect(self, who: str, effect: Effect) -> str | None:
@@ -180,6 +200,15 @@ class Words:
                 if grant.shares:
                     where = f"version {grant.version} from {name_of(grant.source)}, to share its host copy"
                 return f"{who} starts to read {where}, {self.ticket(grant.ticket)}"
+            case OpenAcross(grants=grants):
+                return f"{who} opens version {grants[0].version} across, at {self.parts(grants)}"
+            case StartAcross(grants=grants):
+                into = " into host memory" if grants and grants[0].to_host else ""
+                return f"{who} starts to read across{into}, from {self.parts(grants)}"
+            case AddPart(grant=grant):
+                return f"{who} reads across from {self.parts((grant,))} too"
+            case StopPart(part=part):
+                return f"{who} stops part {self.ticket(part)}"
             case StopRead(ticket=ticket):
                 return f"{who} stops {self.ticket(ticket)}"
             case StartServing(version=version):

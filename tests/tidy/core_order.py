@@ -53,12 +53,13 @@ ROWS: dict[str, tuple[str, ...]] = {
             "rules.sources",
             "rules.progress",
         ),
-        *("rules.sharing", "rules.moving", "rules.grants", "rules.interests", "rules.calls"),
+        *("rules.sharing", "rules.moving", "rules.across", "rules.grants", "rules.interests", "rules.calls"),
         *("rules.numbering", "rules.held", "rules.described"),
         # what changes the state, and the machine, which alone says when
         *(
             "apply",
             "places",
+            "parts",
             "evidence",
             "rollcall",
             "intake",
@@ -73,7 +74,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "events_across",
         "events",
         # the parts of a worker's state, each with its own rules
-        *("buffer", "read_slot", "host_copies", "report_book", "proofs", "call", "departure"),
+        *("parts", "buffer", "read_slot", "host_copies", "report_book", "proofs", "call", "departure"),
         "state",
         # questions
         *("mistakes", "deadlines", "reporting", "invariants"),

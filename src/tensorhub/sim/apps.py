@@ -13,6 +13,7 @@ from ..core.worker.call import FILLS
 from ..core.worker.events import Called, Finished
 from .plan import Replica, Step
 from .process import Process
+from .truth.contents import root_of, values_of
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -250,6 +251,10 @@ class TrainerApp(App):
             process.wish(None, pins)
 
     def _content_of(self, shard: int) -> Digest:
+        if self.replica.cut:
+            root = root_of(f"{self.index}.{self._content}", self.replica.cut, shard)
+            self.cluster.data.contents[root] = values_of(root, self.cluster.plan.conditions.chunks)
+            return root
         first = ((self.index * 1000 + self._content) * 100 + shard) * 1000
         values = tuple(first + chunk + 1 for chunk in range(self.cluster.plan.conditions.chunks))
         root = Digest(f"{self.name}/{shard}/{self._content}")

@@ -36,6 +36,7 @@ class SimRead:
         self.plane = plane
         self.reader = reader
         self.grant = grant
+        self.ticket, self.root, self.tickets = grant.ticket, grant.root, {grant.ticket: grant.source}
         source = plane.cluster.living(grant.source)
         is_same_life = source is not None and source.hello.endpoints == grant.endpoints
         self.source = source if is_same_life else None
@@ -70,6 +71,10 @@ class SimRead:
     def into(self) -> list[int]:
         """The memory that it fills, or has mapped."""
         return self.target.memory
+
+    def read_now(self) -> "list[SimRead]":
+        """What may bring something."""
+        return [] if self.is_stopped or self.is_ended else [self]
 
     @property
     def is_cross_site(self) -> bool:

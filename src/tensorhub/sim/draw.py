@@ -15,6 +15,7 @@ FAIR = 0.08  # share of the seeds in which nothing bad happens
 WIDE, LONG, GREAT = 0.02, 0.02, 0.003  # shares of the seeds with eight shards, with sixteen rollouts, with both
 RESTARTS = 0.12  # share of the others in which the server is restarted, and little else happens
 HASTY = 0.4  # share of the programs that call again at once after a failure
+MIXED = 0.12  # share of the seeds with two ways to cut the tensors
 STAYING = 0.2  # share of the others in which something bad stays to the end
 
 
@@ -29,6 +30,7 @@ def draw_plan(seed: int) -> Plan:
     if conditions.maps:
         replicas = _together(replicas, Random(f"{seed} together"))
     replicas = tuple(_with_haste(seed, each) for each in replicas)
+    replicas = _mixed(replicas, Random(f"{seed} cuts"))
     most = len(replicas) * conditions.shards
     if shape.random() < 0.1:
         settings = replace(settings, most_workers=most)
@@ -126,6 +128,18 @@ def _replicas(shape: Random, seed: int, *, most: int, is_fair: bool) -> tuple[Re
 def _with_haste(seed: int, replica: Replica) -> Replica:
     haste = Random(f"{seed} haste {replica.model}/{replica.name}")
     return replace(replica, is_hasty=haste.random() < HASTY)
+
+
+def _mixed(replicas: tuple[Replica, ...], cuts: Random) -> tuple[Replica, ...]:
+    """Now and then trainers and rollouts are cut in different ways. Then all have the tensors that they should."""
+    if cuts.random() >= MIXED:
+        return replicas
+    found = []
+    for each in replicas:
+        steps = tuple(replace(step, registers="same" if step.registers else "") for step in each.steps)
+        cut = "a" if each.is_trainer and cuts.random() < 0.8 else cuts.choice("ab")
+        found.append(replace(each, cut=cut, steps=steps))
+    return tuple(found)
 
 
 def _timeout_s(app: Random, is_fair: bool) -> float:

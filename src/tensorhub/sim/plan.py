@@ -77,6 +77,7 @@ class Replica:
     is_hasty: bool = False  # after a call that has failed it makes the next one at once
     steps: tuple[Step, ...] = ()
     starts_s: float = 0.0  # it comes only then
+    cut: str = ""  # "a" or "b": its tensors have boxes, and are cut in that way
 
 
 @dataclass(frozen=True)

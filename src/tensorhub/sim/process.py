@@ -41,7 +41,9 @@ from ..core.worker.events import (
     Warn,
     Wished,
 )
+from ..core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
 from ..core.worker.machine import Worker
+from .across import SimAcross
 from .dataplane import SimRead
 from .hostcopies import HostCopies, Place
 from .network import Connection
@@ -71,7 +73,7 @@ class Process:
         self.host = HostCopies(self)
         self._follow_ups: list[Event] = []  # answers that come at once
         self.trust_until = -inf
-        self.read: SimRead | None = None
+        self.read: SimRead | SimAcross | None = None
         self.on_finished: OnFinished | None = None
         self.connection: Connection | None = None
         self.is_closing = False
@@ -82,7 +84,7 @@ class Process:
         self._rate = 1.0 + self._chance.uniform(-drift, drift)
         self._skew = self._chance.uniform(0, 1000)
         self._tick_at = inf
-        self.hello = self._introduce(replica)
+        self.hello, self.cut = self._introduce(replica), replica.cut
         self.layout = self._layout("same")
         self.worker = Worker(me)
         self.is_paused = cluster.cuts.is_paused(self)
@@ -111,7 +113,8 @@ class Process:
 
     def _layout(self, kind: str) -> LayoutInfo:
         size, name = len(self.memory), f"w{self.me.shard}" if kind == "same" else f"other{self.me.shard}"
-        return LayoutInfo.of(Layout((TensorSpec(name, "uint8", (size,), (1,), 0, size),), size))
+        boxes = f"{self.cut}/{self.me.shard}".encode() if self.cut else b""
+        return LayoutInfo.of(Layout((TensorSpec(name, "uint8", (size,), (1,), 0, size),), size), boxes)
 
     @property
     def now(self) -> float:
@@ -181,10 +184,15 @@ class Process:
                 if not grant.to_host:
                     self.opened = grant.version
                 self._begin(SimRead(self.cluster.data, self, grant))
+            case OpenAcross(ticket=ticket, grants=grants):
+                world.note(self.name, f"opens version {grants[0].version} across, tickets {[g.ticket for g in grants]}")
+                self._begin(SimAcross(self.cluster.data, self, ticket, grants))
+            case StartAcross() | AddPart() | StopPart():
+                self._go_across(effect)
             case Trust(until=until):
                 self.trust_until = until
             case StopRead(ticket=ticket):
-                if self.read is not None and self.read.grant.ticket == ticket:  # it may just have ended by itself
+                if self.read is not None and self.read.ticket == ticket:  # it may just have ended by itself
                     self.read.stop()
                     self._follow_ups.append(ReadBarred(ticket, self.read.is_touched))
             case StartServing(version=version):
@@ -210,7 +218,24 @@ class Process:
                 world.note(self.name, f"left, drained: {effect.drained}")
                 world.after(0.0, lambda: self.cluster.kill(self))
 
-    def _begin(self, read: SimRead) -> None:
+    def _go_across(self, effect: StartAcross | AddPart | StopPart) -> None:
+        read = self.read
+        if not isinstance(read, SimAcross) or read.ticket != effect.ticket:
+            return  # it may just have ended by itself
+        match effect:
+            case StartAcross():
+                self.cluster.world.note(self.name, f"reads version {read.grant.version} across, ticket {read.ticket}")
+                if not read.grant.to_host:
+                    self.opened = read.grant.version
+                read.start()
+            case AddPart(grant=grant):
+                self.cluster.world.note(self.name, f"adds part {grant.ticket} from {grant.source}: {grant.reason}")
+                read.add(grant)
+            case StopPart(part=part):
+                self.cluster.world.note(self.name, f"stops part {part}")
+                read.stop_part(part)
+
+    def _begin(self, read: SimRead | SimAcross) -> None:
         if self.read is not None:
             self.read.is_ended = True  # it had only been opened, and goes on as this one
         self.read = read
@@ -291,13 +316,13 @@ class Process:
         """Others may open the version here, though there is nothing of it yet."""
         return self.is_alive and self.opened == version
 
-    def touches(self, read: SimRead) -> None:
+    def touches(self, read: SimRead | SimAcross) -> None:
         """The read is about to have a chunk on its way into the buffer."""
         version = read.grant.version
         if self.filled_version != version:
             self.filled_version = version
             self.buffer.version, self.buffer.is_filled, self.buffer.done = version, True, 0
-        self.tell(ReadTouched(read.grant.ticket))
+        self.tell(ReadTouched(read.ticket))
 
     def has_opened(self, read: SimRead) -> None:
         """The manifest is here."""
@@ -308,15 +333,15 @@ class Process:
         self.memory[chunk] = value
         self.cluster.watch.written(self, chunk)
 
-    def accept(self, chunk: int, read: SimRead) -> None:
+    def accept(self, chunk: int, read: SimRead | SimAcross) -> None:
         read.target.done = chunk + 1
         self.cluster.watch.accepted(self, read, chunk)
-        self.tell(ReadAdvanced(read.grant.ticket, chunk + 1, len(self.memory)))
+        self.tell(ReadAdvanced(read.ticket, chunk + 1, len(self.memory)))
 
-    def read_ended(self, read: SimRead, failure: Failure | None) -> None:
+    def read_ended(self, read: SimRead | SimAcross, failure: Failure | None) -> None:
         complete = read.done == len(self.memory) and not read.is_only_opened
         self.read = None
-        self.tell(ReadEnded(read.grant.ticket, complete, None if complete else failure))
+        self.tell(ReadEnded(read.ticket, complete, None if complete else failure))
 
     # --- the caller ---------------------------------------------------------------------------------------------------
 

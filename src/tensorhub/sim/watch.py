@@ -10,6 +10,7 @@ from ..core.messages import Orders, Report
 from ..core.names import Version
 from ..core.worker import events
 from ..core.worker.events import Finished
+from .across import SimAcross
 from .dataplane import SimRead
 from .judges.crossings import CrossingJudge
 from .judges.drains import DrainJudge
@@ -71,7 +72,8 @@ class Watch:
     def started(self, process: "Process") -> None:
         now = self.truth.now
         memory = process.memory, lambda version: process.host.places[version].memory
-        self.truth.born(Life(process.me, process.name, process.hello, *memory, lambda: process.now, started=now))
+        life = Life(process.me, process.name, process.hello, *memory, lambda: process.now, started=now, cut=process.cut)
+        self.truth.born(life)
 
     def died(self, process: "Process") -> None:
         self.truth.died(self.life(process))
@@ -145,7 +147,7 @@ class Watch:
         if isinstance(event, events.ReadEnded) and event.complete and life.read is not None:
             grant = life.read.grant
             place = process.host.places[grant.version] if grant.to_host else process.buffer
-            self.memory.whole(life, grant.version, grant.root, place.memory, "what was read")
+            self.memory.whole(life, grant.version, life.read.root, place.memory, "what was read")
 
     def _touched(self, life: Life) -> None:
         """The registered memory may be written from now on: what it had is gone."""
@@ -215,11 +217,11 @@ class Watch:
             life.held = None
             self._gives_up(life, held.version, "in the buffer")
 
-    def began(self, process: "Process", read: SimRead) -> None:
+    def began(self, process: "Process", read: SimRead | SimAcross) -> None:
         """A read was begun."""
         self.truth.begins(self.life(process), read)
 
-    def accepted(self, process: "Process", read: SimRead, chunk: int) -> None:
+    def accepted(self, process: "Process", read: SimRead | SimAcross, chunk: int) -> None:
         """A reader takes a chunk for good."""
         self.memory.accepted(self.life(process), read, chunk, read.target.memory[chunk])
         self.truth.accepted(self.life(process), read)

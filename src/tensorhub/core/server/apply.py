@@ -15,6 +15,7 @@ from .decisions import (
     AwaitWord,
     CallSlow,
     CallStuck,
+    Cross,
     Decision,
     Fail,
     Finish,
@@ -36,7 +37,7 @@ from .decisions import (
 from .groups import GroupCall, Replica
 from .keepers import Keepers
 from .lines import Line
-from .membership import Member
+from .membership import Crossing, Member
 from .open_reads import OpenRead
 from .rules import established
 from .rules.draining import Drained
@@ -52,6 +53,8 @@ def carry_out(state: State, decisions: Iterable[Decision]) -> None:
                 _give(state, decision)
             case TakeBack(read):
                 _take_back(state, read)
+            case Cross(reader, version, to_host, cut):
+                reader.crossing = Crossing(version, to_host, cut)
             case LookAgain(member, at):
                 state.members.wake(member, at)
             case Admit() | Wait() | Fail() | Resolve() | AcceptPublish() | Promise() | Finish():
@@ -86,7 +89,7 @@ def _give(state: State, give: Give) -> None:
     grant = Grant(
         ticket=Ticket(state.next_number()),
         version=record.version,
-        root=record.roots[reader.line],
+        root=record.roots[give.part or reader.line],
         source=give.source,
         endpoints=source.hello.endpoints,
         reason=give.reason,
@@ -98,7 +101,7 @@ def _give(state: State, give: Give) -> None:
     done, chunks, _ = reader.filled(record.version, to_host=give.to_host)
     read = OpenRead(grant, reader.worker, reader.line, looked_at=now, began_at=now, had=done / max(chunks, done, 1))
     read.instead_of, read.must_beat, read.pace.is_stuck = give.instead_of, give.must_beat, give.is_stuck
-    read.shares = give.shares
+    read.shares, read.part = give.shares, give.part
     model = state.models[reader.hello.model]
     state.open_read(read)
     model.add_holder(record, reader.worker, reader.line)  # others may read behind it from now on

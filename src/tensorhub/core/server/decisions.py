@@ -6,6 +6,7 @@ from ..messages import Failure
 from ..names import Number, Version, WorkerId
 from .catalog import Model, VersionRecord
 from .groups import GroupCall, Replica
+from .lines import Cut, Line
 from .membership import Member
 from .open_reads import OpenRead
 from .pace import Tier
@@ -44,6 +45,17 @@ class Give:
     is_stuck: bool = False  # as the read that this one replaces was
     counted_as: str = ""  # among the counters, beside "grants"
     shares: bool = False  # the memory of a host copy, rather than to make another
+    part: Line | None = None  # of the source: this is one part of a read across
+
+
+@dataclass(frozen=True, slots=True)
+class Cross:
+    """Let the reader read across, out of that cut. Its parts are given one by one."""
+
+    reader: Member
+    version: Version
+    to_host: bool
+    cut: Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +223,7 @@ Decision = (
     LookAgain
     | TakeBack
     | Give
+    | Cross
     | LookedForBetter
     | Leave
     | StayFor

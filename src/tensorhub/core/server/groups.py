@@ -44,6 +44,7 @@ class GroupCall:
     version: Version | None = None
     arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
     since: dict[Shard, int] = field(default_factory=dict)  # the last number that had been given out when it arrived
+    grids: dict[Shard, Digest] = field(default_factory=dict)  # of the tiles that each shard of a publish has cut
     pending: dict[Shard, Digest] = field(default_factory=dict)  # the same, of those who were put there
     differing: dict[Shard, str] = field(default_factory=dict)  # who calls what else here; "": only other metadata
     doubted: Number = Number(0)  # who is at this position having heard higher numbers has heard of those two
@@ -171,6 +172,7 @@ class Replica:
             text = call_text(reported.verb, reported.spec, reported.claim, waits=reported.waits)
             call.differing[shard] = text if _said_of(call) != _said_of(reported) else ""
             return
+        call.grids[shard] = reported.grid
         if is_put and not is_first and call.arrived and shard not in call.arrived:
             if shard not in call.pending:
                 call.doubted = Number(0)

@@ -23,7 +23,7 @@ from ..messages import (
 )
 from ..names import Digest, Ticket, Version, WorkerId
 from ..sums import add_up
-from . import apply, evidence, facts, places, rollcall
+from . import apply, evidence, facts, parts, places, rollcall
 from .catalog import Model
 from .content import WHOLE, Content, version_in
 from .groups import Replica
@@ -48,7 +48,7 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
         places.note_line(state, member)
     take_content(state, model, replica, member, before)
     note_fed(state, member, former)
-    take_reads(state, member)
+    take_reads(state, member, before)
     take_call(state, replica, member, is_first=not before.number)
     rollcall.hear(state, model, member)
 
@@ -214,10 +214,12 @@ def _exists_by(state: State, replica: Replica, buffer: Holding | Withdrawing | V
     return len(whole) == replica.shards
 
 
-def take_reads(state: State, member: Member) -> None:
+def take_reads(state: State, member: Member, before: Report) -> None:
     """What the worker reads, what it does not read any more, and what has failed."""
     report, worker = member.report, member.worker
-    close_reads(state, member, report.closed)
+    if report.across is not None:
+        parts.take_across(state, member, report.across)
+    close_reads(state, member, report.closed, report.over)
     reading = report.reading
     if reading is not None and state.is_recovering and _may_adopt(state, worker, report):
         text = "granted before a restart"
@@ -233,9 +235,9 @@ def take_reads(state: State, member: Member) -> None:
     _note_sharing(state, member)
     note_pace(state, member)
     note_call(member)
+    known = [failure.ticket for failure in before.failures]
     for failure in report.failures:
-        if failure.ticket > member.last_failed:
-            member.last_failed = failure.ticket
+        if failure.ticket not in known:
             _count_failure(state, member, failure)
 
 
@@ -280,10 +282,10 @@ def _may_adopt(state: State, worker: WorkerId, report: Report) -> bool:
     return reading.ticket > report.closed and state.numbers.is_ours(reading.ticket)
 
 
-def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
+def close_reads(state: State, member: Member, upto: Ticket | None, beside: tuple[Ticket, ...] = ()) -> None:
     """The member reads no ticket up to this one any more; it counts as a holder only by what it has."""
     model = state.models[member.hello.model]
-    for read in state.close_reads(member.worker, upto):
+    for read in state.close_reads(member.worker, upto, beside):
         _note_one_reader_less(state, model, read)
         state.mark_waiting_dirty(model, sources_of(read.version, read.line))  # it is behind nobody any more
         record = model.versions.get(read.version)
@@ -381,7 +383,7 @@ def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> N
     """A read is over. If it has brought all that was missing, those that come later are compared with it."""
     is_whole = reader.has_whole_copy(read.version) if read.grant.to_host else reader.holds(read.version)
     took_s = state.now - read.began_at
-    if read.is_void or not is_whole or took_s <= 0.0 or state.members.get(read.source) is None:
+    if read.is_void or read.part is not None or not is_whole or took_s <= 0.0 or state.members.get(read.source) is None:
         return
     rates = model.lately.setdefault(progress.tier(state, read), deque(maxlen=MAX_LATELY))
     rates.append(reader.report.size_bytes * (1.0 - read.had) / took_s)

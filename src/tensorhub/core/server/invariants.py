@@ -2,21 +2,24 @@
 
 from collections import Counter
 
+from ..names import WorkerId
 from .catalog import Model
 from .content import WHOLE
+from .open_reads import OpenRead
 from .state import State
 
 
 def server_contradiction(state: State) -> str | None:
     """How the server machine contradicts itself, or None. Looks at every table: for tests and the simulator."""
-    granted: dict[object, object] = {}
+    granted: dict[WorkerId, OpenRead] = {}
     for read in state.reads.all():
         if state.members.get(read.reader) is None:
             return f"ticket {read.ticket} is open for {read.reader}, who has no session"
-        if not read.is_void and read.reader in granted:
-            return f"{read.reader} may read {granted[read.reader]} and {read.ticket} at once"
+        other = granted.get(read.reader) if not read.is_void else None
+        if other is not None and not _are_parts_of_one(read, other):
+            return f"{read.reader} may read {other.ticket} and {read.ticket} at once"
         if not read.is_void:
-            granted[read.reader] = read.ticket
+            granted[read.reader] = read
             if read.reader in state.reads.chain(read.reader):
                 return f"{read.reader} reads from itself in the end, ticket {read.ticket}"
     for model in state.models.values():
@@ -38,6 +41,13 @@ def server_contradiction(state: State) -> str | None:
                 if state.members.get(worker) is None or worker.shard != shard:
                     return f"{replica.name} counts {worker} as its shard {shard}"
     return None
+
+
+def _are_parts_of_one(one: OpenRead, other: OpenRead) -> bool:
+    """Both are parts of one read across."""
+    if one.part is None or other.part is None or one.part == other.part:
+        return False
+    return (one.version, one.grant.to_host) == (other.version, other.grant.to_host)
 
 
 def _index_contradiction(state: State, model: Model) -> str | None:

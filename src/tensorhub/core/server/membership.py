@@ -11,10 +11,10 @@ from math import inf
 import msgspec
 
 from ..messages import Answer, Filling, Grant, Hello, Holding, HostCopy, Report, Withdrawing
-from ..names import Digest, Number, Shard, Ticket, Version, WorkerId
+from ..names import Digest, Number, Shard, Version, WorkerId
 from ..settings import Settings
 from .content import NOTHING, Content
-from .lines import Line
+from .lines import Cut, Line
 from .pace import Capacity
 
 
@@ -24,6 +24,16 @@ class Avoided:
 
     until: float
     times: int = 1
+
+
+@dataclass
+class Crossing:
+    """A read across: out of which cut, and which of its lines have brought all that was wanted of them."""
+
+    version: Version
+    to_host: bool
+    cut: Cut
+    done: dict[Line, None] = field(default_factory=dict)
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -40,6 +50,7 @@ class Told(msgspec.Struct, frozen=True):
     ceiling: Number = Number(0)
     conflict: Digest = Digest("")
     witness: bool = False
+    across: tuple[Grant, ...] = ()
 
 
 @dataclass
@@ -76,7 +87,7 @@ class Member:
     alone_until: float = -inf  # it could not map what another worker of its host has: it fetches its own copies
     capacity: Capacity = field(default_factory=Capacity)  # as a source
     is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
-    last_failed: Ticket = Ticket(0)
+    crossing: Crossing | None = None  # of the read across that it was granted last
     told: Told | None = None  # what it was told last, as far as that may be news
     settled_at: int = -1  # how often something had happened when it was last decided for
     report_s: float = 0.0  # how often it was last told to report

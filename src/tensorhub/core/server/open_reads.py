@@ -4,6 +4,7 @@ A read that was taken back is *void*. It no longer counts, but it stays open unt
 stopped: its source must not change a buffer that somebody may still be reading.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import TypeVar
@@ -31,6 +32,7 @@ class OpenRead:
     instead_of: WorkerId | None = None  # a slow source that was left for its own source
     must_beat: float = 0.0  # where it gets so much, that one was at fault
     shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
+    part: Line | None = None  # of its source, where that is cut in another way: one of several that its reader has
 
     def __post_init__(self) -> None:
         self.ticket: Ticket = self.grant.ticket
@@ -43,6 +45,7 @@ class OpenReads:
 
     def __init__(self) -> None:
         self.current: dict[WorkerId, OpenRead] = {}  # by reader: the one read that it may go on with, which is not void
+        self.parts: dict[WorkerId, dict[Line, OpenRead]] = {}  # of a read across, by reader; `current` is one of them
         self._of_reader: dict[WorkerId, dict[Ticket, OpenRead]] = {}
         # by reader and ticket: a worker that lies may repeat a ticket number
         self._from_source: dict[WorkerId, dict[tuple[WorkerId, Ticket], OpenRead]] = {}
@@ -50,14 +53,37 @@ class OpenReads:
     def add(self, read: OpenRead) -> None:
         self._of_reader.setdefault(read.reader, {})[read.ticket] = read
         self._from_source.setdefault(read.source, {})[read.reader, read.ticket] = read
-        if not read.is_void:
+        if read.is_void:
+            return
+        if read.part is None:
             self.current[read.reader] = read
+        else:
+            self.parts.setdefault(read.reader, {})[read.part] = read
+            self.current.setdefault(read.reader, read)
 
     def take_back(self, read: OpenRead) -> None:
         """It is void from now on."""
         read.is_void = True
+        self._goes_on_without(read)
+
+    def _goes_on_without(self, read: OpenRead) -> None:
+        """Its reader may not go on with it: with its other parts, if it has any."""
+        parts = self.parts.get(read.reader, {})
+        if read.part is not None and parts.get(read.part) is read:
+            del parts[read.part]
+            if not parts:
+                del self.parts[read.reader]
         if self.current.get(read.reader) is read:
             del self.current[read.reader]
+            if parts:
+                self.current[read.reader] = next(iter(parts.values()))
+
+    def going_on(self, reader: WorkerId) -> list[OpenRead]:
+        """What it may go on with: one read, or the parts of one."""
+        current = self.current.get(reader)
+        if current is None or current.part is None:
+            return [] if current is None else [current]
+        return list(self.parts[reader].values())
 
     def of(self, reader: WorkerId) -> list[OpenRead]:
         return list(self._of_reader.get(reader, {}).values())
@@ -79,14 +105,13 @@ class OpenReads:
         """How many reads are open on it."""
         return len(self._from_source.get(source, {}))
 
-    def close(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
-        """The reader's reads up to that ticket (None: all of them) are over. Returns them."""
+    def close(self, reader: WorkerId, upto: Ticket | None, beside: Collection[Ticket] = ()) -> list[OpenRead]:
+        """The reader's reads up to that ticket (None: all of them) are over, and those. Returns them."""
         if reader not in self._of_reader:
             return []
-        over = [read for read in self.of(reader) if upto is None or read.ticket <= upto]
+        over = [read for read in self.of(reader) if upto is None or read.ticket <= upto or read.ticket in beside]
         for read in over:
-            if self.current.get(reader) is read:
-                del self.current[reader]
+            self._goes_on_without(read)
             _forget(self._of_reader, reader, read.ticket)
             _forget(self._from_source, read.source, (reader, read.ticket))
         return over

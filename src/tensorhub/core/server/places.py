@@ -19,6 +19,8 @@ def note_line(state: State, member: Member) -> None:
         member.line = line
     if not member.report.layout:
         return
+    if line.is_boxed:
+        state.mark_everyone_dirty(model)  # whom one relies on for a version may be of another cut
     if not line.is_boxed:
         model.note_cut(plain_cut(replica.shards))
     members = [state.members.get(replica.members[shard]) for shard in sorted(replica.members)]

@@ -5,7 +5,7 @@ changes it marks as dirty the members whose orders may change with it.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ..messages import Hello, LayoutInfo
@@ -80,9 +80,9 @@ class State:
         self.reads.add(read)
         self._note_load(read.source)
 
-    def close_reads(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
-        """The reader's reads up to that ticket (None: all of them) are over. Returns them."""
-        over = self.reads.close(reader, upto)
+    def close_reads(self, reader: WorkerId, upto: Ticket | None, beside: Collection[Ticket] = ()) -> list[OpenRead]:
+        """The reader's reads up to that ticket (None: all of them) are over, and those. Returns them."""
+        over = self.reads.close(reader, upto, beside)
         for read in over:
             self._note_load(read.source)
         return over

@@ -28,6 +28,7 @@ class Call:
     is_delayed: bool = False  # the caller was told why it waits so long
     waits: bool = False  # of a replicate: for a number that nobody has published yet
     metadata: Digest = Digest("")  # of a publish
+    grid: Digest = Digest("")  # the same
 
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)
@@ -84,5 +85,6 @@ class Call:
         if self.number is None:
             return None
         return CallReport(
-            self.number, self.verb, self.spec, self.root, self.resolved, self.claim, self.waits, self.metadata
+            *(self.number, self.verb, self.spec, self.root, self.resolved, self.claim, self.waits, self.metadata),
+            self.grid,
         )

@@ -50,6 +50,7 @@ class Called:
     claim: Version | None = None  # of an unpublish
     waits: bool = False  # of a replicate
     metadata: Digest = Digest("")  # of a publish: of what it says beside its tensors
+    grid: Digest = Digest("")  # of a publish: of the tiles that it has cut
 
 
 @dataclass(frozen=True, slots=True)

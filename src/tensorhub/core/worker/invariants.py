@@ -1,5 +1,7 @@
 """What must be true of a worker after every event, whatever came in. A contradiction is a bug of ours."""
 
+from math import inf
+
 from ..messages import Empty, Filling, Holding, Vacated, Withdrawing
 from .state import WorkerState
 
@@ -14,7 +16,7 @@ def contradiction(worker: WorkerState) -> str | None:
         return f"fills {buffer} and is in no call"
     if isinstance(buffer, Vacated) and serving is not None:
         return f"has vacated {buffer.version} and serves {serving}"
-    if reading is not None and slot.closed >= reading.ticket:
+    if reading is not None and slot.closed >= min(slot.parts.open, default=inf if slot.is_across else reading.ticket):
         return f"reads ticket {reading.ticket}, called closed up to {slot.closed}"
     if isinstance(buffer, Empty) and serving is not None:
         return f"serves version {serving} from an empty buffer"

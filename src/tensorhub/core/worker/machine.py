@@ -211,8 +211,8 @@ class Worker:
                     calling.end_badly(worker)
             case events.Closing(deadline=deadline):
                 closing.begin(worker, deadline)
-            case events.ReadOpened():
-                reading.opened(worker, event)
+            case events.ReadOpened(ticket=ticket):
+                reading.opened(worker, ticket)
             case events.ReadTouched(ticket=ticket):
                 filling.touched(worker, ticket)
             case events.ReadBarred():
@@ -224,7 +224,7 @@ class Worker:
             case events.ReadEnded():
                 reading.ended(worker, event)
             case AcrossOpened() | PartEnded() | PartMeasured():
-                raise InvariantViolation(f"{self.me} was told {event}, and has never read across layouts")
+                self._take_of_parts(event)
             case events.NotShared():
                 reading.not_shared(worker, event)
             case events.ServingStopped(version=version):
@@ -244,6 +244,18 @@ class Worker:
                 pass
             case _:
                 assert_never(event)
+
+    def _take_of_parts(self, event: AcrossOpened | PartEnded | PartMeasured) -> None:
+        """What becomes of a read across layouts."""
+        worker = self.state
+        match event:
+            case AcrossOpened(ticket=ticket, root=root):
+                reading.opened(worker, ticket, root)
+            case PartEnded():
+                reading.part_ended(worker, event)
+            case PartMeasured(part=part, arrived_bytes=arrived_bytes):
+                if part in worker.slot.parts.open:
+                    worker.slot.parts.arrived_bytes[part] = arrived_bytes
 
     def _connected(self) -> None:
         worker = self.state

@@ -14,7 +14,7 @@ def take(worker: WorkerState, orders: Orders) -> None:
     sent_at = worker.book.acknowledge(orders.acknowledged)
     if sent_at is not None:
         worker.slot.extend_trust(sent_at + orders.trust_s)
-    worker.slot.take_grant(orders.grant)
+    worker.slot.take_grant(orders.grant, orders.across)
     worker.copies.take_orders(orders, next_report=worker.next_report)
     worker.proofs.take_orders(orders, worker.versions_here)
     worker.is_urgent |= orders.witness

@@ -1,5 +1,7 @@
 """The one read that a worker may have open: what it may read, what it reads, which tickets are closed.
 
+A read across layouts has several sources (see `parts`), and is one read all the same.
+
 A grant from the latest orders waits here until it is wanted. At most one read is open. No ticket up to `closed` will
 ever be read again, and the server may rely on that once it was reported.
 """
@@ -13,6 +15,8 @@ from ..errors import InvariantViolation
 from ..messages import MAX_FAILURES, MAX_WORDS, Failure, Grant, Reading, TicketFailure, shortened
 from ..names import Digest, Number, Ticket, WorkerId
 from .events import Effect, OpenRead, ReadMeasured, StartRead, StopRead, Trust
+from .events_across import OpenAcross, StartAcross
+from .parts import Parts
 
 
 @dataclass
@@ -21,8 +25,10 @@ class ReadSlot:
 
     me: WorkerId
     grant: Grant | None = None
+    parts: Parts = field(default_factory=Parts)
     reading: Reading | None = None
     begun: Grant | None = None  # under which `reading` was begun
+    is_across: bool = False  # it is one out of several sources
     is_opening: bool = False  # it fetches the manifest only
     is_opened: bool = False  # the manifest is here, and it waits for the buffer
     is_stopping: bool = False
@@ -37,7 +43,7 @@ class ReadSlot:
 
     # --- grant and lease ----------------------------------------------------------------------------------------------
 
-    def take_grant(self, grant: Grant | None) -> None:
+    def take_grant(self, grant: Grant | None, across: tuple[Grant, ...] = ()) -> None:
         """The latest orders grant this, and nothing else any more.
 
         A server that has restarted knows of an open read only what was reported of it, and that is not where its source
@@ -48,6 +54,16 @@ class ReadSlot:
         if grant is not None and self.begun is not None and grant.ticket == self.begun.ticket:
             grant = self.begun
         self.grant = grant
+        self.parts.take(across if grant is None else (), self.closed)
+
+    @property
+    def offer(self) -> Grant | None:
+        """What is granted, or one part of it."""
+        return self.grant if self.grant is not None else next(iter(self.parts.granted), None)
+
+    def decline(self) -> None:
+        """What is granted is not wanted."""
+        self.grant, self.parts.granted = None, ()
 
     def extend_trust(self, until: float) -> None:
         """The server has acknowledged a report: what is read before that time counts."""
@@ -59,8 +75,8 @@ class ReadSlot:
         """Whether a grant has just become worthless because the lease has ended."""
         if now < self.trust_until:
             return False
-        had_grant = self.grant is not None
-        self.grant = None
+        had_grant = self.offer is not None
+        self.decline()
         self.stop("own lease ended")
         return had_grant
 
@@ -68,7 +84,7 @@ class ReadSlot:
 
     def may_start(self, *, is_wanted: bool, now: float) -> bool:
         """What is granted is wanted, nothing is open, and the lease lasts."""
-        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until
+        return self.offer is not None and is_wanted and self.reading is None and now < self.trust_until
 
     @property
     def is_into_buffer(self) -> bool:
@@ -94,8 +110,23 @@ class ReadSlot:
         self.is_opening, self.is_opened = is_only_opened, False
         self.effects += [Trust(self.trust_until), OpenRead(grant) if is_only_opened else StartRead(grant)]
 
-    def note_opened(self, ticket: Ticket) -> Reading | None:
-        """The manifest is here. Returns the read, unless another one is open by now."""
+    def start_across(self) -> None:
+        """Begin to open what is granted: what it will be, in the registered layout, is known only then."""
+        one, ticket = self.parts.granted[0], self.parts.begin()
+        self.is_across, self.root = True, Digest("")
+        self.reading = Reading(ticket, one.source, one.version, to_host=one.to_host)
+        self.is_stopping, self.is_barred = False, False
+        self.is_opening, self.is_opened = True, False
+        self.effects += [Trust(self.trust_until), OpenAcross(ticket, tuple(self.parts.open.values()))]
+
+    def note_opened(self, ticket: Ticket, root: Digest | None = None) -> Reading | None:
+        """The manifest is here. Returns the read, unless another one is open by now.
+
+        `root`: of what is read across, which is known only now.
+        """
+        if self.is_across != (root is not None):
+            return None
+        self.root = root if root is not None else self.root
         if self.reading is None or self.reading.ticket != ticket or not self.is_opening:
             return None
         self.is_opening, self.is_opened = False, True
@@ -111,12 +142,15 @@ class ReadSlot:
 
     def go_on(self) -> None:
         """Read what was opened."""
-        assert self.begun is not None
         assert self.reading is not None
         assert self.is_opened
         self.is_opened = False
         self.reading = replace(self.reading, is_opened=False)
-        self.effects.append(StartRead(self.begun))
+        if self.begun is not None:
+            self.effects.append(StartRead(self.begun))
+        else:
+            live = [grant for part, grant in self.parts.open.items() if part not in self.parts.stopping]
+            self.effects.append(StartAcross(self.reading.ticket, tuple(live)))
 
     def bar(self, ticket: Ticket) -> bool:
         """The read that was told to stop writes no more. Returns whether that is the open one."""
@@ -127,13 +161,19 @@ class ReadSlot:
 
     def stop_unless_granted(self, *, is_wanted: bool) -> None:
         """End a read whose grant is void or not wanted any more."""
+        if self.is_across and self.reading is not None:
+            if not is_wanted or not self.parts.are_of(self.reading):  # parts of another read are no parts of this one
+                self.stop("no longer granted")
+            elif not self.is_stopping:
+                self.effects += self.parts.follow(self.reading.ticket)
+            return
         ticket = self.grant.ticket if self.grant is not None and is_wanted else None
         if self.reading is not None and ticket != self.reading.ticket:
             self.stop("no longer granted")
 
     def give_up(self, why: str) -> None:
         """The call that wanted the buffer filled is over: end a read into it, and do not begin it again."""
-        self.grant = None
+        self.decline()
         self.stop(why)
 
     def stop(self, why: str) -> None:
@@ -156,8 +196,8 @@ class ReadSlot:
             raise InvariantViolation(f"{self.me}: read {ticket} ended, but {reading} was open")
         by_itself = not self.is_stopping
         self.reading, self.begun, self.is_stopping, self.is_barred = None, None, False, False
-        self.is_opening = self.is_opened = False
-        self.closed = Ticket(max(self.closed, ticket))
+        self.is_opening = self.is_opened = self.is_across = False
+        self.closed = Ticket(max(self.closed, ticket, self.parts.all_ended()))
         if self.grant is not None and self.grant.ticket <= ticket:
             self.grant = None
         return reading, by_itself
@@ -176,13 +216,12 @@ class ReadSlot:
 
     def raise_watermark(self, seen: Number) -> Ticket:
         """Close every ticket that is neither read nor waiting; orders up to `seen` have been taken in."""
-        if self.reading is not None:
-            first_open = self.reading.ticket
-        elif self.grant is not None:
-            first_open = self.grant.ticket
-        else:
-            first_open = Ticket(seen + 1)
+        tickets = [self.parts.first_open(), self.grant.ticket if self.grant is not None else None]
+        if self.reading is not None and not self.is_across:
+            tickets.append(self.reading.ticket)
+        first_open = min((ticket for ticket in tickets if ticket is not None), default=Ticket(seen + 1))
         self.closed = Ticket(max(self.closed, first_open - 1))
+        self.parts.forget_over(self.closed)
         return self.closed
 
     def take_effects(self) -> list[Effect]:

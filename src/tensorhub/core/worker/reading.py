@@ -1,15 +1,18 @@
 """Reads: when one is opened, begun and stopped, and what it brings to the buffer or to a host copy."""
 
-from ..messages import Empty, Filling, Grant, Holding, Poisoned, Vacated
+from ..messages import Empty, Filling, Grant, Holding, Poisoned, Reading, Vacated
+from ..names import Digest, Ticket
 from . import events, filling
+from .events_across import PartEnded
 from .state import WorkerState
 
 # --- what the data plane tells ----------------------------------------------------------------------------------------
 
 
-def opened(worker: WorkerState, event: events.ReadOpened) -> None:
-    """The source has what was granted: the old version may be withdrawn for it."""
-    reading = worker.slot.note_opened(event.ticket)
+def opened(worker: WorkerState, ticket: Ticket, root: Digest | None = None) -> None:
+    """The source has what was granted: the old version may be withdrawn for it. `root`: of what is read across."""
+    reading = worker.slot.note_opened(ticket, root)
+    worker.is_urgent |= reading is not None and root is not None  # others wait to hear what it is
     if reading is not None:
         worker.note(f"has opened version {reading.version} at {reading.source}")
         if worker.call is not None:
@@ -48,6 +51,21 @@ def not_shared(worker: WorkerState, event: events.NotShared) -> None:
         worker.note(f"cannot map the host copy of version {reading.version} of {reading.source}, and reads it")
 
 
+def part_ended(worker: WorkerState, event: PartEnded) -> None:
+    """One source of a read across is done with; the others go on."""
+    reading, slot = worker.reading, worker.slot
+    if reading is None or not slot.is_across or reading.ticket != event.ticket:
+        return
+    found = slot.parts.ended(event.part, brought=event.brought)
+    if found is None:
+        return
+    grant, by_itself = found
+    worker.is_urgent = True
+    if event.failure is not None and by_itself:
+        slot.failed(Reading(grant.ticket, grant.source, grant.version), event.failure)
+        worker.note(f"part {event.part} from {grant.source} failed: {event.failure.message}")
+
+
 def ended(worker: WorkerState, event: events.ReadEnded) -> None:
     """No byte of a read can land any more."""
     if event.complete:
@@ -75,15 +93,16 @@ def ended(worker: WorkerState, event: events.ReadEnded) -> None:
 def advance(worker: WorkerState) -> None:
     """Open, begin or stop a read, as grant and buffer have it now."""
     slot, call = worker.slot, worker.call
-    wanted = _is_wanted(worker, slot.grant)
+    wanted, offer = _is_wanted(worker, slot.offer), slot.offer
     may_be_wanted = call is not None and call.fills and not isinstance(worker.buffer, Holding)
-    if slot.grant is not None and not wanted and (slot.grant.to_host or not may_be_wanted):
-        slot.grant, worker.is_urgent = None, True  # its source need not wait for us
+    if offer is not None and not wanted and (offer.to_host or not may_be_wanted):
+        slot.decline()
+        worker.is_urgent = True  # its source need not wait for us
     slot.stop_unless_granted(is_wanted=wanted)
     if slot.may_start(is_wanted=wanted, now=worker.now):
         _begin(worker)
-    elif slot.is_opened and not slot.is_stopping and isinstance(worker.buffer, Vacated):
-        slot.go_on()
+    elif slot.is_opened and not slot.is_stopping:
+        _go_on(worker)
     for effect in slot.effects:
         if isinstance(effect, events.StopRead):
             worker.note(f"stops ticket {effect.ticket}: {slot.stop_reason}")
@@ -105,9 +124,36 @@ def _is_wanted(worker: WorkerState, grant: Grant | None) -> bool:
     return is_other and worker.copies.whole(grant.version) is None
 
 
+def _go_on(worker: WorkerState) -> None:
+    """Read what was opened, if that may be written now."""
+    slot, reading = worker.slot, worker.reading
+    assert reading is not None
+    if isinstance(worker.buffer, Vacated) and not reading.to_host:
+        slot.go_on()
+    elif reading.to_host:
+        slot.go_on()
+        worker.copies.begun(reading.version, slot.root)
+    elif slot.is_across and isinstance(worker.buffer, Filling) and not worker.memory.is_stopping:
+        slot.go_on()
+        worker.memory.serve_fill()
+
+
+def _begin_across(worker: WorkerState, grant: Grant) -> None:
+    """Open it in any case: what it is has to be known before a byte is written."""
+    is_free = grant.to_host or isinstance(worker.buffer, Filling | Vacated)
+    if not is_free and worker.call is not None and worker.call.opened == grant.version:
+        return  # it was opened before, at other sources: it is read once the buffer is free
+    worker.slot.start_across()
+    tickets = ", ".join(str(part) for part in worker.slot.parts.open)
+    worker.note(f"opens {grant.version} across {len(worker.slot.parts.open)} sources, tickets {tickets}")
+
+
 def _begin(worker: WorkerState) -> None:
-    slot, grant = worker.slot, worker.slot.grant
+    slot, grant = worker.slot, worker.slot.offer
     assert grant is not None
+    if slot.grant is None:
+        _begin_across(worker, grant)
+        return
     if grant.to_host:
         slot.start()
         if grant.shares:

@@ -1,6 +1,6 @@
 """What a worker says of itself: its whole state, as one report."""
 
-from ..messages import Report
+from ..messages import Across, Report
 from ..names import Digest
 from .state import WorkerState
 
@@ -18,7 +18,9 @@ def report_of(worker: WorkerState) -> Report:
         call=worker.call.for_report() if worker.call is not None else None,
         ended=worker.ended,
         finished=worker.finished,
-        reading=worker.reading,
+        reading=worker.reading if not worker.slot.is_across else None,
+        across=across_of(worker),
+        over=tuple(worker.slot.parts.over),
         closed=worker.slot.closed,
         newest=proofs.newest,
         newest_receipt=proofs.newest_receipt,
@@ -39,4 +41,15 @@ def report_of(worker: WorkerState) -> Report:
         stops=worker.memory.is_stopping,
         # When its own lease is over, the server may have given it up, and gone on with others.
         roster=proofs.roster if worker.now < worker.slot.trust_until else None,
+    )
+
+
+def across_of(worker: WorkerState) -> Across | None:
+    """The open read, if that is one across layouts."""
+    slot, reading = worker.slot, worker.reading
+    if reading is None or not slot.is_across:
+        return None
+    parts = slot.parts
+    return Across(
+        reading.version, reading.to_host, slot.root, reading.is_opened, parts.for_report(), tuple(parts.brought)
     )

@@ -36,7 +36,7 @@ class DrainJudge(Judge):
         )
         copy_s = 2 * self.conditions.chunks * self.conditions.chunk_s
         lease_s = 0.0
-        everybody = [other for shard in range(self.conditions.shards) for other in self.readers((life.me.model, shard))]
+        everybody = [other for cut in self.truth.cuts(life.me.model) for shard in cut for other in self.readers(shard)]
         if self.conditions.stuck_stop or any(not self._is_prompt(other, began) for other in everybody):
             lease_s = 1.2 * self.settings.lease_s + self.conditions.stuck_stop * 4 * self.settings.lease_s
         return 3 * self.spread_s + 2 * chunk_s + copy_s + lease_s + self.settings.avoid_s + 0.5

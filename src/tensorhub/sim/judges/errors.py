@@ -93,18 +93,16 @@ class ErrorJudge(GroupJudge):
             return f"version {version} may still come, and it was to wait"
         if made is None or made.exists > since or self.truth.lost_since(model, version, since):
             return ""
-        for shard in range(self.conditions.shards):
-            holders = self.truth.holders((model, shard), version)
-            if not any(self._is_steady(holder, version, since) for holder in holders):
-                return ""
+        if not self.truth.is_had(model, version, lambda holder: self._is_steady(holder, version, since)):
+            return ""
         return f"each shard of version {version} had a holder all the time"
 
     def _unavailable_latest(self, life: Life, call: Call, since: float) -> str:
         if self.is_at_deadline(call):
             return "that was its deadline"
         for version in self.truth.existing(life.me.model):
-            holders = [self.truth.holders((life.me.model, s), version) for s in range(self.conditions.shards)]
-            if call.spec == "latest" and all(any(self._is_steady(h, version, since) for h in each) for each in holders):
+            is_had = self.truth.is_had(life.me.model, version, lambda h, v=version: self._is_steady(h, v, since))  # type: ignore[misc]
+            if call.spec == "latest" and is_had:
                 return f"each shard of version {version} had a holder all the time"
         return ""
 
@@ -170,13 +168,13 @@ class ErrorJudge(GroupJudge):
             if calls and other.me.model == model and other.me.replica != life.me.replica:
                 return ""
         made_here = self.truth.made.get((model, version), {}).get(life.me.replica)
-        if made_here is not None and made_here.roots.get(life.me.shard, call.root) != call.root:
+        if made_here is not None and made_here.root_of(life.shard) not in (None, call.root):
             return ""  # a publish of its own failed half-way, with other content
         return f"no version from {version} on exists, and nobody else publishes"
 
     def _has_other_content(self, life: Life, call: Call) -> bool:
         made = self.truth.exists(life.me.model, call.had) if call.had is not None else None
-        return made is not None and made.roots.get(life.me.shard) != call.had_root
+        return made is not None and made.root_of(life.shard) != call.had_root
 
     def _full(self, life: Life, call: Call) -> str:
         for other in self.truth.group(life):
@@ -197,13 +195,14 @@ class ErrorJudge(GroupJudge):
 
     def _untried(self, life: Life, version: Version, since: float, tried: list[WorkerId]) -> str:
         """A whole source that nobody of the replica has tried, for each shard."""
-        fresh = []
-        for shard in range(self.conditions.shards):
-            holders = self.truth.holders((life.me.model, shard), version)
-            good = [h for h in holders if h.me not in tried and self._is_steady(h, version, since - self.spread_s)]
-            fresh += [h for h in good if self.truth.troubles.serves(h, since)][:1]
-        if len(fresh) == self.conditions.shards:
-            return f"{fresh[0].name} has version {version}, and was not tried"
+        for cut in self.truth.cuts(life.me.model):
+            fresh = []
+            for shard in cut:
+                holders = self.truth.holders(shard, version)
+                good = [h for h in holders if h.me not in tried and self._is_steady(h, version, since - self.spread_s)]
+                fresh += [h for h in good if self.truth.troubles.serves(h, since)][:1]
+            if len(fresh) == self.conditions.shards:
+                return f"{fresh[0].name} has version {version}, and was not tried"
         return ""
 
     def _corrupt(self, life: Life, call: Call) -> str:
@@ -212,8 +211,8 @@ class ErrorJudge(GroupJudge):
         return "" if found or self.conditions.copy_error else "no chunk of it was corrupted"
 
     def _layout(self, life: Life, call: Call) -> str:
-        model = life.me.model
-        is_odd = any(len(self.truth.layouts.get((model, shard), {})) > 1 for shard in range(self.conditions.shards))
+        shards = [shard for cut in self.truth.cuts(life.me.model) for shard in cut]
+        is_odd = any(len(self.truth.layouts.get(shard, {})) > 1 for shard in shards)
         return "" if is_odd else "everybody has always had the same tensors"
 
     def _not_drained(self, life: Life, call: Call) -> str:
@@ -258,24 +257,20 @@ class ErrorJudge(GroupJudge):
         for version in self.truth.existing(life.me.model):
             if version != call.spec and call.spec != "latest":
                 continue
-            good = 0
-            for shard in range(self.conditions.shards):
-                holders = self.truth.holders((life.me.model, shard), version)
-                is_good = [
-                    self._is_steady(h, version, since) and self.truth.troubles.serves(h, since) and h.layout
-                    for h in holders
-                    if h.me.replica != life.me.replica
-                ]
-                good += any(is_good)
-            if good == self.conditions.shards:
+            if self.truth.is_had(life.me.model, version, lambda h, v=version: self._gives(h, life, v, since)):  # type: ignore[misc]
                 return version
             if call.spec == "latest":
                 return None  # the newest is another matter; only that one is promised
         return None
 
+    def _gives(self, holder: Life, life: Life, version: Version, since: float) -> bool:
+        is_other = holder.me.replica != life.me.replica and bool(holder.layout)
+        return is_other and self._is_steady(holder, version, since) and self.truth.troubles.serves(holder, since)
+
     def _enough_s(self, life: Life, began: float) -> float:
         """Withdraw the old, read the new behind everybody else, hear of it."""
-        readers = len(list(self.truth.same_shard(life.shard))) * self.conditions.shards
+        lines = [shard for cut in self.truth.cuts(life.me.model) for shard in cut] if life.cut else [life.shard]
+        readers = sum(len(list(self.truth.same_shard(line))) for line in lines) * self.conditions.shards
         chunk_s = 1.5 * self.conditions.chunk_s * self.drains.slowest(began) * (1 + self.conditions.uplink * readers)
         transfer_s = chunk_s * (self.conditions.chunks + 2) * (readers if self.conditions.is_shared else 2)
         errors = self.conditions.read_error + self.conditions.corruption + self.conditions.copy_error

@@ -31,17 +31,17 @@ class MemoryJudge(Judge):
         if tuple(memory) != self.truth.contents[root]:
             self.broken(f"{where} of {life.name} counts as version {version}, and is another content")
         made = self.truth.exists(life.me.model, version)
-        if made is not None and made.roots.get(life.me.shard, root) != root and where != "the published buffer":
-            self.broken(f"{life.name} accepted {root} as version {version}, which is {made.roots[life.me.shard]}")
+        if made is not None and made.root_of(life.shard) not in (None, root) and where != "the published buffer":
+            self.broken(f"{life.name} accepted {root} as version {version}, which is {made.root_of(life.shard)}")
 
     def accepted(self, life: Life, read: Read, chunk: int, value: int) -> None:
         """A reader takes a chunk for good."""
         grant, name = read.grant, "G4 no torn read"
         what = f"{life.name} accepted chunk {chunk} of version {grant.version}"
-        if value != self.truth.contents[grant.root][chunk]:
+        if value != self.truth.contents[read.root][chunk]:
             self.broken(f"{what}, which is not as published", name)
-        if grant.ticket in life.stopped:
-            self.broken(f"{what} after ticket {grant.ticket} was to end", name)
+        if read.ticket in life.stopped:
+            self.broken(f"{what} after ticket {read.ticket} was to end", name)
         if life.clock() >= life.trust_until:
             self.broken(f"{what} after its own lease", name)
 
@@ -49,9 +49,9 @@ class MemoryJudge(Judge):
         """From now on the source may change its memory, so nobody may still be able to accept a byte of it."""
         if not self.conditions.is_one_sided or life.closing <= self.now:
             return  # who leaves without the server's word takes the memory along
-        for reader in self.truth.same_shard(life.shard):
-            read = reader.read
-            if read is None or read.grant.source != life.me or read.grant.endpoints != life.hello.endpoints:
+        everybody = [other for other in self.truth.lives.values() if other.me.model == life.me.model]
+        for reader, read in [(o, part) for o in everybody if o.read is not None for part in o.read.read_now()]:
+            if read.grant.source != life.me or read.grant.endpoints != life.hello.endpoints:
                 continue
             if (read.grant.version, read.grant.from_host) != (version, from_host):
                 continue
@@ -105,7 +105,7 @@ class MemoryJudge(Judge):
         """Asked for all who live, now and then: who holds other content than what exists was told, and let it go."""
         held = life.held
         made = self.truth.exists(life.me.model, held.version) if held is not None else None
-        if held is None or made is None or made.roots.get(life.me.shard, held.root) == held.root:
+        if held is None or made is None or made.root_of(life.shard) in (None, held.root):
             return
         since = self.now - self.settings.lease_s * 1.2 - TOLD_S
         if max(made.exists, held.since) > since or not held.is_served:

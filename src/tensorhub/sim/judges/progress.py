@@ -48,13 +48,9 @@ class ProgressJudge(Judge):
     def newest_to_have(self, model: str) -> Version | None:
         """The newest version of which somebody in good health has each shard; no newer one is being made."""
         for version in self.truth.existing(model):
-            if all(self._somebody(model, shard, version) for shard in range(self.conditions.shards)):
+            if self.truth.is_had(model, version, lambda h: not self._is_down(h) and h.closing == inf):
                 return version
         return None
-
-    def _somebody(self, model: str, shard: int, version: Version) -> bool:
-        holders = self.truth.holders((model, shard), version)
-        return any(not self._is_down(holder) and holder.closing == inf for holder in holders)
 
     def _has_just_begun(self, replica: str, newest: Version) -> bool:
         """It is still in the first call that it has made since that version came and its program went plain.
@@ -103,7 +99,7 @@ class ProgressJudge(Judge):
         """What the server shows people for a while: reads by ticket and reader, and who holds what."""
         for ticket, reader in reads.items():
             life = next((each for each in self.truth.lives.values() if str(each.me) == reader), None)
-            if life is None or ((life.read is None or life.read.grant.ticket != ticket) and not self._is_down(life)):
+            if life is None or ((life.read is None or ticket not in life.read.tickets) and not self._is_down(life)):
                 self.broken(f"ticket {ticket} of {reader} is open for ever", "leak")
         living = dict.fromkeys(f"{me.model}/{me.replica}" for me in self.truth.lives)
         for what, replicas in holders.items():
@@ -137,7 +133,7 @@ class ProgressJudge(Judge):
                 kept = [
                     other.name
                     for other in self.truth.lives.values()
-                    if (other.me.model, other.me.shard) == (life.me.model, life.me.shard) and version in other.copies
+                    if other.shard == life.shard and version in other.copies
                 ]
                 is_spare = version == newest and len(kept) > 1 and not self._is_awaited(life.me.model)
                 is_old = newest is None or is_spare or version < newest - 2 * self.conditions.retain

@@ -22,12 +22,14 @@ class RetentionJudge(Judge):
         made = truth.exists(model, version)
         if made is None or not life.hello.reliable or life.closing < inf:
             return
-        if made.roots.get(life.me.shard) is None or self._was_lost(life, version):
+        if made.root_of(life.shard) is None or self._was_lost(life, version):
             return
         if any(other.hello.reliable for other in truth.holders(life.shard, version) if other is not life):
             return
         if life in truth.holders(life.shard, version):
             return  # in its other memory
+        if life.cut and truth.is_had(model, version, lambda other: other.hello.reliable and other is not life):
+            return  # in another cut
         if self._was_left_lately(life, version) or not truth.was_known(made):
             return
         if self._is_retained(life, version):
@@ -48,17 +50,23 @@ class RetentionJudge(Judge):
         for version in truth.existing(model)[:1]:
             made = truth.exists(model, version)
             others = [other for other in truth.holders(life.shard, version) if other is not life]
+            others += [other] if (other := self._had_elsewhere(life, version)) is not None else []
             if not life.has(version) or others or made is None or not truth.was_known(made):
                 continue
             if self._was_lost(life, version) or self._was_left_lately(life, version):
                 continue
             since = life.closing - self.settings.lease_s
-            layout = made.layouts[life.me.shard]
+            layout = made.layouts[life.me.shard] if life.cut == made.cut else life.layout
             heirs = [o for o in truth.same_shard(life.shard) if o is not life and self._could_inherit(o, layout, since)]
             if heirs and truth.troubles.server(since) and truth.troubles.hears(life, since):
                 self.broken(
                     f"{life.name} left with the last reference of version {version}, {heirs[0].name} could have it"
                 )
+
+    def _had_elsewhere(self, life: Life, version: Version) -> Life | None:
+        """Somebody who has some of it in a cut of which others have the rest."""
+        is_had = life.cut and self.truth.is_had(life.me.model, version, lambda other: other is not life)
+        return next((other for other in self.truth.lives.values() if other.has(version)), None) if is_had else None
 
     def _could_inherit(self, heir: Life, layout: Digest, since: float) -> bool:
         is_able = heir.closing == inf and self._has_room(heir) and heir.layout == layout
@@ -80,7 +88,7 @@ class RetentionJudge(Judge):
     def _was_lost(self, life: Life, version: Version) -> bool:
         """Some other shard of it had been lost before, so there was nothing left to keep."""
         model = life.me.model
-        shards = [(model, shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
+        shards = [(life.shard[0], shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
         since = self.now - 4 * self.settings.lease_s
         return (
             any(not self.truth.holders(shard, version) for shard in shards)

@@ -40,11 +40,11 @@ class VersionJudge(Judge):
         model = life.me.model
         for other in self.truth.existing(model):
             made = self.truth.exists(model, other)
-            is_other = other > version or (made is not None and made.roots.get(life.me.shard, call.root) != call.root)
+            is_other = other > version or (made is not None and made.root_of(life.shard) not in (None, call.root))
             if other < version or not is_other or made is None:
                 continue
             is_old = made.exists <= self.now - self.spread_s and self._must_know(model, other)
-            if is_old or (self._was_said(made) and any(self._outlived(model, s, other) for s in self._shards())):
+            if is_old or (self._was_said(made) and any(self._outlived(s, other) for s in self._shards(model))):
                 text = f"{life.name} may publish {version} ({call.root}), though {other} exists ({made.replica})"
                 self.broken(text, "G3 version conflict")
 
@@ -58,24 +58,27 @@ class VersionJudge(Judge):
             if newer <= version or made is None:
                 continue
             is_old = made.exists <= self.now - self.spread_s and self._must_know(life.me.model, newer)
-            is_left = self._was_said(made) and all(self._outlived(life.me.model, s, newer) for s in self._shards())
+            is_left = self._was_said(made) and self._all_outlived(life.me.model, newer)
             if (is_old and self._is_there(life, newer)) or is_left:
                 self.broken(f"latest is {version} for {life.name}, though {newer} exists and is not lost")
 
-    def _shards(self) -> range:
-        return range(self.conditions.shards)
+    def _shards(self, model: str) -> list[tuple[str, int]]:
+        return [shard for cut in self.truth.cuts(model) for shard in cut]
+
+    def _all_outlived(self, model: str, version: Version) -> bool:
+        return any(all(self._outlived(shard, version) for shard in cut) for cut in self.truth.cuts(model))
 
     def _was_said(self, made: Made) -> bool:
         """The publisher was told that it exists, by a server that has died since."""
         return made.known < self.truth.troubles.server_died
 
-    def _outlived(self, model: str, shard: int, version: Version) -> bool:
+    def _outlived(self, shard: tuple[str, int], version: Version) -> bool:
         """Somebody has had that shard since before the last server died, and its own lease with that one is not over.
 
         However soon a server speaks again, it has heard of whoever had a session with the one before.
         """
         died = self.truth.troubles.server_died
-        for holder in self.truth.holders((model, shard), version):
+        for holder in self.truth.holders(shard, version):
             held = holder.held
             is_held = held is not None and held.version == version and held.is_served and held.since < died
             if is_held and holder.clock() < holder.trust_until and holder.closing == inf:
@@ -84,16 +87,12 @@ class VersionJudge(Judge):
 
     def _is_there(self, life: Life, version: Version) -> bool:
         """Each shard has somebody who can be heard, and has had it for a while."""
-        for shard in range(self.conditions.shards):
-            holders = self.truth.holders((life.me.model, shard), version)
-            if not any(self._is_heard(holder, version) for holder in holders):
-                return False
-        return True
+        return self.truth.is_had(life.me.model, version, lambda holder: self._is_heard(holder, version))
 
     def _must_know(self, model: str, version: Version) -> bool:
         """Somebody lives who has the version and could say so for long enough, in this life of the server."""
-        for shard in range(self.conditions.shards):
-            for holder in self.truth.holders((model, shard), version):
+        for shard in self._shards(model):
+            for holder in self.truth.holders(shard, version):
                 if self._is_heard(holder, version):
                     return True
         return self.truth.is_known_whole(model, version)

@@ -1,7 +1,7 @@
 """One life of one process, as somebody would know it who stands beside it and sees its memory and its words."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -11,7 +11,16 @@ from ...core.names import Digest, Ticket, Version, WorkerId
 from ...core.worker.events import Finished
 
 Memory = list[int]
+BAR = "|"  # between a model and a cut
 MOST_SPANS = 8  # in which nothing came by a read: the latest are remembered
+
+
+class Part(Protocol):
+    """What comes from one source."""
+
+    grant: Grant
+    is_stopped: bool
+    is_ended: bool
 
 
 class Read(Protocol):
@@ -22,9 +31,14 @@ class Read(Protocol):
     is_stopped: bool
     is_ended: bool
     shares: bool
+    root: Digest  # of what it brings, in the reader's own cut
+    ticket: Ticket
+    tickets: dict[Ticket, WorkerId]  # and from whom
 
     @property
     def into(self) -> Memory: ...
+
+    def read_now(self) -> Sequence[Part]: ...
 
     @property
     def is_cross_site(self) -> bool: ...
@@ -90,6 +104,7 @@ class Life:
     host_memory: Callable[[Version], Memory]  # where a copy is
     clock: Callable[[], float]  # its own
     started: float
+    cut: str = ""
     is_alive: bool = True
     died: float = inf
     closing: float = inf  # when close() was called
@@ -131,7 +146,8 @@ class Life:
 
     @property
     def shard(self) -> tuple[str, int]:
-        return self.me.model, self.me.shard
+        """Of which model, and in which cut if it has several; and which shard."""
+        return f"{self.me.model}{BAR}{self.cut}" if self.cut else self.me.model, self.me.shard
 
     @property
     def hosted(self) -> int:

@@ -1,15 +1,17 @@
 """The truth of a cluster: who has which bytes, what was published, what each caller asked for, what was said."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from ...core.messages import Holding, Orders, Report
 from ...core.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from ...core.worker import events
+from ...core.worker.events_across import PartEnded
 from ..plan import Plan
 from ..world import World
-from .life import Call, Copied, Held, Life, Read
+from .contents import derived
+from .life import BAR, Call, Copied, Held, Life, Read
 from .troubles import Troubles
 
 MOST_PAST = 20  # calls of one process that are remembered
@@ -24,8 +26,15 @@ class Made:
     replica: ReplicaName
     roots: dict[int, Digest] = field(default_factory=dict)
     layouts: dict[int, Digest] = field(default_factory=dict)
+    cut: str = ""
     exists: float = inf  # since when all shards had it
     known: float = inf  # since when a server had said so
+
+    def root_of(self, shard: tuple[str, int]) -> Digest | None:
+        """What it is in that shard of its own cut or of another one."""
+        cut = shard[0].partition(BAR)[2]
+        own = self.roots.get(shard[1])
+        return derived(own, cut, shard[1]) if own is not None and cut != self.cut else own
 
 
 class Truth:
@@ -92,7 +101,7 @@ class Truth:
         made = self.made.setdefault((life.me.model, version), {})
         mine = made.get(life.me.replica)
         if mine is None or mine.roots.get(life.me.shard, root) != root:
-            mine = made[life.me.replica] = Made(life.me.model, version, life.me.replica)
+            mine = made[life.me.replica] = Made(life.me.model, version, life.me.replica, cut=life.cut)
         mine.roots[life.me.shard], mine.layouts[life.me.shard] = root, life.layout
         group = list(self.group(life))
         if len(group) == self.plan.conditions.shards and mine.exists == inf:
@@ -119,13 +128,22 @@ class Truth:
 
     def holders(self, shard: tuple[str, int], version: Version) -> list[Life]:
         """The living that have all of that shard of the version."""
-        made = self.exists(shard[0], version)
-        root = made.roots.get(shard[1]) if made is not None else None
+        made = self.exists(shard[0].partition(BAR)[0], version)
+        root = made.root_of(shard) if made is not None else None
         return [life for life in self.same_shard(shard) if life.has(version) and root in (None, life.root_of(version))]
 
     def is_whole(self, model: str, version: Version) -> bool:
-        """Each shard has a living holder."""
-        return all(self.holders((model, shard), version) for shard in range(self.plan.conditions.shards))
+        """Each shard of some cut has a living holder."""
+        return any(all(self.holders(shard, version) for shard in cut) for cut in self.cuts(model))
+
+    def cuts(self, model: str) -> list[list[tuple[str, int]]]:
+        """The ways in which a model's replicas are cut: the shards of each."""
+        names = dict.fromkeys(f"{model}{BAR}{each.cut}" if each.cut else model for each in self.plan.replicas)
+        return [[(name, shard) for shard in range(self.plan.conditions.shards)] for name in names]
+
+    def is_had(self, model: str, version: Version, counts: Callable[[Life], bool]) -> bool:
+        """Each shard of some cut has a holder that counts."""
+        return any(all(any(map(counts, self.holders(shard, version))) for shard in cut) for cut in self.cuts(model))
 
     def was_known(self, made: Made) -> bool:
         """Some server had said that it exists."""
@@ -146,21 +164,26 @@ class Truth:
             other for other in self.lives.values() if other.me.model == model and other.me.replica != made.replica
         ]
         sessions = [other for other in outside if other.hello.reliable and self.is_in_session(other, slack=1.0)]
-        reliable = {other.me.shard: None for other in sessions}  # a replica may live in part
-        shards = [Shard(shard) for shard in range(self.plan.conditions.shards)]
-        for shard in shards:
-            holders = [h for h in self.holders((model, shard), version) if h.me.replica != made.replica]
-            if not any(holder.hello.reliable or shard not in reliable for holder in holders):
-                return
-        self.established[model], self.established_at[model] = version, self.now
-        for shard in shards:
-            self.established_among_spot.pop((model, shard), None)
-            if shard not in reliable:
-                self.established_among_spot[model, shard] = None
+        reliable = {other.shard: None for other in sessions}  # a replica may live in part
+        for cut in self.cuts(model):
+            if not all(self._is_outside(shard, version, made, reliable) for shard in cut):
+                continue
+            self.established[model], self.established_at[model] = version, self.now
+            for shard in cut:
+                self.established_among_spot.pop(shard, None)
+                if shard not in reliable:
+                    self.established_among_spot[shard] = None
+
+    def _is_outside(
+        self, shard: tuple[str, int], version: Version, made: Made, reliable: dict[tuple[str, int], None]
+    ) -> bool:
+        holders = [holder for holder in self.holders(shard, version) if holder.me.replica != made.replica]
+        return any(holder.hello.reliable or shard not in reliable for holder in holders)
 
     def note_loss(self, life: Life, version: Version) -> None:
         """The process has it no longer: perhaps nobody has."""
-        if not self.holders(life.shard, version):
+        is_gone = not self.is_whole(life.me.model, version) if life.cut else not self.holders(life.shard, version)
+        if is_gone:
             self.lost[life.me.model, version] = self.now
 
     def lost_since(self, model: str, version: Version, since: float) -> bool:
@@ -185,11 +208,7 @@ class Truth:
 
     def is_known_whole(self, model: str, version: Version) -> bool:
         """The server has been told of a holder for each shard, and none of these has changed or can be given up."""
-        for shard in range(self.plan.conditions.shards):
-            holders = self.holders((model, shard), version)
-            if not any(self.is_in_session(h) and self.said_to_have(h, version) for h in holders):
-                return False
-        return True
+        return self.is_had(model, version, lambda h: self.is_in_session(h) and self.said_to_have(h, version))
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -218,6 +237,9 @@ class Truth:
                 life.pins = pins
             case events.ReadEnded(complete=complete, failure=failure):
                 self._read_ended(life, complete, failure.code if failure is not None else "")
+            case PartEnded(part=part, failure=failure):
+                if failure is not None and life.read is not None:
+                    life.failures.append((self.now, life.read.tickets[part], failure.code))
             case events.CopyCounted(version):
                 if version in life.copies:
                     life.copies[version].is_counted = True
@@ -234,7 +256,7 @@ class Truth:
         if read is None:
             return
         self._note_stood_still(life, read)
-        version, root = read.grant.version, read.grant.root
+        version, root = read.grant.version, read.root
         if complete and read.grant.to_host:
             life.copies[version] = Copied(version, root, self.now, read.into, not read.shares)
             self.note_whole(life, version)
@@ -301,7 +323,7 @@ class Truth:
         That source had all of the version; or it was to get the rest itself, and nothing had come there either.
         """
         source = self.lives.get(read.grant.source)
-        if source is None:
+        if source is None or len(read.tickets) > 1 or source.cut != life.cut:
             return
         had = source.copies.get(read.grant.version) if read.grant.from_host else source.held
         is_whole = had is not None and had.version == read.grant.version

@@ -16,7 +16,7 @@ from ..groups import GroupCall, Replica, some_shards
 from ..lines import Line
 from ..membership import Member
 from ..state import State
-from . import claims, crossing, retention, witness
+from . import across, claims, crossing, retention, witness
 
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
 HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
@@ -174,6 +174,10 @@ def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCa
     if waiting is not None:
         yield Wait(call, waiting)
         return
+    if len({call.grids.get(shard) for shard in call.arrived}) > 1:
+        text = f"the shards of {replica.name} have cut {call} into different tiles: layouts have come or gone meanwhile"
+        yield Fail(call, Failure("group-incomplete", text, "publish again on all shards"))
+        return
     version = Version(int(call.spec))
     conflict = model.conflict(replica, version, facts.roots_of(state, replica, call))
     conflict = conflict or claims.conflict_with(state, model, replica, version)
@@ -239,7 +243,7 @@ def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> D
         is_hopeless = isinstance(call.spec, int) and not (call.waits and _may_come(model, call.spec))
         return _give_up(replica, call, failure) if is_hopeless else Wait(call, failure)
     record = model.look_up(version)
-    absent = _absent_line(state, replica, record)
+    absent = _absent_line(state, model, replica, record)
     if absent is None:
         return Resolve(call, version)
     unreadable = _why_unreadable(state, model, replica, record)
@@ -293,15 +297,27 @@ def _can_serve(member: Member, version: Version) -> bool:
     return is_held or member.has_whole_copy(version)
 
 
-def _absent_line(state: State, replica: Replica, record: VersionRecord) -> Line | None:
+def _absent_line(state: State, model: Model, replica: Replica, record: VersionRecord) -> Line | None:
     """A line of the version that nobody, or only somebody about to leave, holds whole."""
     for shard in range(replica.shards):
         mine = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
         line = mine.line if mine is not None else Line(replica.shards, Shard(shard))
         holders = (state.members.get(worker) for worker in record.holders.get(line, {}))
-        if not any(member is not None and _can_serve(member, record.version) for member in holders):
+        is_there = any(member is not None and _can_serve(member, record.version) for member in holders)
+        if not is_there and not _can_serve_across(state, model, record, line):
             return line
     return None
+
+
+def _can_serve_across(state: State, model: Model, record: VersionRecord, line: Line) -> bool:
+    """Of some other cut somebody has each line, and does not want to leave it."""
+    if not crossing.can_cross(record, line):
+        return False
+    for cut in crossing.cuts_to_read(model, record, line):
+        holders = ((state.known(worker) for worker in record.whole[each]) for each in cut)
+        if all(any(_can_serve(member, record.version) for member in those) for those in holders):
+            return True
+    return False
 
 
 def _unavailable(state: State, model: Model, record: VersionRecord, line: Line) -> Failure:
@@ -327,12 +343,17 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     if unreadable is not None:
         return unreadable
     failures = member.report.failures
-    is_enough = member.failures > state.settings.most_failures and not _has_hope(state, record, member)
+    is_enough = member.failures > state.settings.most_failures and not _has_hope(state, model, record, member)
+    told, known = member.report.across, record.roots.get(member.line)
+    if told is not None and told.version == record.version and told.root and known not in (None, told.root):
+        text = f"what {member.worker} would get as version {record.version} out of another cut is not what others got"
+        return Failure("version-conflict", text, "was the version published twice, with different content?")
     if failures and (is_enough or failures[-1].code in HOPELESS):
         last = failures[-1]
         text = f"{member.worker} failed {member.failures} reads of version {record.version}; last from {last.source}"
         return Failure(last.code, f"{text}: {last.message}", "see `tensorhub status` for who holds it")
-    if state.is_recovering or state.reads.current.get(member.worker) is not None:
+    is_reading = state.reads.current.get(member.worker) is not None and not across.is_short(state, member)
+    if state.is_recovering or is_reading:
         return None
     if member.has_whole_copy(record.version):
         return None
@@ -341,13 +362,20 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     return _all_corrupt(state, record, member)
 
 
-def _has_hope(state: State, record: VersionRecord, member: Member) -> bool:
+def _has_hope(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """Somebody has all of the version who has not failed this reader yet; or not often, and lives."""
-    for source in facts.full_sources(state, record, member):
-        avoided = member.avoided.get(source.worker)
-        if avoided is None or (avoided.times < TRIES and facts.is_here(state, source)):
-            return True
-    return False
+    if any(_may_try(state, member, source) for source in facts.full_sources(state, record, member)):
+        return True
+    cuts = crossing.cuts_to_read(model, record, member.line) if crossing.can_cross(record, member.line) else ()
+    return any(
+        all(any(_may_try(state, member, state.known(each)) for each in record.whole[line]) for line in cut)
+        for cut in cuts
+    )
+
+
+def _may_try(state: State, member: Member, source: Member) -> bool:
+    avoided = member.avoided.get(source.worker)
+    return avoided is None or (avoided.times < TRIES and facts.is_here(state, source))
 
 
 def _all_corrupt(state: State, record: VersionRecord, member: Member) -> Failure | None:

@@ -1,11 +1,13 @@
 """Whether a version can be read into what a worker has registered: by its own line, or out of a cut of another kind."""
 
+from collections.abc import Iterator
+
 from ...errors import UsageError
 from ...manifest import layout_difference
-from ...messages import Failure
+from ...messages import MAX_PARTS, Failure
 from ...names import Digest, is_tiled
 from ..catalog import Model, VersionRecord
-from ..lines import Line
+from ..lines import Cut, Line
 from ..membership import Member
 from ..state import State
 
@@ -20,7 +22,21 @@ def may_fit(model: Model, record: VersionRecord, member: Member) -> bool:
 
 def can_cross(record: VersionRecord, line: Line) -> bool:
     """Its boxes say what is wanted, and somebody's boxes where that is; and there is a digest for each piece."""
-    return line.is_boxed and any(other.is_boxed and is_tiled(root) for other, root in record.roots.items())
+    return line.is_boxed and any(is_readable(record, other) for other in record.roots)
+
+
+def is_readable(record: VersionRecord, line: Line) -> bool:
+    """Other cuts can be filled from that line of the version."""
+    return line.is_boxed and is_tiled(record.roots.get(line, Digest("")))
+
+
+def cuts_to_read(model: Model, record: VersionRecord, line: Line) -> Iterator[Cut]:
+    """The other cuts in which all of the version is, as far as is known, and out of which it can be read."""
+    for cut in model.cuts:
+        if line in cut or len(cut) > MAX_PARTS:
+            continue
+        if all(is_readable(record, each) and record.whole.get(each) for each in cut):
+            yield cut
 
 
 def _is_of_its_cut(model: Model, record: VersionRecord, line: Line) -> bool:

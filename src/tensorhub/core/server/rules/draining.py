@@ -8,7 +8,7 @@ from ...names import Version
 from ..catalog import Model, VersionRecord
 from ..membership import Member
 from ..state import State
-from . import retention, witness
+from . import covered, crossing, retention, witness
 
 
 class Drained(NamedTuple):
@@ -38,7 +38,7 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
     record = model.versions.get(buffer.version)
     if record is None or not record.promised:
         return Drained(buffer.version)
-    is_last = is_last_holder(state, record, member)
+    is_last = is_last_holder(state, model, record, member)
     is_needed = is_last and is_awaited(state, model, record, member)
     return Drained(None if is_needed else buffer.version)
 
@@ -51,8 +51,8 @@ def _has_readers(state: State, source: Member, version: Version) -> bool:
     return retention.must_wait(state, source, state.reads.from_buffer(source.worker, version))
 
 
-def is_last_holder(state: State, record: VersionRecord, leaver: Member) -> bool:
-    """Nobody else holds this shard of the version whole and stays."""
+def is_last_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """Nobody else holds this line of the version whole and stays, nor all lines of another cut."""
     for worker in record.holders.get(leaver.line, {}):
         member = state.members.get(worker)
         if member is None:
@@ -60,17 +60,23 @@ def is_last_holder(state: State, record: VersionRecord, leaver: Member) -> bool:
         is_held = isinstance(member.content.buffer, Holding) and member.holds(record.version)
         if member.has_whole_copy(record.version) or (worker != leaver.worker and is_held):
             return False
-    return True
+
+    def counts(member: Member) -> bool:
+        return member is not leaver and (member.stays(record.version) or member.has_whole_copy(record.version))
+
+    return not covered.by_another_cut(state, model, record, leaver.line, counts)
 
 
 def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """A replica was promised the version, and its worker for this shard has not got it yet."""
+    """A replica was promised the version, and a worker of it that could read it here has not got it yet."""
+    is_for_all = crossing.is_readable(record, leaver.line)
     for name in record.promised:
         replica = model.replicas.get(name)
-        worker = replica.members.get(leaver.shard) if replica is not None else None
-        member = state.members.get(worker) if worker is not None else None
-        if member is None or not member.is_connected or member.worker == leaver.worker or member.line != leaver.line:
-            continue
-        if not member.holds(record.version):
-            return True
+        for worker in replica.members.values() if replica is not None else ():
+            member = state.members.get(worker)
+            if member is None or not member.is_connected or member.worker == leaver.worker:
+                continue
+            is_reader = member.line == leaver.line or (is_for_all and member.line.is_boxed)
+            if is_reader and not member.holds(record.version):
+                return True
     return False

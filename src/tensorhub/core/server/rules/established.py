@@ -16,6 +16,7 @@ from ..keepers import Rank
 from ..lines import Cut
 from ..membership import Member
 from ..state import State
+from . import covered
 
 
 def newly_established(model: Model) -> list[VersionRecord]:
@@ -60,7 +61,12 @@ def has_reliable_holder(state: State, model: Model, record: VersionRecord, leave
         member = state.members.get(worker)
         if member is not None and member.keeps(record.version):
             return True
-    return False
+
+    def counts(member: Member) -> bool:
+        is_inside = must_be_outside and member.worker.replica in record.publishers
+        return member.hello.reliable and not is_inside and member is not leaver and member.keeps(record.version)
+
+    return covered.by_another_cut(state, model, record, leaver.line, counts)
 
 
 def is_keeper(model: Model, member: Member) -> bool:

@@ -9,11 +9,11 @@ from ...messages import Withdrawing
 from ...names import Version
 from .. import facts
 from ..catalog import Model, VersionRecord
-from ..decisions import Decision, Give, LookAgain, TakeBack
+from ..decisions import Decision, Give, LookAgain
 from ..membership import Member
 from ..open_reads import OpenRead
 from ..state import State
-from . import moving, retention, sharing, sources, witness
+from . import across, crossing, moving, retention, sharing, sources, witness
 from .selection import choose_source
 from .wanted import Wanted
 
@@ -27,10 +27,12 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     current = state.reads.current.get(member.worker)
     record = model.versions.get(wanted.version) if wanted is not None else None
     if wanted is None or record is None:
-        if current is not None:
-            yield TakeBack(current)
+        yield from across.take_back(state, member)
         return
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
+    if current is not None and is_wanted and current.part is not None:
+        yield from across.keep_up(state, model, record, member, wanted)
+        return
     if (
         current is not None
         and is_wanted
@@ -50,8 +52,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         is_cut = _is_impatient(source, current.version) and not current.grant.from_host
         if choose_source(others, now=state.now) is None and not is_cut:
             return
-    if current is not None:
-        yield TakeBack(current)
+    yield from across.take_back(state, member)
     if wanted.to_host and any(read.is_void for read in state.reads.of(member.worker)):
         return  # in its own time: were it stopped, each new version would leave one more source waiting for it
     yield from _grant(state, model, record, member, to_host=wanted.to_host)
@@ -63,6 +64,8 @@ def _moves(
     """It is given a better source."""
     if (yield from moving.leave_slow(state, model, record, member, current)):
         return True
+    if current.pace.is_stuck and (yield from across.instead_of(state, model, record, member, current)):
+        return True
     return (yield from moving.to_idle(state, model, record, member, current))
 
 
@@ -71,6 +74,8 @@ def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
     current = state.reads.current.get(member.worker)
     if current is None or (current.version, current.grant.to_host) != wanted:
         return True
+    if current.part is not None:
+        return across.is_looking(state, member, wanted)
     source = state.members.get(current.source)
     if source is None or not facts.serves(state, current.source, current.version, current.grant.from_host):
         return True
@@ -107,6 +112,8 @@ def _is_impatient(source: Member, version: Version) -> bool:
 
 
 def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> Iterator[Decision]:
+    if (yield from _read_across(state, model, record, member, to_host=to_host)):
+        return
     if member.line not in record.roots:
         return  # only such as are filling have reported since the restart: nobody could say what is good
     if to_host and (yield from _share(state, model, record, member)):
@@ -123,6 +130,22 @@ def _grant(state: State, model: Model, record: VersionRecord, member: Member, *,
         return
     source, reason = choice
     yield Give(member, record, source.worker, reason, source.from_host, to_host)
+
+
+def _read_across(
+    state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool
+) -> Generator[Decision, None, bool]:
+    if not crossing.can_cross(record, member.line) or _has_sound_source(state, model, record, member):
+        return False
+    return (yield from across.set_out(state, model, record, member, to_host=to_host))
+
+
+def _has_sound_source(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+    """Somebody of its own line has the version, or is getting it, and nothing is to be said against him."""
+    return any(
+        not candidate.is_doubtful and not candidate.is_withdrawing and candidate.avoided_until <= state.now
+        for candidate in sources.to_choose_from(state, model, record, member)
+    )
 
 
 def _share(state: State, model: Model, record: VersionRecord, member: Member) -> Generator[Decision, None, bool]:

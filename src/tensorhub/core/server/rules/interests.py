@@ -10,7 +10,7 @@ from ..groups import Replica
 from ..membership import Member
 from ..state import State
 from ..watches import NEWS, SERVICE, Topic, loss_of, references_of, sources_of
-from . import grants, retention
+from . import crossing, grants, retention
 from .wanted import Wanted
 
 
@@ -22,10 +22,15 @@ def interests_of(
     found: list[Topic] = []
     if wanted is not None and grants.is_looking(state, member, wanted):
         found.append(sources_of(wanted.version, line))
+        if crossing.can_cross(model.look_up(wanted.version), line):
+            found += [sources_of(wanted.version, each) for cut in model.cuts for each in cut]
     is_leaving = isinstance(content.buffer, Withdrawing) and not member.is_drained
     if isinstance(content.buffer, Withdrawing) and is_leaving:
         found.append(references_of(content.buffer.version, line))
     found += [references_of(copy.version, content.line_of(copy.version, is_copy=True)) for copy in content.copies]
+    if line.is_boxed:  # who has it in another cut counts too
+        kept = [topic[1] for topic in found if topic[0] == "references" and topic[1] is not None]
+        found += [references_of(version, each) for version in kept for cut in model.cuts for each in cut]
     if call is not None and call.version is not None and retention.leaves_last(state, member):
         found += [
             references_of(call.version, each) for cut in model.known_cuts() for each in cut

@@ -236,7 +236,7 @@ def _usual(state: State, record: VersionRecord, read: OpenRead) -> Generator[Dec
         for holders in record.holders.values():
             for worker in holders:
                 one = state.reads.current.get(worker)
-                if one is not None and one.version == record.version and one.pace.rate is not None:
+                if one is not None and one.part is None and one.version == record.version and one.pace.rate is not None:
                     found.setdefault(progress.tier(state, one), []).append(one.pace.rate)
         rates = {each: usual(those) for each, those in found.items()}
         yield NoteUsualRates(record, rates, state.now + state.report_s)

@@ -14,18 +14,20 @@ from ...messages import Holding
 from ...names import Version
 from ..catalog import Model
 from ..membership import Member
+from ..state import State
+from . import covered
 
 
 def version_to_copy(model: Model, member: Member) -> Version | None:
     """What it is to copy now, or has copied, because nobody else reliable is there who could have it in time."""
     version = _kept_here(model, member)
-    if version is None or len(model.reliable.get(member.line, {})) > 1 or member.report.copy_error is not None:
+    if version is None or covered.has_company(model, member) or member.report.copy_error is not None:
         return None
     spare = 1 if member.report.prefetch is not None else 0
     return version if member.copy(version) is not None or member.report.copies_left > spare else None
 
 
-def is_used(model: Model, member: Member, version: Version) -> bool:
+def is_used(state: State, model: Model, member: Member, version: Version) -> bool:
     """The copy that it has made, or is making, will spare it an offload."""
     if version != _kept_here(model, member):
         return False
@@ -33,7 +35,14 @@ def is_used(model: Model, member: Member, version: Version) -> bool:
     if len(reliable) > 1 and not member.report.copies_left:
         return False
     whole = model.look_up(version).whole.get(member.line, {})
-    return not any(other in whole and other not in model.closing for other in reliable if other != member.worker)
+    if any(other in whole and other not in model.closing for other in reliable if other != member.worker):
+        return False
+    record = model.look_up(version)
+
+    def counts(other: Member) -> bool:
+        return other is not member and other.hello.reliable and other.keeps(version)
+
+    return not covered.by_another_cut(state, model, record, member.line, counts)
 
 
 def _kept_here(model: Model, member: Member) -> Version | None:

@@ -233,10 +233,10 @@ def heir_of(state: State, model: Model, record: VersionRecord, line: Line) -> Wo
             return None
         if member.report.closing:
             is_left, since = True, min(since, member.closing_since)
-    if not is_left:
+    if not is_left or covered.by_another_cut(state, model, record, line, lambda m: covered.is_relied_on(m, record)):
         return None
     able = [member for member in facts.members_of(state, model, line) if _can_inherit(state, model, member, record)]
-    is_enough = _is_kept_by_spot(state, record, line) or state.now >= since + state.settings.spot_heir_s
+    is_enough = covered.is_kept_by_spot(state, record, line) or state.now >= since + state.settings.spot_heir_s
     if is_enough and not any(member.hello.reliable for member in able):
         return None
     return min(able, key=lambda m: _rank_of_heir(m, record)).worker if able else None
@@ -262,17 +262,6 @@ def _can_inherit(state: State, model: Model, member: Member, record: VersionReco
     has_room = report.copies_left > 0 or may_have_room or is_making_room
     is_staying = member.is_connected and not report.closing
     return is_staying and has_room and crossing.may_fit(model, record, member)
-
-
-def _is_kept_by_spot(state: State, record: VersionRecord, line: Line) -> bool:
-    """A worker that nobody relies on has the version whole and does not leave it: better than nobody."""
-    for worker in record.whole.get(line, {}):
-        member = state.members.get(worker)
-        if member is None or not member.is_connected or member.report.closing or member.hello.reliable:
-            continue
-        if member.stays(record.version) or member.has_whole_copy(record.version):
-            return True
-    return False
 
 
 def _counts(state: State, model: Model, member: Member, version: Version) -> bool:
@@ -326,7 +315,15 @@ def _is_kept_elsewhere(
         is_keeper = isinstance(buffer, Withdrawing) and buffer.version == version and not member.is_let_go
         if not is_copy and not is_self and is_keeper and comes_first:
             return True
-    return False
+
+    def counts(member: Member) -> bool:
+        is_inside = is_kept_outside and member.worker.replica in record.publishers
+        is_worse = leaver.hello.reliable and not member.hello.reliable
+        if member is leaver or member.report.closing or is_inside or is_worse:
+            return False
+        return member.stays(version) or member.has_whole_copy(version)
+
+    return covered.by_another_cut(state, model, record, leaver.line, counts)
 
 
 def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRecord, member: Member) -> bool:
@@ -375,7 +372,7 @@ def _is_needed(
     record = model.look_up(version)
     if version == model.newest_established and not is_squeezed and _is_the_copy(state, model, replica, record, member):
         return True
-    if resting.is_used(model, member, version) and not _is_in_the_way(state, model, replica, record, member):
+    if resting.is_used(state, model, member, version) and not _is_in_the_way(state, model, replica, record, member):
         return True
     if not copy.whole:
         return False

@@ -13,6 +13,7 @@ from ...messages import Holding, Withdrawing
 from ...names import WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
+from ..lines import Line
 from ..membership import Member
 from ..state import State
 from . import retention, wanted, witness
@@ -44,7 +45,7 @@ def idle(state: State, model: Model, record: VersionRecord, reader: Member) -> l
     near = list(model.hosts.get(reader.hello.host, ()))
     found: list[Candidate] = []
     for worker in near:
-        if worker in record.holders[reader.line] and worker not in model.read_from and worker not in behind:
+        if worker in record.holders.get(reader.line, {}) and worker not in model.read_from and worker not in behind:
             found += _sound(state, record, reader, worker)
     for worker in there:
         sound = _sound(state, record, reader, worker) if worker not in behind else []
@@ -101,6 +102,20 @@ def reads_leaving(state: State, record: VersionRecord, reader: Member) -> Counte
     return found
 
 
+def whole_sources(state: State, record: VersionRecord, reader: Member, line: Line) -> list[Candidate]:
+    """Those that have all of that line of the version, for a reader of another line."""
+    found = []
+    for worker in record.whole.get(line, {}):
+        member = state.members.get(worker)
+        if member is None or worker == reader.worker:
+            continue
+        for from_host in (False, True):
+            candidate = _candidate(state, record, reader, member, from_host, None, line)
+            if candidate is not None and candidate.is_full:
+                found.append(candidate)
+    return found
+
+
 def host_copy_of(state: State, record: VersionRecord, reader: Member, member: Member) -> Candidate | None:
     """The member's host copy as a source, if it is whole."""
     found = _candidate(state, record, reader, member, True, None)
@@ -130,12 +145,13 @@ def _candidate(
     member: Member,
     from_host: bool,
     leaving: Counter[str] | None,
+    line: Line | None = None,
 ) -> Candidate | None:
-    """The member's buffer, or its host copy, as a source; None if it cannot be one."""
+    """The member's buffer, or its host copy, as a source of the reader's line or of that one; None if it is none."""
     version, worker = record.version, member.worker
     if not facts.serves(state, worker, version, from_host) or (from_host and member.loses_copy(version)):
         return None
-    if member.content.line_of(version, is_copy=from_host) != reader.line:
+    if member.content.line_of(version, is_copy=from_host) != (line or reader.line):
         return None  # it has the version in another line too
     has_all = facts.is_full(member, version, from_host)
     current = state.reads.current.get(worker)

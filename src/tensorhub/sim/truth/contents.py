@@ -1,0 +1,23 @@
+"""What a version is in each cut: what is cut is named `tiled-WHAT/CUT/SHARD`, and one follows from another."""
+
+from ...core.names import TILED, Digest
+
+ROOM = 500  # of the values of one cut's chunks
+
+
+def root_of(what: str, cut: str, shard: int) -> Digest:
+    """The content of one shard of a cut."""
+    return Digest(f"{TILED}{what}/{cut}/{shard}")
+
+
+def derived(root: Digest, cut: str, shard: int) -> Digest:
+    """What that content is in another cut."""
+    return root_of(root[len(TILED) :].split("/")[0], cut, shard)
+
+
+def values_of(root: Digest, chunks: int) -> tuple[int, ...]:
+    """Its chunks: `WHAT` is the number of a program and that of what it made."""
+    what, cut, shard = root[len(TILED) :].split("/")
+    index, content = what.split(".")
+    first = ((int(index) * 1000 + int(content)) * 100 + int(shard)) * 1000 + ROOM * (ord(cut) - ord("a"))
+    return tuple(first + chunk + 1 for chunk in range(chunks))
