@@ -803,9 +803,15 @@ MUTANTS = (
         "the established version is not given up for what may never be whole",
     ),
     Mutant(
+        "who needs room for a copy does not wait for readers to make it",
+        "    is_impatient = isinstance(buffer, Withdrawing) and buffer.impatient\n",
+        "    is_impatient = True\n",
+        "an unpublish does not fail for want of room that those make who read on",
+    ),
+    Mutant(
         "what is fetched ahead does not give way while somebody reads behind it",
-        "    is_being_read = _is_read(state, member, copy) and (copy.whole or not is_squeezed)\n",
-        "    is_being_read = _is_read(state, member, copy)\n",
+        "    is_being_read = not unread and _is_read(state, member, copy) and (copy.whole or not is_squeezed)\n",
+        "    is_being_read = not unread and _is_read(state, member, copy)\n",
         "who waits for room does not wait for a reader that waits for it",
     ),
     Mutant(

@@ -89,13 +89,16 @@ def _ahead(state: State, model: Model, member: Member) -> Version | None:
     return resting.version_to_copy(model, member) if not state.is_recovering else None
 
 
-def _not_needed(state: State, model: Model, replica: Replica, member: Member) -> list[int]:
-    """Its host copies, by number, that may go, or have to: one made ahead gives way to one that must be kept."""
+def _not_needed(state: State, model: Model, replica: Replica, member: Member, *, unread: bool = False) -> list[int]:
+    """Its host copies, by number, that may go, or have to: one made ahead gives way to one that must be kept.
+
+    `unread`: or may go once nobody reads them, or is to read them.
+    """
     copies = [copy for copy in member.content.copies if not copy.leaving]
     if not copies:
         return []
     is_squeezed = _is_squeezed(version_to_offload(state, model, member), member)
-    return [copy.number for copy in copies if not _is_needed(state, model, replica, member, copy, is_squeezed)]
+    return [c.number for c in copies if not _is_needed(state, model, replica, member, c, is_squeezed, unread)]
 
 
 def _is_squeezed(offload: Version | None, member: Member) -> bool:
@@ -163,8 +166,9 @@ def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> F
         return report.copy_error
     if not _is_squeezed(version, member) or any(copy.leaving for copy in member.content.copies):
         return None
-    if member.releasing or _not_needed(state, model, replica, member):
-        return None  # room will be made
+    is_impatient = isinstance(buffer, Withdrawing) and buffer.impatient
+    if member.releasing or _not_needed(state, model, replica, member, unread=not is_impatient):
+        return None  # room will be made, perhaps when those have it who read what nobody else needs
     kept = ", ".join(str(copy.version) for copy in member.content.copies) or "none"
     text = (
         f"{member.worker} is the last reliable holder of version {version} of {model.name}, "
@@ -357,11 +361,12 @@ def _is_needed(
     member: Member,
     copy: HostCopy,
     is_squeezed: bool,
+    unread: bool,
 ) -> bool:
     version, reading = copy.version, state.reads.current.get(member.worker)
     if copy.number in member.releasing:
         return False
-    is_being_read = _is_read(state, member, copy) and (copy.whole or not is_squeezed)
+    is_being_read = not unread and _is_read(state, member, copy) and (copy.whole or not is_squeezed)
     if is_being_read or version == version_to_offload(state, model, member):
         return True
     is_read = reading is not None and reading.grant.to_host and reading.version == version
@@ -380,8 +385,12 @@ def _is_needed(
     is_last = _counts(state, model, member, version) and not is_kept
     if is_last and (not is_squeezed or covered.is_whole(state, model, record)):
         return not member.report.closing or _is_saved(state, model, record, member)
-    return bool(record.promised) and not any(
-        other.holds(version) and isinstance(other.content.buffer, Holding)
-        for other in (state.members.get(worker) for worker in record.holders.get(member.line, {}))
-        if other is not None
+    return (
+        bool(record.promised)
+        and not unread
+        and not any(
+            other.holds(version) and isinstance(other.content.buffer, Holding)
+            for other in (state.members.get(worker) for worker in record.holders.get(member.line, {}))
+            if other is not None
+        )
     )
