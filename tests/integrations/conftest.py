@@ -1,5 +1,5 @@
 """What tests of integrations print at the end."""
 
-from tests.processes.conftest import figures
+from processes.conftest import figures
 
 __all__ = ["figures"]
