@@ -303,7 +303,7 @@ def test_what_cannot_be_registered_is_named_with_a_remedy(kind: str, make: Calla
     assert good.tolist() == [0, 1, 2, 3]
 
 
-def test_a_distributed_tensor_is_sent_to_its_local_shard() -> None:
+def test_a_distributed_tensor_is_taken_as_what_it_is() -> None:
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
@@ -312,10 +312,16 @@ def test_a_distributed_tensor_is_sent_to_its_local_shard() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Replicate()])
-        with pytest.raises(UsageError, match=r"'w' is a .*DTensor") as caught:
-            register({"w": tensor})
-        assert ".to_local()" in (caught.value.hint or "")
-        assert register({"w": tensor.to_local()}).size_bytes == 16
+        found = register({"w": tensor, "plain": torch.zeros(3)})
+        assert found.layout_digest.startswith("boxed-")
+        assert found.table is not None
+        assert [str(each) for each in found.table.tensors] == ["'plain': float32[3]", "'w': float32[4]"]
+        assert (
+            found.layout_digest == register({"w": tensor.to_local(), "plain": torch.zeros(3)}, boxes={}).layout_digest
+        )
+        plain = register({"w": tensor.to_local()})
+        assert plain.table is None
+        assert plain.layout_digest == plain.layout.digest()
     finally:
         distributed.destroy_process_group()
 

@@ -14,6 +14,7 @@ import msgspec
 
 from .errors import UsageError
 from .manifest import DIGEST_BYTES
+from .metadata import decode_metadata
 from .names import TILED, Digest
 
 
@@ -26,6 +27,7 @@ class TileManifest(msgspec.Struct, frozen=True):
     tile_count: int
     digests: bytes
     salt: str = ""
+    metadata: bytes = b""  # as `encode_metadata` has made it: the same in all shards
 
     def digest_of(self, tile: int) -> bytes:
         """The digest of one tile (16 bytes)."""
@@ -54,4 +56,5 @@ def decode_tile_manifest(data: bytes) -> TileManifest:
         raise UsageError(
             f"manifest of {manifest.tile_count} tiles with {len(manifest.digests)} B of digests, not {expected} B"
         )
+    decode_metadata(manifest.metadata)
     return manifest

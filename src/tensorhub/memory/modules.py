@@ -14,12 +14,16 @@ Never: import torch, run an operation on a parameter, or call what an engine may
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+from msgspec.structs import replace
 
 from ..core.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from ..core.boxes import Box
 
 
 def is_module(found: object) -> "TypeGuard[torch.nn.Module]":
@@ -38,6 +42,11 @@ def tensors_of_module(module: "torch.nn.Module") -> "dict[str, torch.Tensor]":
 
 
 def _tensors(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
+    for name, tensor in _raw(module):
+        yield name, _local(tensor)
+
+
+def _raw(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
     import torch
 
     with torch.no_grad():  # of a DTensor, the shard itself and no view for autograd
@@ -45,10 +54,10 @@ def _tensors(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
             before = f"{prefix}." if prefix else ""
             passing = part._non_persistent_buffers_set
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-                yield before + name, _local(parameter)
+                yield before + name, parameter
             for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
                 if name not in passing:
-                    yield before + name, _local(buffer)
+                    yield before + name, buffer
 
 
 def _local(tensor: "torch.Tensor") -> "torch.Tensor":
@@ -57,6 +66,30 @@ def _local(tensor: "torch.Tensor") -> "torch.Tensor":
         local: torch.Tensor = tensor.to_local()
         return local
     return tensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is one, where such are loaded."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def parts_of(tensors: "dict[str, Any]") -> "tuple[dict[str, torch.Tensor], dict[str, list[Box]]]":
+    """The local tensors of DTensors, and which parts of the global tensors of those names they are."""
+    from .dtensors import boxes_of_dtensor  # with torch's own of them
+
+    found = {name: boxes_of_dtensor(name, tensor) for name, tensor in tensors.items()}
+    locals_ = {name: local for name, (local, _) in found.items()}
+    return locals_, {name: [replace(box, dtype="") for box in boxes] for name, (_, boxes) in found.items()}
+
+
+def boxes_of_module(module: "torch.nn.Module") -> "dict[str, list[Box]]":
+    """Of those of its parameters and persistent buffers that are DTensors."""
+    import torch
+
+    with torch.no_grad():
+        found = {name: tensor for name, tensor in _raw(module) if is_dtensor(tensor)}
+    return parts_of(found)[1] if found else {}
 
 
 class Facts(NamedTuple):

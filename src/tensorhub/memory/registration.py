@@ -10,6 +10,8 @@ Rules:
 3. Tensors without elements have offset 0 and no bytes.
 4. All or nothing: a refused tensor leaves everything as it was.
 5. Tensors that are published in another dtype are in the stream as they are published, in a buffer (`masters`).
+6. With boxes it is known which parts of which global tensors they are (`core/boxes.py`): then the layout's digest
+   covers those too, and a version can be read into them from replicas that are cut in another way.
 
 Memory that is mapped twice, at two addresses, is not recognised as shared.
 """
@@ -19,18 +21,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UsageError
-from ..core.manifest import Layout, TensorSpec
+from ..core.manifest import Layout, TensorSpec, digest_of_boxed
 from ..core.names import Digest
 from ..transport.base import ByteStream
 from .describe import Described, describe_all
 from .host import HostStream, Piece
 from .in_place import InPlace
 from .masters import Casts, cast
-from .modules import Held, is_module, tensors_of_module
+from .modules import Held, boxes_of_module, is_dtensor, is_module, parts_of, tensors_of_module
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from ..core.boxes import Box
+    from .tiles.table import BoxTable
 
     type_of_tensor = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
     type_of_weights = Mapping[str, type_of_tensor] | torch.nn.Module
@@ -48,8 +53,10 @@ class Registration:
     devices: tuple[str, ...]  # sorted: ("cpu",), ("cuda:0",), or several
     _in_place: InPlace
     casts: Casts | None = None  # of the caller's tensors that are published in another dtype
+    table: "BoxTable | None" = None  # which parts of which global tensors they are, where that was said
+    boxes: bytes = b""  # the same, encoded
     _module: Held | None = None  # whose tensors they are, where that is known
-    given: tuple[object, object] | None = None  # by the caller: a module or mapping, and dtypes
+    given: tuple[object, object, object] | None = None  # by the caller: a module or mapping, dtypes, boxes
 
     def __repr__(self) -> str:
         return f"<Registration of {len(self.layout.tensors)} tensors, {self.size_bytes} B on {self.device}>"
@@ -89,15 +96,23 @@ class Registration:
                 synchronize(device)
 
 
-def register(tensors: "type_of_weights", dtype: object = None) -> Registration:
+def register(
+    tensors: "type_of_weights", dtype: object = None, boxes: "Mapping[str, Sequence[Box]] | None" = None
+) -> Registration:
     """Take tensors in place, as torch tensors or numpy arrays, or those of a module.
 
-    `dtype`: in which those of floating-point numbers are published, or a mapping from names to dtypes. Raises
-    `UsageError` naming the tensor that cannot be, and `HostMemoryFull` where there is no room to cast into.
+    `dtype`: in which those of floating-point numbers are published, or a mapping from names to dtypes. `boxes`: which
+    parts of which global tensors they are; a tensor that is not named is one whole global tensor, a DTensor what its
+    mesh and placements say. DTensors in a mapping are taken so without `boxes` too. Raises `UsageError` naming the
+    tensor that cannot be, and `HostMemoryFull` where there is no room to cast into.
     """
+    given_boxes = boxes
     if is_module(tensors):
         found = tensors_of_module(tensors)
-        return replace(register(found, dtype), _module=Held(tensors, found), given=(tensors, dtype))
+        if boxes is not None:
+            boxes = {**boxes_of_module(tensors), **boxes}
+        registered = register(found, dtype, boxes)
+        return replace(registered, _module=Held(tensors, found), given=(tensors, dtype, given_boxes))
     if not isinstance(tensors, Mapping):
         raise UsageError(
             f"register takes a module, or a mapping from names to tensors, not a {type(tensors).__name__}",
@@ -106,6 +121,11 @@ def register(tensors: "type_of_weights", dtype: object = None) -> Registration:
     if not tensors:
         raise UsageError("no tensors to register: the mapping is empty", hint="pass the module")
     items = list(tensors.items())
+    distributed = {name: tensor for name, tensor in items if is_dtensor(tensor)}
+    if distributed:
+        found, known = parts_of(distributed)
+        items = [(name, found.get(name, tensor)) for name, tensor in items]
+        boxes = {**known, **(boxes or {})}
     given = described = describe_all(items)
     casts = None
     if dtype is not None:
@@ -118,16 +138,29 @@ def register(tensors: "type_of_weights", dtype: object = None) -> Registration:
         for facts, offset in zip(described, offsets, strict=True)
     )
     layout = Layout(specs, pieces[-1].stop if pieces else 0)
+    table, encoded = _boxed(layout, boxes)
     return Registration(
         layout=layout,
-        layout_digest=layout.digest(),
+        layout_digest=digest_of_boxed(layout.encode(), encoded) if encoded else layout.digest(),
         stream=_stream(pieces),
         pieces=tuple(pieces),
         devices=tuple(sorted({facts.device for facts in described})),
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
-        given=(tensors, dtype),
+        given=(tensors, dtype, given_boxes),
+        table=table,
+        boxes=encoded,
     )
+
+
+def _boxed(layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None") -> "tuple[BoxTable | None, bytes]":
+    if boxes is None:
+        return None, b""
+    from .tiles.table import table_of  # with numpy, which nothing else here needs
+    from .tiles.wire import encode_table
+
+    table = table_of(layout, boxes)
+    return table, encode_table(table)
 
 
 def place(described: Sequence[Described]) -> tuple[list[int], list[Piece]]:

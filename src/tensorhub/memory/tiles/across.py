@@ -9,7 +9,7 @@ Rules:
 1. The reader's manifest is known before the first byte, and its root is what the server named: the caller has compared
    it. A tile counts only with the digest that this manifest has for it, whoever sends it.
 2. A source that offers another manifest than the plan was made from is refused (`CorruptTransfer`) before a byte comes.
-3. `progress` is by the reader's own chunks: readers of its layout may read behind it. A chunk counts once all its tiles
+3. `progress` is by the reader's own chunks: others may read behind it. A chunk counts once all its tiles
    do. What a leg has brought is noted when it is told, at most every 50 ms, and when it ends.
 4. After `revoke` has returned, nothing more counts.
 5. What is in no box is never written.
@@ -19,6 +19,7 @@ Called from several transport threads at once. Never: choose sources, wait for a
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from ...transport.gates import Gate
 from ...transport.progress import Progress
 from ..digests import NO_ALGORITHM, Verify, check_verify
 from ..registration import Registration
-from .arrays import Ints
+from .arrays import Ints, ranks_of, spans, starts_of
 from .cells import Tiles
 from .chunks import chunks_of
 from .derive import Source
@@ -49,8 +50,12 @@ class Across:
         verify: Verify = "full",
         on_stored: Callable[[int], None] | None = None,
         parcel_bytes: int = PARCEL_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
-        """`on_stored` is told the prefix of chunks, one call at a time, in a transport's thread."""
+        """`on_stored` is told the prefix of chunks, one call at a time, in a transport's thread.
+
+        With `chunk_bytes` progress is by chunks of so many bytes of the stream, as that of every export.
+        """
         check_verify(verify)
         if verify == "full" and manifest.algorithm == NO_ALGORITHM:
             raise UsageError(
@@ -63,12 +68,11 @@ class Across:
         self.is_checking = verify == "full"
         self.gate = Gate()  # shut once it is revoked
         self._parcel_bytes = parcel_bytes
-        self._chunks = chunks_of(tiles)
-        self._chunk_of = self._chunks.of_tiles(len(tiles))
-        self.progress = Progress(len(self._chunks))
-        self._left = np.bincount(
-            self._chunk_of[self._chunk_of >= 0], minlength=len(self._chunks)
-        )  # tiles of each chunk
+        self._spread = _by_chunks(tiles) if chunk_bytes is None else _by_stream(tiles, chunk_bytes)
+        self.progress = Progress(self._spread.count)
+        self._left = np.bincount(self._spread.chunk, minlength=self._spread.count)  # tiles of each chunk
+        for empty in np.flatnonzero(self._left == 0).tolist():  # what is in no box is there
+            self.progress.mark(empty)
         self._is_open = np.ones(len(tiles), np.bool_)  # neither there nor on its way
         self._missing = len(tiles)
         self._on_stored = on_stored
@@ -81,6 +85,12 @@ class Across:
     def missing(self) -> int:
         """Tiles that are not there."""
         return self._missing
+
+    @property
+    def open(self) -> int:
+        """Tiles that are not there, and that no leg is to bring."""
+        with self._lock:
+            return int(np.count_nonzero(self._is_open))
 
     def legs(self, sources: Sequence[Source]) -> list[Leg]:
         """Reads that bring all that is missing and not on its way already. Raises as `plan_reads` does."""
@@ -113,9 +123,9 @@ class Across:
             with self._lock:
                 self.check()
                 self._missing -= len(tiles)
-                chunks = self._chunk_of[tiles]
-                touched = np.unique(chunks[chunks >= 0])
-                np.subtract.at(self._left, chunks[chunks >= 0], 1)
+                chunks = self._spread.of(tiles)
+                touched = np.unique(chunks)
+                np.subtract.at(self._left, chunks, 1)
                 done = touched[self._left[touched] == 0].tolist()
                 for chunk in done:
                     self.progress.mark(chunk)
@@ -145,3 +155,36 @@ class Across:
         """Raises once it is revoked."""
         if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it
             raise type(self._revoked)(str(self._revoked), hint=self._revoked.hint)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Spread:
+    """In which chunks each tile lies; an alias in none, for it needs no bytes."""
+
+    count: int  # of chunks
+    first: Ints  # [tiles + 1]
+    chunk: Ints
+
+    def of(self, tiles: Ints) -> Ints:
+        """The chunks of these tiles, one after another."""
+        lengths = self.first[tiles + 1] - self.first[tiles]
+        found: Ints = self.chunk[np.repeat(self.first[tiles], lengths) + ranks_of(lengths)]
+        return found
+
+
+def _by_chunks(tiles: Tiles) -> _Spread:
+    """Runs of whole tiles: what readers of one layout may exchange as it is."""
+    chunks = chunks_of(tiles)
+    chunk = chunks.of_tiles(len(tiles))
+    return _Spread(len(chunks), starts_of((chunk >= 0).astype(np.int64)), chunk[chunk >= 0])
+
+
+def _by_stream(tiles: Tiles, chunk_bytes: int) -> _Spread:
+    """Chunks of equal length: a tile lies in all that its memory reaches into."""
+    start = tiles.offset
+    stop = start + spans(tiles.size, tiles.strides, tiles.item)
+    is_own = tiles.table.alias_of[tiles.box] == tiles.box
+    low = start // chunk_bytes
+    lengths = np.where(is_own & (stop > start), (stop - 1) // chunk_bytes - low + 1, 0)
+    count = -(-tiles.table.size_bytes // chunk_bytes)
+    return _Spread(count, starts_of(lengths), np.repeat(low, lengths) + ranks_of(lengths))

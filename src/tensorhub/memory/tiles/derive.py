@@ -79,12 +79,12 @@ def offered(wanted: Wanted, source: Source) -> tuple[Tiles, Ints]:
 def derive_manifest(tiles: Tiles, sources: Sequence[Source], *, layout: Digest, grid: Digest) -> TileManifest:
     """The manifest of the reader whose tiles these are. `layout` and `grid` are the digests of its table and grid."""
     manifests = [_manifest_of(source, grid) for source in sources]
-    facts = sorted({(manifest.algorithm, manifest.salt) for manifest in manifests})
+    facts = sorted({(manifest.algorithm, manifest.salt, manifest.metadata) for manifest in manifests})
     if len(facts) != 1:
         raise UsageError(f"the sources' manifests are not of one version: {facts}")
-    algorithm, salt = facts[0]
+    algorithm, salt, metadata = facts[0]
     if algorithm == NO_ALGORITHM:
-        return TileManifest(layout, grid, algorithm, len(tiles), b"", salt)
+        return TileManifest(layout, grid, algorithm, len(tiles), b"", salt, metadata)
     wanted = wanted_by(tiles)
     digests = np.zeros(len(wanted.number), f"V{DIGEST_BYTES}")
     known_from = np.full(len(wanted.number), -1)
@@ -112,7 +112,7 @@ def derive_manifest(tiles: Tiles, sources: Sequence[Source], *, layout: Digest, 
     refuse_holes(wanted, known_from >= 0)
     mine = digests[wanted.of_tile]
     check_ties(tiles, mine)
-    return TileManifest(layout, grid, algorithm, len(tiles), mine.tobytes(), salt)
+    return TileManifest(layout, grid, algorithm, len(tiles), mine.tobytes(), salt, metadata)
 
 
 def _manifest_of(source: Source, grid: Digest) -> TileManifest:

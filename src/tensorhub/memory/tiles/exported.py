@@ -89,7 +89,9 @@ def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
     return found, manifest
 
 
-def publish_cut(registration: Registration, tiles: Tiles, *, salt: str = "", threads: int | None = None) -> Cut:
+def publish_cut(
+    registration: Registration, tiles: Tiles, *, salt: str = "", metadata: bytes = b"", threads: int | None = None
+) -> Cut:
     """What is registered now, tile by tile. Blocks; nobody may write to the tensors meanwhile.
 
     With a `salt` nothing is read and no digest made. Raises `UsageError` naming tensors whose memory was freed.
@@ -97,7 +99,8 @@ def publish_cut(registration: Registration, tiles: Tiles, *, salt: str = "", thr
     algorithm = NO_ALGORITHM if salt else ALGORITHM
     digests = b"" if salt else tile_digests(registration, tiles, threads=threads)
     layout, grid = layout_digest(tiles.table), grid_digest(tiles.grid)
-    return Cut(tiles.table, tiles.grid, TileManifest(layout, grid, algorithm, len(tiles), digests, salt))
+    manifest = TileManifest(layout, grid, algorithm, len(tiles), digests, salt, metadata)
+    return Cut(tiles.table, tiles.grid, manifest)
 
 
 def export_of(key: str, cut: Cut, registration: Registration, chunk_bytes: int, progress: Progress) -> Export:
