@@ -40,6 +40,7 @@ from .core.errors import (
 if TYPE_CHECKING:
     from . import aio
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
+    from .core.boxes import Box
     from .loading import Loaded, allocate_shards, load, load_shards
     from .memory.empty import empty, empty_like
 
@@ -47,11 +48,13 @@ __version__ = "0.1.0"
 
 _LAZY = {
     **dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api"),
+    "Box": ".core.boxes",
     **dict.fromkeys(("Loaded", "allocate_shards", "load", "load_shards"), ".loading"),
     **dict.fromkeys(("empty", "empty_like"), ".memory.empty"),
 }
 
 __all__ = [
+    "Box",
     "Closed",
     "CorruptTransfer",
     "DeadlineExceeded",

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
+from .core.boxes import Box
 from .core.errors import UsageError
 from .core.messages import Spec
 from .core.metadata import Json, encode_metadata
@@ -111,11 +112,15 @@ class Weights:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     async def register(
-        self, tensors: "type_of_weights", *, dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None
+        self,
+        tensors: "type_of_weights",
+        *,
+        dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None,
+        boxes: Mapping[str, Sequence[Box]] | None = None,
     ) -> None:
-        """Take these tensors in place, instead of any before; nothing is copied. `dtype`: published in that one."""
+        """Take these tensors in place, instead of any before; nothing is copied. As `tensorhub.Weights.register`."""
         self._check_process()
-        await self.take(register_tensors(tensors, dtype))
+        await self.take(register_tensors(tensors, dtype, boxes))
 
     async def take(self, registration: Registration) -> None:
         """Take tensors that `memory.registration.register` has looked at already."""

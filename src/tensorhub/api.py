@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from . import aio
+from .core.boxes import Box
 from .core.messages import Spec
 from .core.metadata import Json, encode_metadata
 from .core.snapshot import LayoutView, ReplicaView, Status, Transfer, VersionView
@@ -120,7 +121,11 @@ class Weights:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def register(
-        self, tensors: "type_of_weights", *, dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None
+        self,
+        tensors: "type_of_weights",
+        *,
+        dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None,
+        boxes: Mapping[str, Sequence[Box]] | None = None,
     ) -> None:
         """Take these tensors in place, instead of any before; nothing is copied.
 
@@ -134,11 +139,12 @@ class Weights:
         `dtype`: publish tensors of floating-point numbers in that dtype, rounded as torch does ("bfloat16"), or those
         that a mapping names in theirs. They become *masters*: each `publish` casts them into a buffer of this worker's,
         and only that is held and read, so masters may change outside of `publish`, `replicate` and `update`. A fill
-        ends by giving them the buffer's numbers, exactly; masters that could not hold every number of `dtype` are not
-        filled (`UsageError`). Raises `HostMemoryFull` if there is no room for the buffer.
+        ends by giving them the buffer's numbers, exactly, or is refused. Raises `HostMemoryFull` without room for it.
+        `boxes`: by name, which parts of which global tensors lie where in a tensor (docs/layouts.md). One not named is
+        whole, a DTensor what its placements say. So replicas that are cut differently read from each other.
         """
         self._aio._check_process()
-        self._wait(self._aio.take(register_tensors(tensors, dtype)), None, "register()")
+        self._wait(self._aio.take(register_tensors(tensors, dtype, boxes)), None, "register()")
 
     def suspend(self, *, timeout: float | None = None) -> None:
         """Withdraw, and forget where the tensors are: their memory may be unmapped, freed or moved until `resume`.

@@ -170,7 +170,7 @@ class WorkerProcess:
             "metadata": weights.metadata if weights else None,
             "progress": weights.progress if weights else (0, 0),
             "statistics": weights.statistics() if weights else {},
-            "lease_is_over": weights._aio._client.driver.data._lease.is_over if weights else True,
+            "lease_is_over": weights._aio._client.driver.data.lease.is_over if weights else True,
             "reading": self.valves["reading"].look(),
             "writing": self.valves["writing"].look(),
             "threads": threading.active_count(),

@@ -203,14 +203,14 @@ def test_a_read_that_is_told_to_stop_because_it_could_not_be_mapped_ends():
     async def story(s):
         read = start_to_share(s)
         assert read.sink.begin(s.manifest.encode()) == ()
-        tell = s.data._tell
+        tell = s.data.tell
 
         def tell_and_stop(event):
             tell(event)
             if isinstance(event, NotShared):
                 s.data.stop_read(Ticket(10))
 
-        s.data._tell = tell_and_stop
+        s.data.tell = tell_and_stop
         read.on_end(None)
         (ended,) = await s.until(ReadEnded)
         assert (ended.ticket, ended.complete) == (Ticket(10), False)

@@ -47,7 +47,7 @@ nixl_probe.MODULES = nixl_agent.MODULES = ("nixl_that_hangs",)
 with tensorhub.serve() as server:
     began = time.monotonic()
     weights = tensorhub.open("m", replica="r", server=server.address, transports="nixl,tcp", timeout=4.0)
-    print(time.monotonic() - began < 4.0, list(weights._aio._client.driver.data._transports))
+    print(time.monotonic() - began < 4.0, list(weights._aio._client.driver.data.transports))
     weights.close()
 """
 

@@ -164,3 +164,19 @@ class LayoutView(msgspec.Struct, frozen=True):
     version: int
     size_bytes: int
     shards: tuple[tuple[TensorView, ...], ...]
+
+
+class ShardView(msgspec.Struct, frozen=True):
+    """How one living worker is cut."""
+
+    replica: str
+    shard: int
+    shards: int
+    boxes: int  # its place in `CutsView.boxes`
+
+
+class CutsView(msgspec.Struct, frozen=True):
+    """How all living workers of a model are cut that have said so."""
+
+    shards: tuple[ShardView, ...] = ()
+    boxes: tuple[bytes, ...] = ()  # as `LayoutInfo` has them

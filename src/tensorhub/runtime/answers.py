@@ -1,7 +1,8 @@
 """The questions that anybody may put to a reference server, and wait for the answer: its side of `questions`.
 
 `/v1/wait` ends when a version exists, `/v1/held` when enough replicas hold it, `/v1/next_version` and `/v1/described`
-when a restarted server has heard enough; all with the asker's patience. It must never: change the machine, or decide.
+when a restarted server has heard enough; all with the asker's patience. `/v1/cuts` is answered at once. It must never:
+change the machine, or decide.
 """
 
 import math
@@ -15,6 +16,7 @@ from ..core.errors import UsageError
 from ..core.messages import Spec
 from ..core.names import ModelName, ReplicaName, Shard, Version
 from ..core.server import Server
+from ..core.server.rules.cuts import cuts_of
 from ..core.server.rules.described import describe
 from ..core.server.rules.held import held_by
 from ..core.server.rules.numbering import next_version
@@ -40,6 +42,7 @@ class Answers:
         app.router.add_get("/v1/held", self._held)
         app.router.add_get("/v1/next_version", self._next_version)
         app.router.add_get("/v1/described", self._described)
+        app.router.add_get("/v1/cuts", self._cuts)
 
     async def _wait(self, request: web.Request) -> web.StreamResponse:
         """As soon as the version, or a newer one, exists."""
@@ -95,6 +98,16 @@ class Answers:
         key = ("described", model, spec, shard)
         found = await self.polls.ask(key, look, lambda found: found.is_final, patience_s)
         self._check_is_on(is_final=found.is_final)
+        return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
+
+    async def _cuts(self, request: web.Request) -> web.StreamResponse:
+        """How the living replicas of a model are cut, now."""
+        self._authorise(request)
+        try:
+            model = _model(request)
+        except KeyError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        found = cuts_of(self._machine.state, model)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
     async def _answer(

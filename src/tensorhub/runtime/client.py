@@ -8,30 +8,26 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
-from uuid import uuid4
 from weakref import WeakSet
-
-from msgspec.structs import replace
 
 from ..core.errors import (
     Closed,
     DeadlineExceeded,
+    GroupIncomplete,
     HostMemoryFull,
     InvariantViolation,
     NotDrained,
     UsageError,
     VersionConflict,
 )
-from ..core.manifest import Manifest
 from ..core.messages import MAX_LAYOUT_BYTES, MAX_PINS, Failure, Hello, Holding, LayoutInfo, Spec
 from ..core.metadata import Json, decode_metadata, digest_of_metadata
 from ..core.names import Digest, Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, ClaimDropped, Registered, Wished
-from ..memory.digests import NAMES_SHOWN, algorithm_of, build_manifest, changed_chunks, some, tensors_of
+from ..memory.digests import NAMES_SHOWN, some
 from ..memory.registration import Registration
 from ..memory.room import HINT
 from ..transport.base import Transport
@@ -39,8 +35,9 @@ from .behind import Behind
 from .callers import Callers
 from .codec import encode
 from .config import Options
+from .content import Known, changed_tensors
 from .driver import AFTER_DEADLINE_S, Driver, failed
-from .loops import in_thread
+from .hashing import by, grid_of, hashed
 from .mastering import Mastering
 from .questions import check_held, wait_for_holders, wait_for_version
 from .suspending import Suspension
@@ -49,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MOST_CUTS = 3  # of one publish
+CUT_OTHERWISE = "into different tiles"  # as `core/server/rules/calls.py` says it
 IN_PLACE = "change tensors in place (copy_, load_state_dict without assign=True), or register() again after replacing"
 
 
@@ -82,7 +81,7 @@ class Client:
         if self._calling or not worker.may_register:
             why = f"{self._calling} has not ended" if self._calling else f"version {worker.held} is held"
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
-        layout = LayoutInfo.of(registration.layout)
+        layout = LayoutInfo.of(registration.layout, registration.boxes)
         length = len(encode(layout))
         if length > MAX_LAYOUT_BYTES:
             text = f"the names and shapes of {len(registration.layout.tensors)} tensors take {length} B"
@@ -181,28 +180,46 @@ class Client:
         """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own."""
         with self._one_call("publish"):
             await self._behind.over(deadline, f"publish({version!r})")
-            buffer = self.driver.worker.buffer
-            root = buffer.root if isinstance(buffer, Holding) else Digest("")
-            called = Called("publish", version, deadline, root)
-            wrong = self.driver.worker.why_not_begin(called)
-            if wrong is not None:
-                raise failed(wrong)
-            try:
-                self._check_in_place()
-                said = self._metadata_of(version, metadata)
-                manifest = replace(await self._hashed(version, deadline), metadata=said)
-                self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
-            except BaseException:
-                self.driver.miss(called)
-                raise
-            self.driver.data.prepare(manifest)
-            self.driver.data.unserved = None
-            called = Called("publish", version, deadline, manifest.root(), metadata=digest_of_metadata(said))
-            published = await self.driver.call(called)
-            self._mastering.published(published)
-            if self.driver.data.unserved is not None:
-                raise self.driver.data.unserved
-            return published
+            for more in range(MOST_CUTS - 1, -1, -1):
+                try:
+                    return await self._publish(version, deadline, metadata)
+                except GroupIncomplete as error:
+                    if not more or CUT_OTHERWISE not in str(error):
+                        raise  # else all shards hear so: somebody registered while they asked who there is
+        raise InvariantViolation("the last try returns or raises")
+
+    async def _publish(self, version: Spec, deadline: float, metadata: bytes | None) -> Version | None:
+        buffer = self.driver.worker.buffer
+        root = buffer.root if isinstance(buffer, Holding) else Digest("")
+        called = Called("publish", version, deadline, root)
+        wrong = self.driver.worker.why_not_begin(called)
+        if wrong is not None:
+            raise failed(wrong)
+        try:
+            self._check_in_place()
+            said = self._metadata_of(version, metadata)
+            manifest = await self._hashed(deadline, said)
+            self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
+        except BaseException:
+            self.driver.miss(called)
+            raise
+        self.driver.data.prepare(manifest)
+        self.driver.data.unserved = None
+        root, words, grid = manifest.root(), digest_of_metadata(said), grid_of(manifest)
+        published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
+        self._mastering.published(published)
+        if self.driver.data.unserved is not None:
+            raise self.driver.data.unserved
+        return published
+
+    async def _hashed(self, deadline: float, metadata: bytes) -> Known:
+        """What is registered now; cast before, unless it is held."""
+        registration, content, worker = self.driver.data.registration, self.driver.data.content, self.driver.worker
+        assert registration is not None, "why_not_begin had seen a layout"
+        held = content.manifest if content is not None and worker.held == content.version else None
+        if held is None:
+            await self._mastering.cast(registration, deadline, f"publish of {self.me}")
+        return await hashed(self.options, self.me, self._hello.shards, registration, held, metadata, deadline)
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
         """What is to be said of that version. Raises `VersionConflict` if it is held here with other words."""
@@ -214,7 +231,7 @@ class Client:
             raise VersionConflict(text, hint="unpublish(), then publish a higher number with the new metadata")
         return held.metadata
 
-    def _manifest_held(self) -> Manifest | None:
+    def _manifest_held(self) -> Known | None:
         """Of the version held."""
         content, held = self.driver.data.content, None if self.driver.is_gone else self.driver.worker.held
         if held is None:
@@ -240,11 +257,8 @@ class Client:
             raise UsageError(f"{self.me} holds no version, so there is nothing to check", hint="publish or replicate")
         manifest = content.manifest
         what = f"check() of version {held} of {self.me}"
-        chunks = await self._by(deadline, what, functools.partial(changed_chunks, registration, manifest))
-        changed = {
-            **dict.fromkeys(registration.moved()),
-            **dict.fromkeys(tensors_of(registration.layout, manifest, chunks)),
-        }
+        names = await by(deadline, what, functools.partial(changed_tensors, registration, manifest))
+        changed = dict.fromkeys([*registration.moved(), *names])
         if changed:
             raise NotDrained(
                 f"{self.me} holds version {held}, but these tensors were changed since: {some(list(changed))}",
@@ -364,33 +378,3 @@ class Client:
         if moved:
             text = f"tensors of {self.me} no longer are the registered memory: {some(moved)}"
             raise UsageError(text, hint=IN_PLACE)
-
-    async def _hashed(self, version: Spec, deadline: float) -> Manifest:
-        registration, content, options = self.driver.data.registration, self.driver.data.content, self.options
-        assert registration is not None, "why_not_begin had seen a layout"
-        held = content.manifest if content is not None and self.driver.worker.held == content.version else None
-        if held is None:
-            await self._mastering.cast(registration, deadline, f"publish({version}) of {self.me}")
-        if held is not None and not held.digests:
-            return held  # what was never hashed cannot be hashed again: it is taken for what it was
-        chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then
-        algorithm = options.digest if held is None else algorithm_of(held)
-        build = functools.partial(
-            build_manifest,
-            registration,
-            chunk_bytes,
-            verify=options.verify,
-            algorithm=algorithm,
-            salt=uuid4().hex,
-        )
-        return await self._by(deadline, f"publish({version}) of {self.me}: hashing its tensors", build)
-
-    async def _by(self, deadline: float, what: str, work: Callable[[], T]) -> T:
-        """Blocking work in a thread, awaited until the deadline."""
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await in_thread(work, name="hash")
-        except TimeoutError as error:
-            text = f"{what} did not end within {time.monotonic() - began:.3g} s"
-            raise DeadlineExceeded(text, hint="retry with a longer timeout") from error

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from ..core.errors import TensorHubError, error_from_code
 from ..core.manifest import Manifest
 from ..core.names import Digest, Version
+from ..memory.digests import changed_chunks, tensors_of
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
+from ..memory.tiles.across import Across
+from ..memory.tiles.tiled import TiledVersion
 from ..transport.base import Export, Transport
 from ..transport.progress import Progress
+
+Known = Manifest | TiledVersion  # what a version is, in whichever way it was published
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +40,9 @@ class Content:
         self.root = root
         self.key = key
         self.registration = registration
-        self.manifest: Manifest | None = None
+        self.manifest: Known | None = None
         self.progress: Progress | None = None
-        self.fill: FillSink | None = None
+        self.fill: FillSink | Across | None = None
         self._lock = threading.Lock()
         self._is_stopped = False
 
@@ -45,9 +50,7 @@ class Content:
         """It is this content, and no other that has the same number."""
         return (self.version, self.root) == (version, root)
 
-    def export(
-        self, transports: Mapping[str, Transport], manifest: Manifest, progress: Progress
-    ) -> TensorHubError | None:
+    def export(self, transports: Mapping[str, Transport], manifest: Known, progress: Progress) -> TensorHubError | None:
         """Let peers read it, unless it was stopped meanwhile: a fill learns its manifest in a transport's thread.
 
         Returns why not everybody can, if a transport does not take it: two peers that share that one would choose it.
@@ -73,3 +76,10 @@ class Content:
             self.fill.revoke(why)
         if self.progress is not None:
             self.progress.fail(str(why))
+
+
+def changed_tensors(registration: Registration, known: Known) -> list[str]:
+    """Names of the tensors whose bytes now differ. Blocks; raises `UsageError` if that cannot be told."""
+    if isinstance(known, TiledVersion):
+        return known.names(known.changed(registration), registration)
+    return tensors_of(registration.layout, known, changed_chunks(registration, known))

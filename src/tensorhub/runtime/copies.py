@@ -21,12 +21,13 @@ from ..memory.hostmemory import MOST_THREADS, HostMemory, copy_stream, over_shar
 from ..memory.offloading import can_offload, offload
 from ..memory.parallel import in_parallel
 from ..memory.registration import Registration
+from ..memory.tiles.tiled import TiledVersion
 from ..transport import sealed
 from ..transport.base import Transport
 from ..transport.progress import Progress
 from ..transport.sealed import Shared
 from .config import Verify
-from .content import Content, key_of
+from .content import Content, Known, key_of
 from .loops import in_thread, report_end
 from .trust import TrustedSink
 
@@ -129,12 +130,15 @@ class HostCopies:
             streams = held.registration.stream, content.registration.stream
             is_over, is_checked = self._is_closed.is_set, self._verify == "full"
             try:
-                is_done = can_offload(*streams, manifest) and offload(
-                    *streams, manifest, verify=is_checked, judge=judge, is_over=is_over
+                is_done = (
+                    isinstance(manifest, Manifest)
+                    and can_offload(*streams, manifest)
+                    and offload(*streams, manifest, verify=is_checked, judge=judge, is_over=is_over)
                 )
                 if not is_done:
                     look = lambda chunk, _, mine: judge(chunk, mine)  # noqa: E731 - used once
                     copy_stream(*streams, manifest.chunk_bytes, look, is_over=is_over)
+                    self._judge_whole(content.registration, manifest)
             except Freed as error:
                 gone.extend(freed(held.registration, [error.at]))
             except CorruptTransfer:  # or freed, and its memory kept by the allocator
@@ -164,7 +168,7 @@ class HostCopies:
             return
         self._start(run())
 
-    def copy_in(self, version: Version, target: Registration, then: Callable[[Manifest], None]) -> None:
+    def copy_in(self, version: Version, target: Registration, then: Callable[[Known], None]) -> None:
         """Fill the registered memory. `then` gets the manifest before the machine hears that it is done."""
         _, content = self._contents[version]
         manifest = content.manifest
@@ -181,6 +185,7 @@ class HostCopies:
                     lambda chunk, ours, _: judge(chunk, ours),  # theirs may be freed at any moment
                     is_over=self._is_closed.is_set,
                 )
+                self._judge_whole(target, manifest)
             except Freed as error:
                 text = (
                     f"the memory of these tensors was freed while they were filled: {some(freed(target, [error.at]))}"
@@ -263,12 +268,18 @@ class HostCopies:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _judge(self, target: Registration, manifest: Manifest) -> Callable[[int, Sequence[memoryview]], None]:
-        """Checks each chunk as a fill does, which is the one place that knows how."""
+    def _judge(self, target: Registration, manifest: Known) -> Callable[[int, Sequence[memoryview]], None]:
+        """Checks each chunk as a fill does, which is the one place that knows how. Tiles are checked in the end."""
+        if isinstance(manifest, TiledVersion):
+            return lambda chunk, views: None
         verify: Verify = self._verify if manifest.digests else "none"
         fill = FillSink(target, manifest.root(), verify=verify)
         fill.begin(manifest.encode())
         return fill.accept
+
+    def _judge_whole(self, target: Registration, manifest: Known) -> None:
+        if isinstance(manifest, TiledVersion) and self._verify == "full":
+            manifest.check(target, f"what was copied by {self.me}")
 
     async def _try(self, work: Callable[[], None], *, is_ahead: bool = False) -> Failure | None:
         def alone() -> None:
@@ -293,7 +304,7 @@ class HostCopies:
         is_harmless = is_ahead and isinstance(error, HostMemoryFull)
         _log.log(logging.INFO if is_harmless else logging.WARNING, "%s: %s", self.me, error)
 
-    def _served(self, content: Content, manifest: Manifest) -> Failure | None:
+    def _served(self, content: Content, manifest: Known) -> Failure | None:
         """Let peers read a whole copy. A copy that nobody can read keeps nothing: then why."""
         error = content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
         return Failure(error.code, str(error), error.hint or "") if error is not None else None

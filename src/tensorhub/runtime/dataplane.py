@@ -15,22 +15,23 @@ from functools import partial
 from msgspec import structs
 
 from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
-from ..core.manifest import Manifest
 from ..core.messages import Failure, Grant
-from ..core.names import Digest, Ticket, Version, WorkerId
+from ..core.names import Digest, Ticket, Version, WorkerId, is_tiled
 from ..core.worker import events
 from ..core.worker.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
+from ..memory.tiles.grid import BAND_BYTES
 from ..transport.base import Transport
 from ..transport.progress import Progress
 from .background import Background
 from .config import Verify
-from .content import Content, key_of
+from .content import Content, Known, key_of
 from .copies import HostCopies
 from .loops import hand_over, in_thread
 from .open_read import OpenRead, Received
 from .routes import MEASURE_EVERY_S, Meter, Routes
+from .tile_plane import TilePlane
 from .trust import Lease, TrustedSink
 from .withdrawing import withdraw_everywhere
 
@@ -51,52 +52,52 @@ class DataPlane:
         verify: Verify,
         tell: Callable[[Event], None],
         host_bytes: int | None = None,
+        chunk_bytes: int = BAND_BYTES,
     ) -> None:
-        """`transports` by scheme, best first. `tell` hands an event to the machine, in the loop."""
+        """`transports` by scheme, best first. `tell` hands an event to the machine. `chunk_bytes`: of tiled content."""
         self.me = me
         self.registration: Registration | None = None
         self.content: Content | None = None  # what the registered memory holds, or is being filled with
         self.incoming: Content | None = None  # opened: what it is to be filled with next, nothing of it is written
-        self.vacated: Manifest | None = None  # of what was withdrawn, and is not yet written over
+        self.vacated: Known | None = None  # of what was withdrawn, and is not yet written over
         self.received = Received()
         self.unserved: TensorHubError | None = None  # why nobody can read what is held
         self.is_closed = False
-        self._transports = transports
-        self._routes = Routes(me, transports)
-        self._verify = verify
-        self._tell = tell
+        self.transports, self.routes = transports, Routes(me, transports)
+        self.verify, self.tell, self.lease = verify, tell, Lease()
         self._loop = asyncio.get_running_loop()
-        self._lease = Lease()
         self._reading: OpenRead | None = None
-        self._prepared: Manifest | None = None
+        self._prepared: Known | None = None
         self.copies = HostCopies(
             me, transports, verify=verify, limit_bytes=host_bytes, tell=tell, withdraw=self._withdraw_all
         )
+        self.tiles = TilePlane(self, chunk_bytes)
         self._background = Background(self._loop)
+        self.call_soon, self.once_free = self._loop.call_soon, self._background.once_free
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
     def trust(self, until: float) -> None:
-        self._lease.until = until
+        self.lease.until = until
 
-    def prepare(self, manifest: Manifest) -> None:
+    def prepare(self, manifest: Known) -> None:
         """What the tensors are, if the publish that is about to be called succeeds."""
         self._prepared = manifest
 
     def start_serving(self, version: Version, root: Digest) -> None:
         registration, vacated, self.vacated = self.registration, self.vacated, None
         manifest = vacated if vacated is not None and vacated.root() == root else self._prepared
-        self._forget_incoming()
+        self.forget_incoming()
         assert registration is not None, "serving without registered memory"
         assert manifest is not None, "serving what was not prepared"
         assert manifest.root() == root, "serving what was not prepared"
-        content = self.content = Content(version, root, self._key(version), registration)
+        content = self.content = Content(version, root, self.key(version), registration)
         content.manifest, content.progress = manifest, Progress(manifest.chunk_count, complete=True)
         self._background.once_free(content.key, partial(self._serve, content, manifest, content.progress))
 
-    def _serve(self, content: Content, manifest: Manifest, progress: Progress) -> None:
+    def _serve(self, content: Content, manifest: Known, progress: Progress) -> None:
         if self.content is content:
-            self.unserved = content.export(self._transports, manifest, progress)
+            self.unserved = content.export(self.transports, manifest, progress)
 
     def stop_serving(self, version: Version) -> None:
         why = TensorHubError(f"{self.me} withdrew version {version}")
@@ -117,7 +118,7 @@ class DataPlane:
 
     def replace(self, registration: Registration) -> None:
         """The same tensors elsewhere, or without memory."""
-        self._forget_incoming()
+        self.forget_incoming()
         self.vacated, self.registration = None, registration
 
     def copy_out(self, version: Version, *, is_ahead: bool) -> None:
@@ -136,21 +137,24 @@ class DataPlane:
 
     def start_read(self, grant: Grant, *, is_only_opened: bool = False) -> None:
         """Read what is missing."""
+        if is_tiled(grant.root):
+            self.tiles.read(grant, is_only_opened=is_only_opened)
+            return
         try:
             content = self._content_for(grant)
         except TensorHubError as error:  # no host memory
             _log.info("%s: version %d is not fetched ahead: %s", self.me, grant.version, error)
             ended = ReadEnded(grant.ticket, failure=Failure(error.code, str(error), error.hint or ""))
-            self._loop.call_later(NO_ROOM_S, self._tell, ended)
+            self._loop.call_later(NO_ROOM_S, self.tell, ended)
             return
-        assert content.fill is not None
+        assert isinstance(content.fill, FillSink), "chunks of what has none"
         sink = TrustedSink(
             content.fill,
-            self._lease,
+            self.lease,
             is_cross_site=grant.is_cross_site,
             is_only_opened=is_only_opened,
             shares=grant.shares,
-            on_touch=lambda: self._wake(self._touched, grant, content),
+            on_touch=lambda: self.wake(self._touched, grant, content),
         )
         if self._reading is not None:
             self._reading.end()  # it was opened, and is now read
@@ -161,7 +165,7 @@ class DataPlane:
         if self._reading is not reading or reading.sink.is_stopped:
             return
         try:
-            reading.ways = self._routes.to(reading.grant)
+            reading.ways = self.routes.to(reading.grant)
             self._read(reading)
         except TensorHubError as error:
             self._loop.call_soon(self._ended, reading, error)
@@ -170,7 +174,7 @@ class DataPlane:
         """Returns whether it has written anything, or may have; if not, it never will."""
         reading = self._reading
         if reading is None or reading.grant.ticket != ticket:
-            return False
+            return self.tiles.stop(ticket)
         is_touched = reading.sink.bar()
         if reading.is_opened or reading.read is None:
             self._loop.call_soon(self._ended, reading, None)
@@ -182,15 +186,12 @@ class DataPlane:
 
     @property
     def is_reading(self) -> bool:
-        return self._reading is not None
+        return self._reading is not None or self.tiles.reading is not None
 
     def statistics(self) -> dict[str, int]:
         """The transports' counters, added up."""
-        found: dict[str, int] = {}
-        for transport in self._transports.values():
-            for name, value in transport.statistics().items():
-                found[name] = found.get(name, 0) + value
-        return found
+        every = [transport.statistics() for transport in self.transports.values()]
+        return {name: sum(one.get(name, 0) for one in every) for one in every for name in one}
 
     def close(self) -> None:
         """Cut everything; blocks until no thread touches the registered memory any more. Any thread may call it."""
@@ -198,7 +199,7 @@ class DataPlane:
         self.copies.close()
         if self.registration is not None:
             self.registration.close()
-        for transport in self._transports.values():
+        for transport in self.transports.values():
             transport.close()
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ class DataPlane:
         assert self.registration is not None, "reading without registered memory"
         if grant.shares:  # no memory yet: these are not written
             content = Content(grant.version, grant.root, self.copies.key(grant.version), self.registration)
-            content.fill = FillSink(self.registration, grant.root, verify=self._verify)
+            content.fill = FillSink(self.registration, grant.root, verify=self.verify)
             return content
         if grant.to_host:
             content = self.copies.content(grant.version, grant.root)
@@ -218,19 +219,19 @@ class DataPlane:
             for known_content in (self.content, self.incoming):
                 if known_content is not None and known_content.is_of(grant.version, grant.root) and known_content.fill:
                     return known_content
-            self._forget_incoming()
-            content = self.incoming = Content(grant.version, grant.root, self._key(grant.version), self.registration)
+            self.forget_incoming()
+            content = self.incoming = Content(grant.version, grant.root, self.key(grant.version), self.registration)
         known = weakref.ref(content)  # it has the fill: held from both sides, both would wait to be collected
         content.fill = FillSink(
             content.registration,
             grant.root,
-            verify=self._verify,
+            verify=self.verify,
             on_begin=lambda fill: self._begun(known(), fill),
             on_stored=lambda prefix: self._stored(known()),
         )
         return content
 
-    def _forget_incoming(self) -> None:
+    def forget_incoming(self) -> None:
         """Nobody is to open it here any more. Nothing of it was ever to be had here, so nobody is waited for."""
         incoming, self.incoming = self.incoming, None
         if incoming is not None:
@@ -246,17 +247,17 @@ class DataPlane:
                 self.content.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
             self.content, self.incoming = content, None
         self.vacated = None
-        self._tell(ReadTouched(grant.ticket))
+        self.tell(ReadTouched(grant.ticket))
 
     def _read(self, reading: OpenRead) -> None:
         """Begin to read on the next way."""
         way = reading.way = reading.ways.pop(0)
         reading.counted_bytes = 0
-        reading.read = self._transports[way.scheme].read(
+        reading.read = self.transports[way.scheme].read(
             way.endpoint,
-            self._key(reading.grant.version, on_host=reading.grant.from_host),
+            self.key(reading.grant.version, on_host=reading.grant.from_host),
             reading.sink,
-            lambda error: self._wake(self._ended, reading, error),
+            lambda error: self.wake(self._ended, reading, error),
         )
         is_first, reading.meter = reading.meter is None, Meter(reading.read)
         if is_first:
@@ -270,13 +271,13 @@ class DataPlane:
             told = ReadMeasured(reading.grant.ticket, way.scheme, found.path, way.why, rate, arrived)
             if told != reading.measured:
                 reading.measured = told
-                self._tell(told)
+                self.tell(told)
             reading.measuring = self._loop.call_later(MEASURE_EVERY_S, self._measure, reading)
 
     def _begun(self, content: Content | None, fill: FillSink) -> None:
         """In a transport's thread: the manifest is known, so peers may read behind us."""
         assert content is not None, "the read under way has its content"
-        self.unserved = content.export(self._transports, fill.manifest, fill.progress)
+        self.unserved = content.export(self.transports, fill.manifest, fill.progress)
         self._stored(content)
 
     def _stored(self, content: Content | None) -> None:
@@ -284,7 +285,7 @@ class DataPlane:
         reading = self._reading
         if reading is not None and reading.content is content and not reading.is_waking:
             reading.is_waking = True
-            self._wake(self._advanced, reading)
+            self.wake(self._advanced, reading)
 
     def _advanced(self, reading: OpenRead) -> None:
         """In the loop: tell how far it is, and look again in a while."""
@@ -304,7 +305,7 @@ class DataPlane:
         progress = reading.content.progress
         if progress is not None and progress.prefix != reading.told:
             reading.told = progress.prefix
-            self._tell(ReadAdvanced(reading.grant.ticket, reading.told, progress.chunk_count))
+            self.tell(ReadAdvanced(reading.grant.ticket, reading.told, progress.chunk_count))
 
     def _ended(self, reading: OpenRead, error: TensorHubError | None) -> None:
         """In the loop, after the last byte of this read."""
@@ -315,11 +316,11 @@ class DataPlane:
             return
         if reading.sink.is_only_opened and error is None and not reading.sink.is_stopped:
             reading.is_opened = True  # nothing runs until the read is started, or is told to stop
-            self._tell(ReadOpened(reading.grant.ticket))
+            self.tell(ReadOpened(reading.grant.ticket))
             return
         self._tell_progress(reading)
         if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
-            self._routes.failed(reading.way, reading.grant, error)
+            self.routes.failed(reading.way, reading.grant, error)
             error = self._read_otherwise(reading)
             if error is None:
                 return
@@ -333,13 +334,13 @@ class DataPlane:
         if error is not None and not is_complete and not isinstance(error, SessionLost):
             failure = Failure(error.code, str(error), error.hint or "")
             _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
-        self._tell(ReadEnded(reading.grant.ticket, is_complete, failure))
+        self.tell(ReadEnded(reading.grant.ticket, is_complete, failure))
 
     def _share(self, reading: OpenRead) -> None:
         """The source's host copy was mapped. Or it could not be: then it is read, as any other."""
         grant, registration = reading.grant, self.registration
         if reading.sink.shared is None:
-            self._tell(events.NotShared(grant.ticket))
+            self.tell(events.NotShared(grant.ticket))
             if self._reading is not reading:
                 return
             if reading.sink.is_stopped:  # by what was just told: a lease or a deadline was over
@@ -359,19 +360,18 @@ class DataPlane:
             self._ended(reading, error.with_traceback(None))
             return
         except Exception as error:  # noqa: BLE001 - no memory, or our bug: the read ends all the same, and says so
-            why = TensorHubError(f"the copy from {reading.grant.source} cannot be looked through: {error!r}")
-            self._ended(reading, why)
+            self._ended(reading, TensorHubError(f"the copy from {reading.grant.source} cannot be seen: {error!r}"))
             return
         if self._reading is reading:
             self._reading = None
             reading.end()
             self.copies.keep_shared(content, sink)
-            self._tell(ReadEnded(reading.grant.ticket, complete=True))
+            self.tell(ReadEnded(reading.grant.ticket, complete=True))
 
     def _read_otherwise(self, reading: OpenRead) -> TensorHubError | None:
         """Begin again by the ways that are left; returns why there is none."""
         try:
-            reading.ways = self._routes.to(reading.grant)
+            reading.ways = self.routes.to(reading.grant)
             self._read(reading)
         except TensorHubError as nothing_left:
             return nothing_left.with_traceback(None)  # it knows this frame, and so the one that is given it
@@ -380,19 +380,19 @@ class DataPlane:
     # --- serving ------------------------------------------------------------------------------------------------------
 
     async def _withdraw(self, version: Version) -> None:
-        await self._withdrawn(self._key(version))
-        self._tell(ServingStopped(version))
+        await self._withdrawn(self.key(version))
+        self.tell(ServingStopped(version))
 
     async def _withdrawn(self, key: str) -> None:
         await in_thread(lambda: self._withdraw_all(key), name="withdraw", otherwise="wait")
 
     def _withdraw_all(self, key: str) -> None:
-        withdraw_everywhere(self._transports.values(), key, who=self.me, is_closed=lambda: self.is_closed)
+        withdraw_everywhere(self.transports.values(), key, who=self.me, is_closed=lambda: self.is_closed)
 
-    def _key(self, version: Version, *, on_host: bool = False) -> str:
+    def key(self, version: Version, *, on_host: bool = False) -> str:
         return key_of(self.me.model, version, self.me.shard, on_host=on_host)
 
-    def _wake(self, function: Callable[..., None], *arguments: object) -> None:
+    def wake(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             hand_over(self._loop, function, *arguments)
         except RuntimeError:

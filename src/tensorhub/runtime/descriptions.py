@@ -6,15 +6,19 @@ So the manifest is fetched over `tcp`, and not a byte of weights. It must never:
 
 import asyncio
 import time
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError
-from ..core.manifest import Layout, Manifest, decode_manifest
+from ..core.manifest import Layout, decode_manifest
 from ..core.messages import Spec
 from ..core.metadata import Json, decode_metadata
+from ..core.names import Digest, is_tiled
 from ..core.snapshot import DescribedView, LayoutView, TensorView
 from ..transport.base import ByteStream, Sink
+from ..transport.parcels import Parcels
 from ..transport.tcp_reader import TcpRead
 from ..transport.tcp_settings import TcpSettings
 from .config import Options
@@ -48,7 +52,7 @@ async def metadata_of(options: Options, model: str, spec: Spec, deadline: float)
     for again in range(TRIES):
         found, _ = await wait_for_description(options, model, spec, 0, deadline)
         try:
-            return decode_metadata((await _fetch_manifest(options, model, found, deadline)).metadata)
+            return decode_metadata(await _fetch_metadata(options, model, found, deadline))
         except SourceLost:
             if again == TRIES - 1 or time.monotonic() + AGAIN_S >= deadline:
                 raise
@@ -56,15 +60,15 @@ async def metadata_of(options: Options, model: str, spec: Spec, deadline: float)
     raise InvariantViolation("the last try returns or raises")
 
 
-async def _fetch_manifest(options: Options, model: str, found: DescribedView, deadline: float) -> Manifest:
-    """From the first holder that gives one with the right root."""
+async def _fetch_metadata(options: Options, model: str, found: DescribedView, deadline: float) -> bytes:
+    """From the first holder that gives a manifest with the right root."""
     wrong: list[str] = []
     for source in found.sources:
         key = key_of(model, found.version, 0, on_host=source.from_host)
         for endpoint in source.endpoints:
             if endpoint.startswith(SCHEME):
                 try:
-                    return await _read_manifest(options, endpoint, key, found.root, deadline)
+                    return await _read_metadata(options, endpoint, key, found.root, deadline)
                 except TensorHubError as error:
                     wrong.append(f"{source.worker}: {error}")
         if time.monotonic() >= deadline:
@@ -76,10 +80,10 @@ async def _fetch_manifest(options: Options, model: str, found: DescribedView, de
     raise SourceLost(text, hint="is there a way from here to the workers? Whoever replicates the version has it too")
 
 
-async def _read_manifest(options: Options, endpoint: str, key: str, root: str, deadline: float) -> Manifest:
+async def _read_metadata(options: Options, endpoint: str, key: str, root: str, deadline: float) -> bytes:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    sink = _ManifestSink(endpoint, root)
+    sink = _TilesSink(endpoint, root) if is_tiled(Digest(root)) else _ManifestSink(endpoint, root)
 
     def end(error: TensorHubError | None) -> None:
         if ended.done():
@@ -99,9 +103,9 @@ async def _read_manifest(options: Options, endpoint: str, key: str, root: str, d
         raise SourceLost(f"{endpoint} did not answer in time") from None
     finally:
         read.stop()
-    if sink.manifest is None:
+    if sink.metadata is None:
         raise SourceLost(f"{endpoint} was cut before it had shown its manifest")
-    return sink.manifest
+    return sink.metadata
 
 
 class _ManifestSink:
@@ -111,24 +115,36 @@ class _ManifestSink:
     is_checking = True
 
     def __init__(self, endpoint: str, root: str) -> None:
-        self.manifest: Manifest | None = None
+        self.metadata: bytes | None = None
+        self.size_bytes, self.chunk_bytes = 0, 1
         self._endpoint, self._root = endpoint, root
 
     @property
     def stream(self) -> ByteStream:
         return cast(ByteStream, self)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.manifest.size_bytes if self.manifest is not None else 0
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self.manifest.chunk_bytes if self.manifest is not None else 1
-
     def begin(self, manifest: bytes) -> Sequence[int]:
         found = decode_manifest(manifest)
         if found.root() != self._root:
             raise CorruptTransfer(f"{self._endpoint} has shown the manifest of something else")
-        self.manifest = found
+        self.metadata, self.size_bytes, self.chunk_bytes = found.metadata, found.size_bytes, found.chunk_bytes
         return ()
+
+
+class _TilesSink(_ManifestSink):
+    """The same of content in tiles, of which it wants no piece."""
+
+    def __init__(self, endpoint: str, root: str) -> None:
+        super().__init__(endpoint, root)
+        self.parcels = Parcels.of(array("q"), [], 0)
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        from ..memory.tiles.exported import decode_cut  # with numpy, which nothing else here needs
+
+        found = decode_cut(manifest, Digest(self._root))
+        self.metadata = found.manifest.metadata
+        self.parcels = replace(self.parcels, source_bytes=found.table.size_bytes)
+        return ()
+
+    def wrong_tile(self, tile: int) -> TensorHubError:
+        return CorruptTransfer(f"{self._endpoint} has sent a tile of which no byte was wanted")

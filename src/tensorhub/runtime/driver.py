@@ -82,7 +82,14 @@ class Driver:
     ) -> None:
         """`why_in_vain` is asked once of a call that waits long for shards that live; what it says ends the call."""
         self.me = hello.worker
-        self.data = DataPlane(self.me, transports, verify=options.verify, tell=self.feed, host_bytes=options.host_bytes)
+        self.data = DataPlane(
+            self.me,
+            transports,
+            verify=options.verify,
+            tell=self.feed,
+            host_bytes=options.host_bytes,
+            chunk_bytes=options.chunk_bytes,
+        )
         self.worker = Worker(
             self.me, received_bytes=self.data.received.by_replica, cross_site_bytes=self.data.received.cross_site
         )
@@ -247,7 +254,7 @@ class Driver:
             case StopRead():
                 raise InvariantViolation("the answer to it comes at once: see feed()")
             case OpenAcross() | StartAcross() | AddPart() | StopPart():
-                raise InvariantViolation(f"{effect} is not carried out yet")
+                self.data.tiles.carry_out(effect)
             case Warn(text=text):
                 _log.warning("%s", text)
             case Finished():

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..core.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, Grant
 from ..core.names import Version, WorkerId
@@ -15,6 +16,15 @@ from .routes import Meter
 from .trust import TrustedSink
 
 _log = logging.getLogger(__name__)
+
+
+class Counted(Protocol):
+    """A read whose bytes are counted."""
+
+    grant: Grant
+    read: Read | None
+    way: Way | None
+    counted_bytes: int
 
 
 class OpenRead:
@@ -62,7 +72,7 @@ class Received:
     cross_site: dict[int, int] = field(default_factory=dict)  # by version: from other sites, the latest few
     by_transport: dict[str, int] = field(default_factory=dict)
 
-    def count(self, reading: OpenRead) -> None:
+    def count(self, reading: Counted) -> None:
         """What is new of that read."""
         if reading.read is None:
             return

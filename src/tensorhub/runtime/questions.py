@@ -24,7 +24,7 @@ from ..core.errors import (
 from ..core.manifest import Layout, decode_layout
 from ..core.messages import Spec
 from ..core.names import Version
-from ..core.snapshot import DescribedView, HeldView, Status
+from ..core.snapshot import CutsView, DescribedView, HeldView, Status
 from ..core.version_spec import HIGHEST_VERSION, parse_spec
 from .config import Options
 from .connection import CONNECT_S, retry_delay_s
@@ -47,6 +47,7 @@ class VersionExists(msgspec.Struct, frozen=True):
 
 _exists = msgspec.json.Decoder(VersionExists)
 _held = msgspec.json.Decoder(HeldView)
+_cuts = msgspec.msgpack.Decoder(CutsView)
 _described = msgspec.msgpack.Decoder(DescribedView)
 
 
@@ -138,6 +139,16 @@ async def wait_for_description(
     if found.failure is not None:
         raise error_from_code(found.failure.code, found.failure.message, hint=found.failure.hint or None)
     return found, decode_layout(found.layout)
+
+
+async def fetch_cuts(options: Options, model: str, deadline: float) -> CutsView:
+    """How the living replicas of a model are cut. Raises `ServerUnreachable`."""
+    asked = _Asked(options, f"how {model} is cut", deadline)
+    found = await asked.until("/v1/cuts", {"model": model}, _cuts, lambda _: True)
+    if found is None:
+        text = f"no reference server at {options.server}: {asked.why or 'it does not answer'}"
+        raise ServerUnreachable(text, hint=START)
+    return found
 
 
 class _Asked:

@@ -22,7 +22,7 @@ class Suspension:
 
     def __init__(self, driver: Driver, behind: Behind) -> None:
         self._driver, self._behind = driver, behind
-        self._given: tuple[object, object] | None = None  # what was registered; None while nothing is suspended
+        self._given: tuple[object, object, object] | None = None  # what was registered; None while nothing is suspended
 
     def check(self, verb: str) -> None:
         """Raises `UsageError` if the call would need the tensors."""
@@ -60,7 +60,8 @@ class Suspension:
         given, before, me = self._given, self._driver.data.registration, self._driver.me
         if given is None or before is None:
             raise UsageError(f"resume() of {me}, which is not suspended", hint="suspend() comes first")
-        found = register(given[0] if tensors is None else tensors, given[1])  # type: ignore[arg-type]
+        source, dtype, boxes = given
+        found = register(source if tensors is None else tensors, dtype, boxes)  # type: ignore[arg-type]
         if found.layout_digest != before.layout_digest:
             known = {spec.name: (spec.dtype, spec.shape, spec.strides) for spec in before.layout.tensors}
             now = {spec.name: (spec.dtype, spec.shape, spec.strides) for spec in found.layout.tensors}

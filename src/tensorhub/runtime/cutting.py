@@ -1,0 +1,76 @@
+"""What is published in tiles: the grid is fixed from how all living replicas are cut, then every tile is hashed.
+
+All shards of a replica cut the same grid, for it follows from what the server says of all of them: each asks once all
+of its siblings have registered. Where another replica registers just then, two shards may have heard different things:
+the server says so, and all of them cut anew.
+
+Blocking work is done in threads. It must never: hash before it is known how, or guess what a sibling has.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ..core.errors import GroupIncomplete, GroupMismatch, UsageError
+from ..core.names import WorkerId
+from ..core.snapshot import CutsView
+from ..memory.registration import Registration
+from ..memory.tiles.tiled import TiledVersion, grid_for, tiled_version
+from .config import Options
+from .questions import fetch_cuts
+
+AGAIN_S = 0.05  # the first time; a sibling registers soon
+MOST_AGAIN_S = 1.0
+
+
+async def cut(
+    options: Options, me: WorkerId, shards: int, registration: Registration, metadata: bytes, deadline: float
+) -> Callable[[], TiledVersion]:
+    """What has to be done, in a thread, to know what is registered now. Asks the server how all others are cut.
+
+    Raises `GroupIncomplete` for siblings that have registered nothing, `GroupMismatch` for those that have no boxes.
+    """
+    if options.verify == "none":
+        text = f'{me} says verify="none", and what is published with boxes is verified tile by tile'
+        raise UsageError(text, hint="leave verify= out, or register without boxes")
+    found = await _siblings(options, me, shards, registration, deadline)
+    mine = {view.shard: found.boxes[view.boxes] for view in found.shards if view.replica == me.replica}
+    publisher = [mine[shard] for shard in range(shards)]
+    return partial(_hashed, registration, publisher, found.boxes, options.chunk_bytes, metadata)
+
+
+def again(known: TiledVersion, registration: Registration) -> TiledVersion:
+    """What is registered now, cut as it was. Blocks."""
+    return tiled_version(registration, known.cut.grid, known.chunk_bytes, metadata=known.metadata)
+
+
+def _hashed(
+    registration: Registration, publisher: list[bytes], others: tuple[bytes, ...], chunk_bytes: int, metadata: bytes
+) -> TiledVersion:
+    grid = grid_for(publisher, others)
+    return tiled_version(registration, grid, chunk_bytes, metadata=metadata)
+
+
+async def _siblings(
+    options: Options, me: WorkerId, shards: int, registration: Registration, deadline: float
+) -> CutsView:
+    """How all are cut, once the server has heard of every shard of this replica, and of this one as it is now."""
+    pause_s, began = AGAIN_S, time.monotonic()
+    while True:
+        found = await fetch_cuts(options, me.model, deadline)
+        mine = {view.shard: view for view in found.shards if view.replica == me.replica}
+        is_heard = me.shard in mine and found.boxes[mine[me.shard].boxes] == registration.boxes
+        missing = [shard for shard in range(shards) if shard not in mine]
+        if is_heard and not missing:
+            break
+        if time.monotonic() + pause_s >= deadline:
+            what = f"shards {missing} of it have registered no tensors with boxes" if missing else "it was not heard"
+            text = f"publish of {me}: {what} within {time.monotonic() - began:.3g} s"
+            raise GroupIncomplete(text, hint="all shards of a replica register, all with boxes or all without")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MOST_AGAIN_S)
+    others = {view.shards for view in mine.values()}
+    if others != {shards}:
+        raise GroupMismatch(f"shards of {me.replica} say that there are {sorted(others)} of them")
+    return found

@@ -1,0 +1,66 @@
+"""What is published, in numbers: plain chunks, or tiles where it is known which parts of which tensors there are.
+
+Hashing happens in threads, until the caller's deadline. It must never: hash anew what cannot be, or cut anew what is
+held.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+from uuid import uuid4
+
+from msgspec.structs import replace
+
+from ..core.errors import DeadlineExceeded
+from ..core.names import Digest, WorkerId
+from ..memory.digests import algorithm_of, build_manifest
+from ..memory.registration import Registration
+from ..memory.tiles.tiled import TiledVersion
+from .config import Options
+from .content import Known
+from .cutting import again, cut
+from .loops import in_thread
+
+T = TypeVar("T")
+
+
+async def hashed(
+    options: Options,
+    me: WorkerId,
+    shards: int,
+    registration: Registration,
+    held: Known | None,
+    metadata: bytes,
+    deadline: float,
+) -> Known:
+    """What is registered now. `held` is what is held already, and is to be the same."""
+    what = f"publish of {me}: hashing its tensors"
+    if held is not None and not held.digests:
+        return held  # what was never hashed cannot be hashed again: it is taken for what it was
+    if isinstance(held, TiledVersion):
+        return await by(deadline, what, partial(again, held, registration)) if held.is_whole else held
+    if registration.table is not None:
+        return await by(deadline, what, await cut(options, me, shards, registration, metadata, deadline))
+    chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then
+    algorithm = options.digest if held is None else algorithm_of(held)
+    salt = uuid4().hex
+    build = partial(build_manifest, registration, chunk_bytes, verify=options.verify, algorithm=algorithm, salt=salt)
+    return replace(await by(deadline, what, build), metadata=metadata)
+
+
+async def by(deadline: float, what: str, work: Callable[[], T]) -> T:
+    """Blocking work in a thread, awaited until the deadline."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await in_thread(work, name="hash")
+    except TimeoutError as error:
+        text = f"{what} did not end within {time.monotonic() - began:.3g} s"
+        raise DeadlineExceeded(text, hint="retry with a longer timeout") from error
+
+
+def grid_of(known: Known) -> Digest:
+    """Of the tiles that were cut: all shards of a publish cut the same."""
+    return known.cut.manifest.grid if isinstance(known, TiledVersion) else Digest("")

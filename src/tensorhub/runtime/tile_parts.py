@@ -1,0 +1,96 @@
+"""What a read of tiles consists of: its parts, how far it is, and what it asks of its worker's data plane."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Protocol
+
+from ..core.errors import TensorHubError
+from ..core.messages import Failure, Grant
+from ..core.names import Ticket, WorkerId
+from ..core.worker.events import Event
+from ..memory.registration import Registration
+from ..memory.tiles.legs import Leg
+from ..memory.tiles.tiled import Offer, TiledVersion
+from ..transport.base import Read, Transport
+from ..transport.choose import Way
+from .content import Content
+from .legs import Trusted
+from .open_read import Received
+from .routes import Meter, Routes
+from .trust import Lease
+
+
+class Plane(Protocol):
+    """What such a read asks of the worker's data plane."""
+
+    chunk_bytes: int
+
+    @property
+    def me(self) -> WorkerId: ...
+
+    @property
+    def registration(self) -> Registration | None: ...
+
+    @property
+    def received(self) -> Received: ...
+
+    @property
+    def transports(self) -> Mapping[str, Transport]: ...
+
+    @property
+    def routes(self) -> Routes: ...
+
+    @property
+    def lease(self) -> Lease: ...
+
+    def tell(self, event: Event) -> None: ...
+
+    def wake(self, function: Callable[..., None], *arguments: object) -> None: ...
+
+    def adopt(self, grant: Grant, tiled: TiledVersion) -> Content: ...
+
+    def export(self, content: Content, tiled: TiledVersion, then: Callable[[], None]) -> None: ...
+
+    def touched(self, ticket: Ticket, grant: Grant, content: Content) -> None: ...
+
+    def forget(self, ticket: Ticket) -> None: ...
+
+
+class State(Enum):
+    """How far a read is."""
+
+    LOOKING = "its sources are asked what they are"
+    OPENED = "it waits to be started"
+    READING = "bytes may come"
+    ENDING = "nothing of it counts any more; what still runs is waited for"
+    OVER = "nothing of it runs"
+
+
+class Part:
+    """One source of a read."""
+
+    def __init__(self, grant: Grant) -> None:
+        self.grant = grant
+        self.ways: list[Way] = []  # left to try
+        self.way: Way | None = None
+        self.read: Read | None = None
+        self.sink: Trusted | None = None  # of the read that is under way
+        self.meter: Meter | None = None
+        self.counted_bytes = 0
+        self.before_bytes = 0  # that came by earlier legs
+        self.offer: Offer | None = None
+        self.legs = deque[Leg]()
+        self.told: Event | None = None
+        self.is_stopped = False
+        self.is_over = False
+
+    @property
+    def arrived_bytes(self) -> int:
+        """In all."""
+        return self.before_bytes + (self.read.arrived_bytes if self.read is not None else 0)
+
+
+def failure_of(error: TensorHubError) -> Failure:
+    """As it travels."""
+    return Failure(error.code, str(error), error.hint or "")

@@ -1,0 +1,188 @@
+"""`register(..., boxes=...)`: replicas that are cut in different ways read versions of each other."""
+
+import contextlib
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import tensorhub
+from runtime.kit import in_threads
+from tensorhub import Box
+from tensorhub.runtime import cutting
+
+ROWS, COLUMNS = 300, 128
+SHAPE = (ROWS, COLUMNS)
+
+
+def content(version):
+    return np.random.default_rng(version).standard_normal(SHAPE).astype(np.float32)
+
+
+@pytest.fixture
+def replica(server):
+    """`replica(name, cuts, dim)` opens a replica of a matrix cut at these places: (weights, array, part) of each."""
+    opened = []
+
+    def made(name, cuts, dim, *, dtype=None, kind=np.float32, **options):
+        members = []
+        for shard, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            at, size = [0, 0], list(SHAPE)
+            at[dim], size[dim] = start, stop - start
+            weights = tensorhub.open(
+                "m", replica=name, shard=shard, shards=len(cuts) - 1, server=server.address, call_timeout=20, **options
+            )
+            opened.append(weights)
+            array = np.zeros(size, kind)
+            weights.register({"w": array}, boxes={"w": [Box("layer/0.w", SHAPE, tuple(at), tuple(size))]}, dtype=dtype)
+            part = tuple(slice(begin, begin + count) for begin, count in zip(at, size, strict=True))
+            members.append((weights, array, part))
+        return members
+
+    yield made
+    for weights in reversed(opened):
+        weights.close(timeout=3)
+
+
+def publish(members, version, **options):
+    def one(weights, array, part):
+        with weights.mutating(version=version, **options):
+            array[...] = content(version)[part]
+
+    found = in_threads(*(lambda member=member: one(*member) for member in members))
+    assert found == [None] * len(members), found
+
+
+def fill(members, verb="replicate", spec="latest"):
+    found = in_threads(*(lambda weights=weights: getattr(weights, verb)(spec) for weights, _, _ in members))
+    version = found[0]
+    assert found == [version] * len(members), found
+    for _, array, part in members:
+        assert (array == content(version)[part]).all()
+    return version
+
+
+def test_rows_to_columns_to_rows(replica):
+    trainer, engine = replica("trainer", (0, 100, 170, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
+    other = replica("other", (0, 150, ROWS), 0)
+    for version in (1, 2, 3):
+        publish(trainer, version, metadata={"step": version})
+        verb = "replicate" if version == 1 else "update"
+        assert fill(engine, verb) == fill(other, verb) == version
+        assert engine[0][0].metadata == {"step": version}
+    in_threads(*(weights.check for weights, _, _ in (*trainer, *engine, *other)))
+
+
+def test_the_trainer_may_leave_and_be_refilled_from_another_layout(replica):
+    trainer, engine = replica("trainer", (0, 100, 170, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
+    publish(trainer, 1)
+    fill(engine)
+    for weights, _, _ in trainer:
+        weights.close()
+    again = replica("trainer-2", (0, 90, ROWS), 0)
+    assert fill(again) == 1
+    publish(again, 2)
+    assert fill(engine, "update") == 2
+
+
+def test_masters_with_boxes_are_read_by_an_engine_of_the_published_dtype(server, replica):
+    trainer = replica("trainer", (0, 100, 170, ROWS), 0, dtype="bfloat16")
+    with contextlib.closing(tensorhub.open("m", replica="engine", server=server.address)) as engine:
+        target = torch.zeros(SHAPE, dtype=torch.bfloat16)
+        engine.register({"layer/0.w": target}, boxes={})
+        publish(trainer, 1)
+        assert engine.replicate() == 1
+        assert torch.equal(target, torch.from_numpy(content(1)).bfloat16())
+        restarted = replica("restarted", (0, 200, ROWS), 0, dtype="bfloat16")
+        found = in_threads(*(weights.replicate for weights, _, _ in restarted))
+        assert found == [1, 1]
+        for _, master, part in restarted:
+            assert torch.equal(torch.from_numpy(master), target.float()[part])
+
+
+def test_a_tensor_changed_while_it_is_published_is_named(replica):
+    (member,) = replica("trainer", (0, ROWS), 0)
+    weights, array, _ = member
+    publish([member], 1)
+    weights.check()
+    array[5, 5] += 1
+    with pytest.raises(tensorhub.NotDrained, match="'w'"):
+        weights.check()
+
+
+def test_a_part_that_no_shard_has_is_named_before_anything_is_published(replica):
+    trainer = replica("trainer", (0, 100, 170, 299), 0)  # a row is missing
+    found = in_threads(*(lambda weights=weights: weights.publish(1) for weights, _, _ in trainer))
+    assert all(isinstance(error, tensorhub.LayoutMismatch) for error in found), found
+    assert "no shard of the replica that publishes has 'layer/0.w'[299:300, 0:128]" in str(found[0])
+
+
+def test_shards_of_another_dtype_are_named(replica):
+    publish(replica("trainer", (0, ROWS), 0), 1)
+    ((engine, array, _),) = replica("engine", (0, COLUMNS), 1, kind=np.float16)
+    with pytest.raises(tensorhub.LayoutMismatch, match=r"'layer/0.w' has dtype float16 here and float32"):
+        engine.replicate(timeout=10)
+    assert not array.any()
+
+
+def test_boxes_that_cannot_be(join):
+    weights, _ = join()
+    for boxes, text in (
+        ({"v": []}, "boxes are given for tensor 'v', which is not registered"),
+        ({"w": [Box("g", (4,), (0,), (5,))]}, "is not inside of the global shape"),
+        ({"w": [Box("g", (9,), (0,), (9,), offset=-1)]}, "offset and strides are counted in elements"),
+    ):
+        with pytest.raises(tensorhub.UsageError, match=text):
+            weights.register({"w": np.zeros(4, np.float32)}, boxes=boxes)
+
+
+def test_a_sibling_that_has_no_boxes_is_waited_for_and_named(server):
+    first, second = (
+        tensorhub.open("m", replica="t", shard=shard, shards=2, server=server.address) for shard in range(2)
+    )
+    with contextlib.closing(first), contextlib.closing(second):
+        first.register({"w": np.zeros(4, np.float32)}, boxes={})
+        second.register({"w": np.zeros(4, np.float32)})
+        with pytest.raises(
+            tensorhub.GroupIncomplete, match=r"shards \[1\] of it have registered no tensors with boxes"
+        ):
+            first.publish(1, timeout=1)
+
+
+def test_verify_none_is_refused_with_boxes(server):
+    with contextlib.closing(tensorhub.open("m", replica="t", server=server.address, verify="none")) as weights:
+        weights.register({"w": np.zeros(4, np.float32)}, boxes={})
+        with pytest.raises(tensorhub.UsageError, match="verified tile by tile"):
+            weights.publish(1)
+
+
+def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
+    """A reader has registered between the questions of two shards."""
+    trainer, engine = replica("trainer", (0, 100, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
+    real, asked = cutting.fetch_cuts, []
+
+    async def fetch(options, model, deadline):
+        found = await real(options, model, deadline)
+        asked.append(found)
+        if len(asked) == 1:
+            only = tuple(view for view in found.shards if view.replica == "trainer")
+            return type(found)(only, tuple(found.boxes[view.boxes] for view in only))._renumbered()
+        return found
+
+    def renumbered(view):
+        shards = tuple(type(one)(one.replica, one.shard, one.shards, number) for number, one in enumerate(view.shards))
+        return type(view)(shards, view.boxes)
+
+    monkeypatch.setattr(cutting.CutsView, "_renumbered", renumbered, raising=False)
+    monkeypatch.setattr(cutting, "fetch_cuts", fetch)
+    publish(trainer, 1)
+    assert len(asked) >= 4
+    assert fill(engine) == 1
+
+
+def test_a_version_says_what_it_is(server, replica):
+    publish(replica("trainer", (0, 100, ROWS), 0), 1, metadata={"loss": 0.5})
+    view = tensorhub.connect(server.address)
+    assert view.metadata("m") == {"loss": 0.5}
+    assert [[tensor.name for tensor in shard] for shard in view.layout("m").shards] == [["w"], ["w"]]
