@@ -54,7 +54,7 @@ ROWS: dict[str, tuple[str, ...]] = {
             "rules.progress",
         ),
         *("rules.sharing", "rules.moving", "rules.across", "rules.grants", "rules.interests", "rules.calls"),
-        *("rules.numbering", "rules.held", "rules.described"),
+        *("rules.numbering", "rules.held", "rules.cuts", "rules.described"),
         # what changes the state, and the machine, which alone says when
         *(
             "apply",
