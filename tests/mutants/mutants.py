@@ -1057,14 +1057,6 @@ MUTANTS = (
         "of a read across only what failed is replaced",
     ),
     Mutant(
-        "everybody reads across",
-        "    if not crossing.can_cross(record, member.line) or not _is_elected(state, model, record, member):\n"
-        "        return False\n    if _is_about_to_end(member, record, to_host):\n",
-        "    if not crossing.can_cross(record, member.line):\n"
-        "        return False\n    if _is_about_to_end(member, record, to_host):\n",
-        "one worker of each line and site reads across, the others behind it",
-    ),
-    Mutant(
         "another cut does not count",
         "        if all(any(counts(member) for member in those) for those in holders):\n            return True\n    return False\n\n\ndef has_company",
         "        if all(any(counts(member) for member in those) for those in holders):\n            return False\n    return False\n\n\ndef has_company",

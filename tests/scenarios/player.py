@@ -266,13 +266,14 @@ class Player:
         waits: bool = False,
         metadata: Digest = NOTHING_SAID,
         grid: Digest = NOTHING_SAID,
+        untiled: bool = False,
     ) -> None:
         """As user code would; before a publish it writes the content into its tensors, if it may."""
         root = Digest("")
         if verb == "publish":
             root = Digest(f"{content}/{self.me.shard}" if self.hello.shards > 1 else content)
             values = [f"{content}.{chunk}" for chunk in range(CHUNKS)]
-            if self.cut:
+            if self.cut and not untiled:
                 root = root_of(content, self.cut, self.me.shard)
                 values = values_of(root, CHUNKS)
             if self.worker.held is None:

@@ -188,7 +188,16 @@ def _call(stage: Stage, words: list[str]) -> None:
     grid = Digest(options.get("tiles", ""))
     for player in _players(stage, name):
         content, said = options.get("as", f"v{spec}"), Digest(options.get("saying", ""))
-        player.call(verb, spec, timeout_s, content, waits="waiting" in rest[1:], metadata=said, grid=grid)
+        player.call(
+            verb,
+            spec,
+            timeout_s,
+            content,
+            waits="waiting" in rest[1:],
+            metadata=said,
+            grid=grid,
+            untiled="untiled" in rest[1:],
+        )
         stage.pump()
 
 

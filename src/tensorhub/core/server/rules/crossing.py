@@ -52,6 +52,9 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
     its = line if line in layouts else next((each for each in layouts if each[:2] == line[:2]), None)
     difference = _difference(state, record, member, layouts[its]) if its is not None else None
     name = f"version {record.version} of {model.name}"
+    if difference is None and line.is_boxed:
+        text = f"{name} has no digests of tiles, and {member.worker} is cut in another way"
+        return Failure("layout-mismatch", text, "publish it with boxes too, or register the same tensors as there")
     if difference is None and its is None:
         others = sorted({each.shards for each in record.roots})
         text = f"{member.worker} is one of {line.shards} shards, {name} is cut in {', '.join(map(str, others))}"
