@@ -98,7 +98,8 @@ class RetentionJudge(Judge):
     def _was_left_lately(self, life: Life, version: Version) -> bool:
         """Another reliable holder died or went so shortly before that the server could not know."""
         since = self.now - 4 * self.settings.lease_s
-        return self.truth.last_holder_gone.get((*life.shard, version), -inf) >= since
+        shards = [shard for cut in self.truth.cuts(life.me.model) for shard in cut] if life.cut else [life.shard]
+        return any(self.truth.last_holder_gone.get((*shard, version), -inf) >= since for shard in shards)
 
     def _is_retained(self, life: Life, version: Version) -> bool:
         model = life.me.model

@@ -283,6 +283,8 @@ class Truth:
                     life.full_until = self.now
                 if version in life.copies:
                     life.freeing[version] = life.copies.pop(version)
+                    if life.closing < inf:  # it goes, and this with it
+                        self.last_holder_gone[*life.shard, version] = self.now
                 life.released.pop(version, None)
             case events.Trust(until):
                 life.trust_until = until
@@ -335,7 +337,7 @@ class Truth:
         """A report goes out, wherever it gets."""
         life.said = report
         reported, call = report.call, life.call
-        if reported is not None and call is not None and call.number == 0:
+        if reported is not None and call is not None:  # it may have been numbered anew
             call.number = reported.number
 
     def heard(self, life: Life, report: Report) -> None:
