@@ -186,3 +186,10 @@ def test_a_version_says_what_it_is(server, replica):
     view = tensorhub.connect(server.address)
     assert view.metadata("m") == {"loss": 0.5}
     assert [[tensor.name for tensor in shard] for shard in view.layout("m").shards] == [["w"], ["w"]]
+
+
+def test_load_says_that_it_cannot_and_what_can(server, replica):
+    publish(replica("trainer", (0, 100, ROWS), 0), 1)
+    with pytest.raises(tensorhub.UsageError, match="version 1 of m was published with boxes") as found:
+        tensorhub.load_shards("m@latest", server=server.address, timeout=10)
+    assert "boxes={}" in found.value.hint

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError
+from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError, UsageError
 from ..core.manifest import Layout, decode_manifest
 from ..core.messages import Spec
 from ..core.metadata import Json, decode_metadata
@@ -39,9 +39,18 @@ async def layout_of(options: Options, model: str, spec: Spec, deadline: float) -
     return LayoutView(model, version, sum(layout.size_bytes for layout in layouts), shards)
 
 
-async def layouts_of(options: Options, model: str, spec: Spec, deadline: float) -> tuple[int, list[Layout]]:
-    """(the version that the spec means now, the layout of each of its shards)."""
+async def layouts_of(
+    options: Options, model: str, spec: Spec, deadline: float, *, are_plain: bool = False
+) -> tuple[int, list[Layout]]:
+    """(the version that the spec means now, the layout of each of its shards).
+
+    With `are_plain` raises `UsageError` for one that was published with boxes.
+    """
     first, layout = await wait_for_description(options, model, spec, 0, deadline)
+    if are_plain and is_tiled(Digest(first.root)):
+        text = f"version {first.version} of {model} was published with boxes, and cannot be loaded yet"
+        hint = 'register tensors with boxes (boxes={} for whole ones), then replicate("latest")'
+        raise UsageError(text, hint=hint)
     others = range(1, first.shards)
     more = [await wait_for_description(options, model, first.version, shard, deadline) for shard in others]
     return first.version, [layout, *(each for _, each in more)]

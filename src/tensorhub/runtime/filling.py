@@ -45,7 +45,7 @@ async def fill_all(
     """Every shard of the version that the spec means. `check` may object to how many there are."""
     options = replace(options, prefetch="never", retain=0, host_bytes=0)
     while True:
-        version, layouts = await layouts_of(options, model, spec, deadline)
+        version, layouts = await layouts_of(options, model, spec, deadline, are_plain=True)
         check(len(layouts))
         try:
             return await _fill(options, model, version, layouts, deadline)
