@@ -7,6 +7,7 @@ from ..truth.life import Life
 from .bench import Judge
 from .groups import GroupCall
 
+TOLD_S = 1.0  # since the last chunk came: a report may be lost, and the next one is told of it
 MOST_REST_S = 1.0  # a plain program rests for half as long between two calls
 FILLS = ("replicate", "update")
 STAYING = ("gone", "pause", "cut", "mute", "deaf", "unplug", "slow", "stutter", "disconnect")
@@ -99,13 +100,17 @@ class ProgressJudge(Judge):
         """What the server shows people for a while: reads by ticket and reader, and who holds what."""
         for ticket, reader in reads.items():
             life = next((each for each in self.truth.lives.values() if str(each.me) == reader), None)
-            if life is None or ((life.read is None or ticket not in life.read.tickets) and not self._is_down(life)):
+            is_told = life is None or self.now - life.fed_at > TOLD_S  # a read that has just ended may be reported yet
+            if life is None or (is_told and not self._reads(life, ticket) and not self._is_down(life)):
                 self.broken(f"ticket {ticket} of {reader} is open for ever", "leak")
         living = dict.fromkeys(f"{me.model}/{me.replica}" for me in self.truth.lives)
         for what, replicas in holders.items():
             for replica in replicas:
                 if replica not in living:
                     self.broken(f"{replica} is dead and still counts as a holder of {what}", "leak")
+
+    def _reads(self, life: Life, ticket: int) -> bool:
+        return life.read is not None and ticket in life.read.tickets
 
     def _kept(self, model: str) -> list[Version]:
         """The newest versions but one that are not lost: numbers between them may have come to nothing."""
