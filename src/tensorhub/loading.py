@@ -93,7 +93,8 @@ def load(
     A dict with `.version` and `.metadata`, in memory of its own: nothing is registered before, and nothing published
     after. Reads from whoever holds the version, as any replica does, and blocks until all of it is there and verified.
     `timeout` is for all of that (300 s), the others are as of `open`. Raises `VersionUnavailable`, `ServerUnreachable`,
-    `Refused`, what `replicate` raises, and `UsageError` for a model of several shards: see `load_shards`.
+    `Refused`, what `replicate` raises, and `UsageError` for several shards that were published without boxes: see
+    `load_shards`. What was published with boxes comes as whole tensors, however it was cut.
     """
     where = {"server": server, "site": site, "token": token, "host": host, "verify": verify, "transports": transports}
     (found,) = _load(asked(reference, timeout, **where), f"load({reference!r})", only_one=True)
@@ -127,8 +128,8 @@ def allocate_shards(
     wanted = asked(reference, timeout, server=server, token=token)
 
     async def run() -> "list[type_of_tensors]":
-        _, layouts = await layouts_of(wanted.options, wanted.model, wanted.spec, wanted.deadline)
-        return [tensors for tensors, _ in await allocated(layouts)]
+        laid = await layouts_of(wanted.options, wanted.model, wanted.spec, wanted.deadline)
+        return [tensors for tensors, _ in await allocated(laid.layouts)]
 
     return loop_thread().wait(run(), deadline=wanted.deadline, what=f"allocate_shards({reference!r})")
 

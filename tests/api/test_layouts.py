@@ -188,8 +188,35 @@ def test_a_version_says_what_it_is(server, replica):
     assert [[tensor.name for tensor in shard] for shard in view.layout("m").shards] == [["w"], ["w"]]
 
 
-def test_load_says_that_it_cannot_and_what_can(server, replica):
-    publish(replica("trainer", (0, 100, ROWS), 0), 1)
-    with pytest.raises(tensorhub.UsageError, match="version 1 of m was published with boxes") as found:
-        tensorhub.load_shards("m@latest", server=server.address, timeout=10)
-    assert "boxes={}" in found.value.hint
+def test_load_puts_together_what_was_cut(server, replica):
+    """However many shards there are, and whoever of them is left, the whole tensors come."""
+    trainer, engine = replica("trainer", (0, 100, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
+    publish(trainer, 1, metadata={"loss": 0.5})
+    found = tensorhub.load("m@latest", server=server.address, timeout=20)
+    assert list(found) == ["layer/0.w"]
+    assert (np.asarray(found["layer/0.w"]) == content(1)).all()
+    assert (found.version, found.metadata) == (1, {"loss": 0.5})
+    fill(engine)
+    for weights, _, _ in trainer:
+        weights.close(timeout=5)
+    (again,) = tensorhub.load_shards("m@1", server=server.address, timeout=20)
+    assert (np.asarray(again["layer/0.w"]) == content(1)).all()
+
+
+def test_load_of_tensors_that_lie_in_parts_of_others(server):
+    """Fused, turned and padded: each global tensor comes by itself, contiguous."""
+    fused = np.zeros((48, 17), np.float32)
+    query, key = (np.random.default_rng(seed).standard_normal((16, 16)).astype(np.float32) for seed in (1, 2))
+    fused[:16, :16], fused[16:32, :16] = query, key.T
+    boxes = [
+        Box("query", (16, 16), (0, 0), (16, 16), 0, (17, 1)),
+        Box("key", (16, 16), (0, 0), (16, 16), 16 * 17, (1, 17)),
+    ]
+    with tensorhub.open("m", replica="t", server=server.address) as trainer:
+        trainer.register({"fused": fused}, boxes={"fused": boxes})
+        trainer.publish(1)
+        found = tensorhub.load("m@latest", server=server.address, timeout=20)
+    assert {name: np.asarray(each).tolist() for name, each in found.items()} == {
+        "key": key.tolist(),
+        "query": query.tolist(),
+    }

@@ -9,22 +9,24 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import NamedTuple, cast
 
-from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError, UsageError
+from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError
 from ..core.manifest import Layout, decode_manifest
 from ..core.messages import Spec
 from ..core.metadata import Json, decode_metadata
 from ..core.names import Digest, is_tiled
 from ..core.snapshot import DescribedView, LayoutView, TensorView
+from ..memory.tiles.whole import whole_layout
 from ..transport.base import ByteStream, Sink
 from ..transport.parcels import Parcels
 from ..transport.tcp_reader import TcpRead
 from ..transport.tcp_settings import TcpSettings
 from .config import Options
 from .content import key_of
-from .loops import hand_over
-from .questions import wait_for_description
+from .loops import hand_over, in_thread
+from .questions import fetch_cuts, wait_for_description
 
 SCHEME = "tcp://"
 SOURCE_S = 5.0  # for one of several to answer
@@ -34,26 +36,43 @@ AGAIN_S = 0.3
 
 async def layout_of(options: Options, model: str, spec: Spec, deadline: float) -> LayoutView:
     """The layout of every shard of one version."""
-    version, layouts = await layouts_of(options, model, spec, deadline)
+    version, layouts, _ = await layouts_of(options, model, spec, deadline)
     shards = tuple(tuple(TensorView(t.name, t.dtype, t.shape) for t in layout.tensors) for layout in layouts)
     return LayoutView(model, version, sum(layout.size_bytes for layout in layouts), shards)
 
 
-async def layouts_of(
-    options: Options, model: str, spec: Spec, deadline: float, *, are_plain: bool = False
-) -> tuple[int, list[Layout]]:
-    """(the version that the spec means now, the layout of each of its shards).
+class Laid(NamedTuple):
+    """A version, how each of its shards lies in memory, and the replicas that have it cut with boxes, if it is."""
 
-    With `are_plain` raises `UsageError` for one that was published with boxes.
-    """
+    version: int
+    layouts: list[Layout]
+    cut_by: tuple[str, ...]
+
+
+async def layouts_of(options: Options, model: str, spec: Spec, deadline: float) -> Laid:
+    """Of the version that the spec means now."""
     first, layout = await wait_for_description(options, model, spec, 0, deadline)
-    if are_plain and is_tiled(Digest(first.root)):
-        text = f"version {first.version} of {model} was published with boxes, and cannot be loaded yet"
-        hint = 'register tensors with boxes (boxes={} for whole ones), then replicate("latest")'
-        raise UsageError(text, hint=hint)
     others = range(1, first.shards)
     more = [await wait_for_description(options, model, first.version, shard, deadline) for shard in others]
-    return first.version, [layout, *(each for _, each in more)]
+    replicas = (source.worker.removeprefix(f"{model}/").rpartition("[")[0] for source in first.sources)
+    cut_by = tuple(dict.fromkeys(replicas)) if is_tiled(Digest(first.root)) else ()
+    return Laid(first.version, [layout, *(each for _, each in more)], cut_by)
+
+
+async def whole_layout_of(options: Options, model: str, laid: Laid, deadline: float) -> Layout:
+    """All global tensors of a version that was published with boxes, whole, one after the other.
+
+    Raises `SourceLost` where no replica that has it is there in all its shards.
+    """
+    found = await fetch_cuts(options, model, deadline)
+    for replica in laid.cut_by:
+        mine = {view.shard: view for view in found.shards if view.replica == replica}
+        if mine and len(mine) == next(iter(mine.values())).shards:
+            return await in_thread(
+                partial(whole_layout, [found.boxes[each.boxes] for each in mine.values()]), name="layout"
+            )
+    text = f"no replica that has version {laid.version} of {model} is there with all its shards"
+    raise SourceLost(text, hint="retry: one that is about to come or go is there, or gone, by then")
 
 
 async def metadata_of(options: Options, model: str, spec: Spec, deadline: float) -> dict[str, Json]:

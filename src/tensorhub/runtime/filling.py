@@ -6,11 +6,12 @@ on it meanwhile, and nothing is fetched ahead for it. It must never: leave a wor
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
+from ..core.boxes import Box
 from ..core.errors import UsageError, VersionUnavailable
 from ..core.manifest import Layout
 from ..core.messages import Spec
@@ -19,7 +20,7 @@ from ..memory.allocate import allocate
 from ..memory.registration import Registration, register
 from .client import Client
 from .config import Options
-from .descriptions import layouts_of
+from .descriptions import layouts_of, whole_layout_of
 from .loops import in_thread
 from .opening import open_client
 
@@ -45,18 +46,29 @@ async def fill_all(
     """Every shard of the version that the spec means. `check` may object to how many there are."""
     options = replace(options, prefetch="never", retain=0, host_bytes=0)
     while True:
-        version, layouts = await layouts_of(options, model, spec, deadline, are_plain=True)
-        check(len(layouts))
+        laid = await layouts_of(options, model, spec, deadline)
         try:
-            return await _fill(options, model, version, layouts, deadline)
+            if laid.cut_by:  # however many shards it has: what they are parts of is whole here
+                whole = await whole_layout_of(options, model, laid, deadline)
+                return await _fill(options, model, laid.version, [whole], deadline, boxes={})
+            check(len(laid.layouts))
+            return await _fill(options, model, laid.version, laid.layouts, deadline)
         except VersionUnavailable:
             if isinstance(spec, int) or time.monotonic() + AGAIN_S >= deadline:
                 raise
             await asyncio.sleep(AGAIN_S)  # "latest" is another one by now
 
 
-async def _fill(options: Options, model: str, version: int, layouts: list[Layout], deadline: float) -> list[Filled]:
-    made = await allocated(layouts)
+async def _fill(
+    options: Options,
+    model: str,
+    version: int,
+    layouts: list[Layout],
+    deadline: float,
+    *,
+    boxes: "Mapping[str, Sequence[Box]] | None" = None,
+) -> list[Filled]:
+    made = await allocated(layouts, boxes)
     replica, clients = f"load-{uuid4().hex[:12]}", list[Client]()
     leave_s = min(LEAVE_S, LEAVE_SHARE * (deadline - time.monotonic()))
     try:
@@ -73,16 +85,20 @@ async def _fill(options: Options, model: str, version: int, layouts: list[Layout
     return [Filled(tensors, version, words) for (tensors, _), words in zip(made, said, strict=True)]
 
 
-async def allocated(layouts: list[Layout]) -> "list[tuple[dict[str, type_of_tensor], Registration]]":
+async def allocated(
+    layouts: list[Layout], boxes: "Mapping[str, Sequence[Box]] | None" = None
+) -> "list[tuple[dict[str, type_of_tensor], Registration]]":
     """Uninitialised tensors for each shard, and what `register` makes of them."""
-    return await in_thread(lambda: [_made(layout) for layout in layouts], name="allocate")
+    return await in_thread(lambda: [_made(layout, boxes) for layout in layouts], name="allocate")
 
 
-def _made(layout: Layout) -> "tuple[dict[str, type_of_tensor], Registration]":
+def _made(
+    layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None"
+) -> "tuple[dict[str, type_of_tensor], Registration]":
     """In a thread: the first who needs torch waits seconds for it."""
     tensors = allocate(layout)
-    registration = register(tensors)
-    if registration.layout_digest != layout.digest():
+    registration = register(tensors, boxes=boxes)
+    if boxes is None and registration.layout_digest != layout.digest():
         raise UsageError(f"tensors laid out as {len(layout.tensors)} published ones cannot be made here")
     return tensors, registration
 
