@@ -146,6 +146,29 @@ def test_a_part_that_ends_in_mid_read_is_replaced_and_the_rest_goes_on(how):
     told(story, Fleet.of_rows)
 
 
+def test_a_source_that_comes_before_the_one_it_replaces_has_ended_is_read():
+    """What that one has on its way is brought by nobody yet: it may come back."""
+
+    async def story(fleet):
+        fleet.publishers[0].publish(fleet.grid)
+        valve = fleet.publishers[1].publish(fleet.grid, valve=2)
+        for node in fleet.others:
+            node.publish(fleet.grid)
+        (reader,) = fleet.readers
+        reader.open(fleet.tickets())
+        await reader.until(AcrossOpened)
+        reader.start(1)
+        await reader.seen(valve.held.is_set)
+        reader.data.tiles.carry_out(StopPart(Ticket(1), Ticket(2)))
+        reader.add(1, 7, fleet.others[1])
+        assert not (await reader.part_over(2)).brought
+        valve.open()
+        assert (await reader.ended()).complete
+        assert reader.shard.wrong(fleet.model) == []
+
+    told(story, Fleet.of_rows)
+
+
 def test_a_source_that_lies_about_a_tile_is_never_believed():
     async def story(fleet):
         fleet.publish()

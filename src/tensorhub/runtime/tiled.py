@@ -82,6 +82,7 @@ class TileReading(Telling):
         if part is None or part.is_over:
             return
         part.is_stopped = True
+        self._lacking += 1
         if part.sink is not None:
             part.sink.stop()
         if part.read is not None:
@@ -102,7 +103,7 @@ class TileReading(Telling):
             return
         if part.is_stopped:
             self._stopped(part)
-        elif self.state is State.READING and self._across.open == 0:
+        elif self.state is State.READING and self._across.open == 0 and not self._may_reopen:
             self._part_over(part, brought=True)
         else:
             self._read(part, Looking(part.grant, self._touch))
@@ -170,6 +171,11 @@ class TileReading(Telling):
         return self.state in (State.ENDING, State.OVER)
 
     @property
+    def _may_reopen(self) -> bool:
+        """A part that was told to stop has not ended: what it does not bring is for those that are still there."""
+        return any(part.is_stopped for part in self._live)
+
+    @property
     def _live(self) -> list[Part]:
         return [part for part in self.parts.values() if not part.is_over]
 
@@ -205,7 +211,7 @@ class TileReading(Telling):
         if self._across.missing == 0 and not any(part.read is not None or part.legs for part in live):
             self._end_soon(complete=True, failure=None)
             return
-        for part in live:
+        for part in () if self._may_reopen else live:
             if part.read is None and not part.legs and part.offer is not None and not self._is_done:
                 self._part_over(part, brought=True)
 
@@ -313,8 +319,8 @@ class TileReading(Telling):
             if not brought:
                 self._end_soon(complete=False, failure=failure)
             return
-        if not brought:
-            self._lacking += 1
+        if brought == part.is_stopped:  # who was told to stop lacks since then
+            self._lacking = max(0, self._lacking + (-1 if brought else 1))
         self.tell_progress()
         self.tell(PartEnded(self.ticket, part.grant.ticket, brought, failure))
         if not self._is_done:
