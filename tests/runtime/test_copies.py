@@ -1,6 +1,7 @@
 """Host copies of a worker: what their threads do when the worker closes, or when the unexpected happens."""
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
@@ -11,11 +12,13 @@ import pytest
 
 from tensorhub.core.manifest import Manifest
 from tensorhub.core.names import Version, worker_id
-from tensorhub.core.worker.events import CopiedOut, CopyDropped, Event
+from tensorhub.core.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import Registration, register
 from tensorhub.runtime.content import Content
 from tensorhub.runtime.copies import HostCopies
+
+from .fleet import Fleet, V
 
 CHUNK = 1024
 DEADLINE_S = 10.0
@@ -130,3 +133,23 @@ def test_a_copy_outlives_the_tensors_of_which_it_is_one() -> None:
         assert found.used_bytes == 0  # nothing is kept for the next: it would be of tensors that are gone
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_in_no_box_stays_as_it_is_when_a_host_copy_is_copied_in(seed: int) -> None:
+    async def story(fleet: Fleet) -> None:
+        fleet.publish()
+        for reader in fleet.readers:
+            outside = reader.shard.outside()
+            await reader.fill(fleet.tickets(), to_host=True)
+            reader.data.copy_in(V)
+            copied = await reader.seen(lambda reader=reader: reader.of(CopiedIn))
+            assert copied == [CopiedIn(V, None)]
+            assert reader.shard.wrong(fleet.model) == []
+            assert all((a == b).all() for a, b in zip(outside, reader.shard.outside(), strict=True))
+
+    async def body() -> None:
+        with contextlib.closing(Fleet(seed, publishers=1 + seed % 3, readers=1 + seed % 2)) as fleet:
+            await story(fleet)
+
+    asyncio.run(body())

@@ -47,6 +47,18 @@ def copy(source: Addresses, target: Addresses, start: int, stop: int) -> None:
         start += moved
 
 
+def copy_pieces(source: "array[int]", target: "array[int]", start: int) -> None:
+    """Pieces of one memory to as many of another, of the same lengths: iovecs, at most as many as the kernel takes.
+
+    Raises `Freed` if one is not there: at byte `start` and what comes before it in those that are there.
+    """
+    while source:
+        moved = _moved(source, target)
+        if moved <= 0:
+            raise Freed(start)
+        source, target = _beyond(source, moved), _beyond(target, moved)
+
+
 def parts(source: Addresses, start: int, stop: int, room: bytearray | mmap.mmap) -> Iterator[memoryview]:
     """Bytes [start, stop), copied into `room` one part after another. Each is valid until the next. Raises `Freed`."""
     view = memoryview(room)
@@ -121,6 +133,19 @@ def _first(pairs: "array[int]", most_bytes: int) -> "array[int]":
         if not left:
             break
     return found
+
+
+def _beyond(pairs: "array[int]", moved: int) -> "array[int]":
+    """What the iovecs name, without the first so many bytes."""
+    at = 0
+    while at < len(pairs) and pairs[at + 1] <= moved:
+        moved -= pairs[at + 1]
+        at += 2
+    left = pairs[at:]
+    if left and moved:
+        left[0] += moved
+        left[1] -= moved
+    return left
 
 
 @cache

@@ -21,9 +21,10 @@ from ..memory.hostmemory import MOST_THREADS, HostMemory, copy_stream, over_shar
 from ..memory.offloading import can_offload, offload
 from ..memory.parallel import in_parallel
 from ..memory.registration import Registration
+from ..memory.tiles.inside import copy_boxes
 from ..memory.tiles.tiled import TiledVersion
 from ..transport import sealed
-from ..transport.base import Transport
+from ..transport.base import ByteStream, Transport
 from ..transport.progress import Progress
 from ..transport.sealed import Shared
 from .config import Verify
@@ -32,6 +33,8 @@ from .loops import in_thread, report_end
 from .trust import TrustedSink
 
 _log = logging.getLogger(__name__)
+
+Look = Callable[[int, Sequence[memoryview], Sequence[memoryview]], None]
 
 COUNT_EVERY_S = 1.0  # a look whether memory that is shared counts here now: as often as reports
 UNPUBLISH = "unpublish() before tensors are freed or given other memory, or use mutating(version=...)"
@@ -136,8 +139,7 @@ class HostCopies:
                     and offload(*streams, manifest, verify=is_checked, judge=judge, is_over=is_over)
                 )
                 if not is_done:
-                    look = lambda chunk, _, mine: judge(chunk, mine)  # noqa: E731 - used once
-                    copy_stream(*streams, manifest.chunk_bytes, look, is_over=is_over)
+                    self._copy(*streams, manifest, lambda chunk, _, mine: judge(chunk, mine))
                     self._judge_whole(content.registration, manifest)
             except Freed as error:
                 gone.extend(freed(held.registration, [error.at]))
@@ -179,12 +181,8 @@ class HostCopies:
             judge = self._judge(target, manifest)
             streams = content.registration.stream, target.stream
             try:
-                copy_stream(
-                    *streams,
-                    manifest.chunk_bytes,
-                    lambda chunk, ours, _: judge(chunk, ours),  # theirs may be freed at any moment
-                    is_over=self._is_closed.is_set,
-                )
+                look = lambda chunk, ours, _: judge(chunk, ours)  # noqa: E731 - theirs may be freed at any moment
+                self._copy(*streams, manifest, look)
                 self._judge_whole(target, manifest)
             except Freed as error:
                 text = (
@@ -267,6 +265,14 @@ class HostCopies:
         self._start(run())
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _copy(self, source: ByteStream, target: ByteStream, manifest: Known, look: Look) -> None:
+        """All of it; where boxes say what belongs to the version, that and nothing else."""
+        is_over = self._is_closed.is_set
+        if isinstance(manifest, TiledVersion):
+            copy_boxes(source, target, manifest.tiles.table, chunk_bytes=manifest.chunk_bytes, is_over=is_over)
+        else:
+            copy_stream(source, target, manifest.chunk_bytes, look, is_over=is_over)
 
     def _judge(self, target: Registration, manifest: Known) -> Callable[[int, Sequence[memoryview]], None]:
         """Checks each chunk as a fill does, which is the one place that knows how. Tiles are checked in the end."""

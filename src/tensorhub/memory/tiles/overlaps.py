@@ -32,7 +32,7 @@ def check_disjoint(table: BoxTable) -> None:
             _check_runs(table, rows[first:last])
 
 
-def _memory_order(table: BoxTable, rows: Ints) -> tuple[Ints, Ints]:
+def memory_order(table: BoxTable, rows: Ints) -> tuple[Ints, Ints]:
     """Sizes and strides with the dimension of the largest stride first, as the elements lie in memory."""
     order = np.argsort(-table.strides[rows], axis=1, kind="stable")
     return np.take_along_axis(table.size[rows], order, 1), np.take_along_axis(table.strides[rows], order, 1)
@@ -40,7 +40,7 @@ def _memory_order(table: BoxTable, rows: Ints) -> tuple[Ints, Ints]:
 
 def _are_columns(table: BoxTable, rows: Ints) -> bool:
     """They have one outer stride, and take different places between two steps of it."""
-    size, strides = _memory_order(table, rows)
+    size, strides = memory_order(table, rows)
     pitch = int(strides[:, 0].max())
     if pitch == 0 or ((strides[:, 0] != pitch) & (size[:, 0] > 1)).any():
         return False
@@ -52,7 +52,7 @@ def _are_columns(table: BoxTable, rows: Ints) -> bool:
 
 
 def _check_runs(table: BoxTable, rows: Ints) -> None:
-    size, strides = _memory_order(table, rows)
+    size, strides = memory_order(table, rows)
     run = table.item[table.tensor[rows]].copy()
     is_open = np.ones(len(rows), np.bool_)
     for d in range(size.shape[1] - 1, -1, -1):  # the innermost dimensions join into one run of bytes
