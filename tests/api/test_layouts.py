@@ -220,3 +220,27 @@ def test_load_of_tensors_that_lie_in_parts_of_others(server):
         "key": key.tolist(),
         "query": query.tolist(),
     }
+
+
+@pytest.mark.parametrize(("published", "registered"), [({}, None), (None, {})])
+def test_boxes_on_one_side_only_are_an_error_that_says_so(server, published, registered):
+    """Whatever else differs: with boxes on one side the rest cannot be put right."""
+    with (
+        contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as trainer,
+        contextlib.closing(tensorhub.open("m", replica="r", server=server.address)) as reader,
+    ):
+        trainer.register({"w": np.zeros(4, np.float32)}, boxes=published)
+        trainer.publish(1)
+        reader.register({"w": np.zeros(5, np.float32)}, boxes=registered)
+        words = ("without", "with") if published is None else ("with", "without")
+        text = rf"version 1 of m was published {words[0]} boxes, and m/r\[0\] has registered {words[1]} them"
+        with pytest.raises(tensorhub.LayoutMismatch, match=text) as found:
+            reader.replicate("latest", timeout=10)
+        assert "boxes={}" in found.value.hint
+
+
+def test_a_box_that_is_not_in_a_list_is_an_error_that_names_the_tensor(server):
+    with contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as weights:
+        box = Box("w", (4,), (0,), (4,))
+        with pytest.raises(tensorhub.UsageError, match="boxes of tensor 'w' are one Box, not a list"):
+            weights.register({"w": np.zeros(4, np.float32)}, boxes={"w": box})

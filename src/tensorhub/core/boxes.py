@@ -110,6 +110,8 @@ def boxes_of(layout: Layout, given: Mapping[str, Sequence[Box]] | None = None) -
             raise UsageError(
                 f"boxes are given for tensor {name!r}, which is not registered", hint="register it as well"
             )
+        if isinstance(given[name], Box):
+            raise UsageError(f"boxes of tensor {name!r} are one Box, not a list", hint="put it into a list: [Box(...)]")
     found: list[tuple[TensorSpec, Box]] = []
     seen: dict[str, tuple[str, GlobalTensor]] = {}
     for tensor in layout.tensors:

@@ -19,6 +19,7 @@ from ..state import State
 from . import across, claims, crossing, retention, witness
 
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
+STATUS_SAYS = "see `tensorhub status` for who holds it"
 HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
 
 
@@ -351,7 +352,9 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     if failures and (is_enough or failures[-1].code in HOPELESS):
         last = failures[-1]
         text = f"{member.worker} failed {member.failures} reads of version {record.version}; last from {last.source}"
-        return Failure(last.code, f"{text}: {last.message}", "see `tensorhub status` for who holds it")
+        is_misfit = last.code == "layout-mismatch"
+        hint = "say the same names, dtypes and global shapes on both sides" if is_misfit else STATUS_SAYS
+        return Failure(last.code, f"{text}: {last.message}", hint)
     is_reading = state.reads.current.get(member.worker) is not None and not across.is_short(state, member)
     if state.is_recovering or is_reading:
         return None

@@ -49,9 +49,14 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
     if not member.report.layout or may_fit(model, record, member):
         return None
     line, layouts = member.line, record.layouts
+    name = f"version {record.version} of {model.name}"
+    if record.roots and line.is_boxed != any(each.is_boxed for each in record.roots):
+        published, registered = ("without", "with") if line.is_boxed else ("with", "without")
+        text = f"{name} was published {published} boxes, and {member.worker} has registered {registered} them"
+        hint = "register(..., boxes={...}) on both sides, or on neither; boxes={} says that all tensors are whole"
+        return Failure("layout-mismatch", text, hint)
     its = line if line in layouts else next((each for each in layouts if each[:2] == line[:2]), None)
     difference = _difference(state, record, member, layouts[its]) if its is not None else None
-    name = f"version {record.version} of {model.name}"
     if difference is None and line.is_boxed:
         text = f"{name} has no digests of tiles, and {member.worker} is cut in another way"
         return Failure("layout-mismatch", text, "publish it with boxes too, or register the same tensors as there")
