@@ -41,7 +41,7 @@ def test_slices_in_which_bytes_moved_are_counted_apart() -> None:
     counts = itertools.accumulate(itertools.cycle([0, MOVING_BYTES, MOVING_BYTES - 1, 0]))
     found = Interpreter(0.5, lambda: next(counts)).compute(time.monotonic() + 0.5, lambda: False)
     assert found.moving >= 1
-    assert found.still in range(3 * found.moving - 2, 3 * found.moving + 4)
+    assert found.still in range(3 * found.moving - 3, 3 * found.moving + 4)  # whichever slice comes first and last
     assert found.moving_s >= found.moving * SLICE_S
     assert found.still_s >= found.still * SLICE_S
 

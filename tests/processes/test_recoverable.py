@@ -92,7 +92,7 @@ with trainer.mutating(version=2):
 here = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (here + 20_000, -1))
 try:
-    update = error_of(reader.update, timeout=3)
+    update = error_of(reader.update, timeout=8)
 finally:
     resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 say(update=update)

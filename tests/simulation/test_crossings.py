@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tensorhub.core.messages import PROTOCOL, Grant, Hello
-from tensorhub.core.names import Digest, Ticket, Version, worker_id
+from tensorhub.core.names import Digest, Ticket, Version, WorkerId, worker_id
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.crossings import CrossingJudge
 from tensorhub.sim.truth.life import Life, Memory
@@ -27,6 +27,10 @@ class Reading:
     is_ended: bool = False
     shares: bool = False
     is_cross_site: bool = True
+
+    @property
+    def tickets(self) -> dict[Ticket, WorkerId]:
+        return {self.grant.ticket: self.grant.source}
 
     @property
     def into(self) -> Memory:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ..core.errors import Unavailable
 from . import shortages
 
-START_S = 5.0  # a thread begins within 0.1 s beside ten busy ones; a shared machine stands still for seconds
+START_S = 2.5  # a thread begins within 0.1 s beside ten busy ones; a shared machine stands still for seconds
 HINT = "raise the limit on threads (`ulimit -u`, or pids.max of the container's cgroup), or start fewer; then retry"
 MEMORY = "is there memory left (`ulimit -v`, or memory.max of the container's cgroup)? Retry when there is"
 
