@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tensorhub.core.boxes import Box
 from tensorhub.core.errors import Closed, HostMemoryFull, UsageError
 from tensorhub.memory import casting, masters, room
 from tensorhub.memory.casting import FORMS, keeps_all
@@ -311,3 +312,27 @@ def test_without_torch_numpy_casts_what_it_rounds_alike_and_says_what_it_cannot(
     assert "UsageError" in ended.stdout
     assert "casting float32 to bfloat16 needs torch, which is not installed" in ended.stdout
     assert "float32 to float16" in ended.stdout
+
+
+def test_what_is_in_no_box_is_not_given_back() -> None:
+    """Padding at the end, between rows, and a tensor of which nothing takes part keep every bit of theirs."""
+    tensors = {
+        "rows": torch.full((70, 16), 1 / 3),
+        "columns": torch.full((40, 19), 1 / 3),
+        "none": torch.full((5,), 1 / 3),
+        "whole": torch.full((3, 5), 1 / 3),
+    }
+    boxes = {
+        "rows": [Box("rows", (64, 16), (0, 0), (64, 16))],
+        "columns": [Box("columns", (40, 16), (0, 0), (40, 16), 2, (19, 1))],
+        "none": [],
+    }
+    registration = register(tensors, "bfloat16", boxes)
+    with registration.stream.writing(0, registration.size_bytes) as views:
+        for view in views:
+            view[:] = b"\x80\x3f" * (len(view) // 2)  # ones
+    casts_of(registration).give_back()
+    for name, inside in (("rows", np.s_[:64]), ("columns", np.s_[:, 2:18]), ("none", np.s_[:0]), ("whole", np.s_[:])):
+        expected = torch.full_like(tensors[name], 1 / 3)
+        expected[inside] = 1
+        assert torch.equal(tensors[name], expected), name

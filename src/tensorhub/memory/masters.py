@@ -10,7 +10,8 @@ Rules:
    whoever registers tensors of that dtype reads it.
 3. On the host it is memory that readers of this host can map, and all of it is taken at registration, step by step,
    while there is room: to cast never ends the process. Beside masters on a device it lies on that device.
-4. Masters are read and written on the host by way of `guarded`: what is freed meanwhile is an error that names it.
+4. Where boxes say what takes part, all else of the masters stays as it is: to give back is to write what is in boxes.
+5. Masters are read and written on the host by way of `guarded`: what is freed meanwhile is an error that names it.
 
 Never: cast while somebody may read the buffer. Whoever calls `fill` sees to that.
 """
@@ -18,7 +19,8 @@ Never: cast while somebody may read the buffer. Whoever calls `fill` sees to tha
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -76,6 +78,7 @@ class Casts:
         """Takes the memory. Raises `HostMemoryFull`, and `UsageError` for a cast that nothing here can do."""
         self._blocks = blocks
         self._masters = masters
+        self._kept_to: dict[int, list[tuple[int, int]]] = {}  # of blocks with padding: elements that take part
         pairs = sorted({(block.dtype, block.target) for block in blocks})
         self._there = {(old, new): mover(old, new) for old, new in pairs}
         self._back = {(old, new): mover(new, old) for old, new in pairs}
@@ -85,6 +88,17 @@ class Casts:
         self._casting = threading.Lock()
         self._is_closed = threading.Event()
         self._devices = {index: _on_device(block) for index, block in enumerate(blocks) if block.device != "cpu"}
+
+    def keep_to(self, ranges: Sequence[tuple[int, int]], offsets: Mapping[str, int]) -> None:
+        """From now on only these bytes of the registered stream are given back. `offsets` are the tensors' in it."""
+        for index, block in enumerate(self._blocks):
+            old, new = FORMS[block.dtype].size_bytes, FORMS[block.target].size_bytes
+            master = block.masters[0]
+            base = offsets[master.name] - (master.address - block.address) // old * new
+            near = _clipped(ranges, base, base + block.buffer_bytes)
+            inside = [((first - base) // new, (last - base) // new) for first, last in near]
+            if inside != [(0, block.elements)]:
+                self._kept_to[index] = inside
 
     @property
     def why_not_back(self) -> str:
@@ -135,33 +149,35 @@ class Casts:
 
     def _run(self, is_over: Callable[[], bool], *, to_buffer: bool) -> None:
         runs = [
-            (block, start, min(start + RUN_ELEMENTS, block.elements))
-            for block in self._blocks
+            (index, start, min(start + RUN_ELEMENTS, block.elements))
+            for index, block in enumerate(self._blocks)
             if block.device == "cpu"
             for start in range(0, block.elements, RUN_ELEMENTS)
         ]
         rooms = threading.local()
 
-        def one(run: tuple[Block, int, int]) -> None:
+        def one(run: tuple[int, int, int]) -> None:
             if not hasattr(rooms, "mine"):
                 rooms.mine = bytearray(PART_ELEMENTS * max(form.size_bytes for form in FORMS.values()))
-            block, start, stop = run
+            index, start, stop = run
             for first in range(start, stop, PART_ELEMENTS):
                 if is_over() or self._is_closed.is_set():
                     raise Closed("the cast was given up")
-                self._cast(block, first, min(first + PART_ELEMENTS, stop), rooms.mine, to_buffer=to_buffer)
+                self._cast(index, first, min(first + PART_ELEMENTS, stop), rooms.mine, to_buffer=to_buffer)
 
         devices = sorted({block.device for block in self._blocks if block.device != "cpu"})
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with self._casting:
             _settle(devices)
             for index, memory in self._devices.items():
-                _cast_on_device(self._blocks[index], memory, to_buffer=to_buffer)
+                kept_to = None if to_buffer else self._kept_to.get(index)
+                _cast_on_device(self._blocks[index], memory, kept_to, to_buffer=to_buffer)
             in_parallel(one, runs, threads=max(1, min(cores, MOST_THREADS, len(runs))), name="cast")
             _settle(devices)
 
-    def _cast(self, block: Block, first: int, last: int, room: bytearray, *, to_buffer: bool) -> None:
+    def _cast(self, index: int, first: int, last: int, room: bytearray, *, to_buffer: bool) -> None:
         """Elements [first, last) of a block on the host, by way of a room in which nothing is freed."""
+        block = self._blocks[index]
         old, new = FORMS[block.dtype].size_bytes, FORMS[block.target].size_bytes
         there = Addresses.of_ranges([(block.address, block.elements * old)])
         here, view = ctypes.addressof(ctypes.c_char.from_buffer(room)), memoryview(room)
@@ -175,10 +191,23 @@ class Casts:
                 move(masters, buffer)
             else:
                 move(buffer, masters)
-                copy(ours, there, first * old, last * old)
+                for start, stop in _clipped(self._kept_to.get(index, [(first, last)]), first, last):
+                    copy(ours, there, start * old, stop * old)
         except Freed as error:
             text = f"the memory of these tensors was freed while they were cast: {block.names}"
             raise UsageError(text, hint="register() again what was given other memory") from error
+
+
+def _clipped(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """What of these sorted ranges is in [first, last)."""
+    found = []
+    for at in range(max(0, bisect_right(ranges, (first, first)) - 1), len(ranges)):
+        start, stop = ranges[at]
+        if start >= last:
+            break
+        if max(start, first) < min(stop, last):
+            found.append((max(start, first), min(stop, last)))
+    return found
 
 
 # --- making them ------------------------------------------------------------------------------------------------------
@@ -278,13 +307,16 @@ def _on_device(block: Block) -> "torch.Tensor":
         raise UsageError(text, hint="name fewer tensors in dtype=, or register tensors of that dtype") from error
 
 
-def _cast_on_device(block: Block, memory: "torch.Tensor", *, to_buffer: bool) -> None:
+def _cast_on_device(
+    block: Block, memory: "torch.Tensor", kept_to: Sequence[tuple[int, int]] | None, *, to_buffer: bool
+) -> None:
     import torch
 
     with torch.no_grad():
         masters = _flat(block)
         target, source = (memory, masters) if to_buffer else (masters, memory)
-        target.copy_(source, non_blocking=True)
+        for start, stop in [(0, block.elements)] if kept_to is None else kept_to:
+            target[start:stop].copy_(source[start:stop], non_blocking=True)
 
 
 def _flat(block: Block) -> "torch.Tensor":

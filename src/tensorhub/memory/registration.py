@@ -139,6 +139,10 @@ def register(
     )
     layout = Layout(specs, pieces[-1].stop if pieces else 0)
     table, encoded = _boxed(layout, boxes)
+    if casts is not None and table is not None:
+        from .tiles.inside import ranges_inside  # with numpy, as the table
+
+        casts.keep_to(ranges_inside(table), {spec.name: spec.offset_bytes for spec in specs})
     return Registration(
         layout=layout,
         layout_digest=digest_of_boxed(layout.encode(), encoded) if encoded else layout.digest(),

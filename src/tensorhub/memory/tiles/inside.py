@@ -78,6 +78,20 @@ def inside(table: BoxTable) -> tuple[list[Range], Copies]:
     return ranges, copies_of(size, item, place, strides, place, strides, np.arange(len(loose)))
 
 
+def ranges_inside(table: BoxTable) -> list[Range]:
+    """All bytes that are in boxes, in order, neighbours joined."""
+    ranges, loose = inside(table)
+    found: list[Range] = []
+    for first, last in sorted(
+        [*ranges, *(run for row in range(len(loose)) for part in _runs(loose, row) for run in part)]
+    ):
+        if found and found[-1][1] >= first:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    return found
+
+
 def _parts(whole: Range, most_bytes: int) -> Iterator[Range]:
     start, stop = whole
     for first in range(start, stop, most_bytes):
