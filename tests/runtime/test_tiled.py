@@ -313,6 +313,17 @@ async def refused(fleet, reader, sources=None) -> Failure:
     return ended.failure
 
 
+def test_a_shard_without_a_byte_is_filled_as_any_other():
+    async def story(fleet):
+        fleet.publish()
+        reader = reader_of(fleet)
+        await reader.fill(fleet.tickets())
+        assert reader.of(ReadTouched) == [ReadTouched(Ticket(1))]
+        assert reader.data.content.root == reader.root
+
+    told(story, Fleet.of_rows)
+
+
 def test_a_part_that_no_source_has():
     """As if a layer, or half of it, was left out."""
 

@@ -354,6 +354,8 @@ class TileReading(Telling):
         for part in self._live:
             while part.legs:
                 self._give_up(part.legs.popleft())
+        if self._ending[0] and not self._touch.is_touched:  # there was no byte to write: it is there all the same
+            self._touched()
         self.state = State.OVER
         for timer in self.timers.values():
             timer.cancel()
