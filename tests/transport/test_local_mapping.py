@@ -85,7 +85,8 @@ def test_a_reader_without_descriptors_does_without(local: Local, monkeypatch: py
 
     monkeypatch.setattr(local_reader, "receive_header", short)
     assert way_of(local) == "process_vm_readv"
-    assert came == [[], []]
+    assert came
+    assert not any(came), "with a second stream or, where the first has brought all by then, without"
 
 
 def test_too_many_on_their_way_is_no_failure(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
