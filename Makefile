@@ -31,7 +31,7 @@ demo: setup ## the main job: a real RL run on this machine, with faults, in the 
 	@$(BIN)/tensorhub demo $(ARGS)
 
 test: setup ## all tests that this machine can run, the quick checks first
-	@echo "test: house rules, units, scenarios, simulation, then real processes (five minutes on two quiet cores)"
+	@echo "test: house rules, units, scenarios, simulation, then real processes (a quarter of an hour on two cores)"
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 check: setup ## format, lint, types and house rules; half a minute
