@@ -85,3 +85,21 @@ def test_a_version_that_came_while_the_rollout_rested_is_not_missed_yet() -> Non
     made.exists -= 1.0
     with pytest.raises(OracleViolation, match="has version None"):
         bench.look()
+
+
+def test_who_keeps_the_last_usable_version_waits_only_where_all_others_are_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.conditions = replace(bench.conditions, host_copies=0)
+    bench.truth.plan = replace(bench.truth.plan, conditions=bench.conditions)
+    bench.rollout.held = Held(Version(0), ROOT, since=0.5)
+    bench.truth.established["m"] = Version(0)
+    other = bench.life("other")
+    judge = ProgressJudge(bench.truth, bench.world)
+    down = [other]
+    monkeypatch.setattr(judge, "_is_down", lambda life: life in down)
+    judge.rollout("m/rollout", None, None, is_refused=False)
+    down.clear()
+    with pytest.raises(OracleViolation, match="has version None"):
+        judge.rollout("m/rollout", None, None, is_refused=False)

@@ -11,7 +11,7 @@ import pytest
 from tensorhub.transport.native import load
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_settings import TcpSettings, format_endpoint, parse_endpoint
-from tensorhub.transport.tcp_width import PAUSES, Width
+from tensorhub.transport.tcp_width import Width
 
 from . import kit
 from .kit import MIB, Target, content, full, start_read
@@ -44,7 +44,7 @@ def each_gets(limit: float, link: float = 1e12) -> Callable[[int, float], float]
 )
 def test_it_widens_as_long_as_that_brings_more(link: float, in_the_end: int) -> None:
     width = Width(NEAR, 1, cores=64)
-    assert max(widths(width, each_gets(6.2e8, link), 8.0)) >= in_the_end
+    widths(width, each_gets(6.2e8, link), 8.0)
     assert width.streams == in_the_end
 
 
@@ -59,7 +59,6 @@ def test_across_sites_everything_is_tried() -> None:
 def test_a_trial_in_vain_is_taken_back_and_repeated_more_and_more_rarely() -> None:
     found = widths(Width(NEAR, 1, cores=64), each_gets(1e12, link=8e8), 100.0)
     assert found == [1, 2] * 4 + [1]  # after 8, 16, 32 windows
-    assert 100.0 / NEAR.probe_s > 2 * PAUSES
 
 
 def test_streams_that_are_held_up_by_their_cores_are_no_more_than_those() -> None:

@@ -154,7 +154,7 @@ class DataPlane:
             is_cross_site=grant.is_cross_site,
             is_only_opened=is_only_opened,
             shares=grant.shares,
-            on_touch=lambda: self.wake(self._touched, grant, content),
+            on_touch=lambda: self.wake(self.touched, grant.ticket, grant, content),
         )
         if self._reading is not None:
             self._reading.end()  # it was opened, and is now read
@@ -238,7 +238,7 @@ class DataPlane:
             incoming.stop(TensorHubError(f"{self.me} does not fill version {incoming.version} any more"))
             self._background.begin_for(incoming.key, partial(self._withdrawn, incoming.key))
 
-    def _touched(self, grant: Grant, content: Content) -> None:
+    def touched(self, ticket: Ticket, grant: Grant, content: Content) -> None:
         """In the loop, once: the read may be writing. What the memory held before is gone."""
         if grant.to_host:
             return
@@ -247,7 +247,7 @@ class DataPlane:
                 self.content.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
             self.content, self.incoming = content, None
         self.vacated = None
-        self.tell(ReadTouched(grant.ticket))
+        self.tell(ReadTouched(ticket))
 
     def _read(self, reading: OpenRead) -> None:
         """Begin to read on the next way."""

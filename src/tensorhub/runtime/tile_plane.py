@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..core.errors import TensorHubError
 from ..core.messages import Grant
 from ..core.names import Ticket, Version, WorkerId
-from ..core.worker.events import Event, NotShared, ReadTouched
+from ..core.worker.events import Event, NotShared
 from ..core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
 from ..memory.registration import Registration
 from ..memory.tiles.across import Across
@@ -150,15 +149,7 @@ class TilePlane:
 
     def touched(self, ticket: Ticket, grant: Grant, content: Content) -> None:
         """The read may be writing: what the memory held before is gone."""
-        data = self._data
-        if grant.to_host:
-            return
-        if data.incoming is content:
-            if data.content is not None:
-                data.content.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
-            data.content, data.incoming = content, None
-        data.vacated = None
-        self.tell(ReadTouched(ticket))
+        self._data.touched(ticket, grant, content)
 
     def forget(self, ticket: Ticket) -> None:
         """That read is over."""

@@ -76,15 +76,21 @@ class ProgressJudge(Judge):
         return 0 < len(begun) <= self.conditions.shards and is_young
 
     def _keeps_the_last(self, replica: str) -> bool:
-        """Nobody has room for a copy, and those are down for good who were to have the newest version before it leaves
-        the last usable one. It waits for them rather than risk that one (docs/status.md).
+        """Nobody has room for a copy, and all who could have the newest version before it leaves the last usable one
+        are down for good. It waits for them rather than risk that one (docs/status.md).
         """
         model = replica.partition("/")[0]
-        keeps = self.truth.established.get(model)
-        lives = [life for me, life in self.truth.lives.items() if me.model == model]
-        mine = [life for life in lives if f"{life.me.model}/{life.me.replica}" == replica]
+        keeps, trainers = self.truth.established.get(model), [r.name for r in self.plan.replicas if r.is_trainer]
+        lives = [life for me, life in self.truth.lives.items() if me.model == model and me.replica not in trainers]
+        mine = [life for life in lives if f"{model}/{life.me.replica}" == replica]
+        others = {life.me.replica: None for life in lives if life not in mine}
         is_holding = all(life.held is not None and life.held.version == keeps for life in mine)
-        return self.conditions.host_copies == 0 and is_holding and any(self._is_down(life) for life in lives)
+        return (
+            self.conditions.host_copies == 0
+            and is_holding
+            and bool(others)
+            and not any(self.healthy(f"{model}/{other}") for other in others)
+        )
 
     def _fits(self, replica: str) -> bool:
         """Each of its shards has the tensors that everybody has."""
