@@ -11,7 +11,12 @@ import torch
 
 import tensorhub
 from runtime.kit import eventually, in_threads
+from tensorhub.core.messages import Holding
+from tensorhub.core.names import Digest, Version, worker_id
+from tensorhub.memory.masters import Casts
+from tensorhub.memory.registration import register
 from tensorhub.runtime import dataplane
+from tensorhub.runtime.mastering import Mastering
 
 SIZE = 200_000
 
@@ -185,6 +190,35 @@ def test_what_was_unpublished_can_be_read_back_into_the_masters(masters, engine)
     master.fill_(float("nan"))
     assert trainer.replicate(1) == 1
     assert torch.equal(master, published.float())
+
+
+def test_masters_that_were_filled_in_part_are_not_taken_for_what_is_held(masters, monkeypatch):
+    """Also after that was published here, as it is held: nothing was cast then."""
+    trainer, master = masters()
+    trainer.publish(1)
+    other, half = masters("o", -1.0)
+    real = Casts.give_back
+    with monkeypatch.context() as patch, pytest.raises(tensorhub.Closed):
+        patch.setattr(Casts, "give_back", lambda casts, _: real(casts, lambda: True))  # as at the end of its time
+        other.replicate()
+    assert other.publish(1) == other.update() == 1
+    assert torch.equal(half, master.bfloat16().float())
+
+
+def test_other_content_under_the_number_that_the_masters_had_is_given_back():
+    """As after a conflict, in which a call that held a version ends with another one of that number."""
+    master = torch.zeros(100)
+    registration = register({"w": master}, dtype="bfloat16")
+    mastering = Mastering(worker_id("m", "r", 0))
+    mastering.published(Digest("one"))
+    registration.casts.fill()
+    master.fill_(7)
+
+    def give_back(root):
+        asyncio.run(mastering.give_back(registration, Holding(Version(1), Digest(root)), time.monotonic() + 20))
+        return master[0].item()
+
+    assert [give_back("one"), give_back("other")] == [7, 0]
 
 
 def test_a_failed_fill_leaves_the_masters_as_they_were(masters, engine):

@@ -35,11 +35,14 @@ def test_a_step_of_training_reaches_the_rollouts(join):
 
 
 @pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("boxes", [None, {}], ids=["plain", "boxes"])
 @pytest.mark.parametrize("kind", ["local", "tcp"])
-def test_updates_leave_nothing_for_the_garbage_collector(join, kind):
+def test_updates_leave_nothing_for_the_garbage_collector(join, kind, boxes):
     """Else the memory of a reader grows until it looks, which is after a quarter as many objects as the process has."""
-    trainer, _ = join("t", 1.0, transports=kind)
-    rollout, _ = join("r", transports=kind)
+    trainer, source = join("t", 1.0, transports=kind)
+    rollout, target = join("r", transports=kind)
+    for weights, array in ((trainer, source), (rollout, target)):
+        weights.register({"w": array}, boxes=boxes)
 
     def update(versions):
         for version in versions:

@@ -114,7 +114,8 @@ class Client:
             if isinstance(known, Failure):
                 raise failed(known)
             version = known if known is not None else await self._carried(called)
-            await self._mastering.give_back(registration, version, deadline)
+            held = worker.buffer if isinstance(worker.buffer, Holding) else None
+            await self._mastering.give_back(registration, held, deadline)
             return version
 
     async def _carried(self, called: Called) -> Version | None:
@@ -198,7 +199,9 @@ class Client:
         try:
             self._check_in_place()
             said = self._metadata_of(version, metadata)
-            manifest = await self._hashed(deadline, said)
+            content, held = self.driver.data.content, self.driver.worker.held
+            known = content.manifest if content is not None and held == content.version else None
+            manifest = await self._hashed(known, deadline, said)
             self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
         except BaseException:
             self.driver.miss(called)
@@ -207,16 +210,16 @@ class Client:
         self.driver.data.unserved = None
         root, words, grid = manifest.root(), digest_of_metadata(said), grid_of(manifest)
         published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
-        self._mastering.published(published)
+        if known is None:  # else nothing was cast
+            self._mastering.published(root)
         if self.driver.data.unserved is not None:
             raise self.driver.data.unserved
         return published
 
-    async def _hashed(self, deadline: float, metadata: bytes) -> Known:
+    async def _hashed(self, held: Known | None, deadline: float, metadata: bytes) -> Known:
         """What is registered now; cast before, unless it is held."""
-        registration, content, worker = self.driver.data.registration, self.driver.data.content, self.driver.worker
+        registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
-        held = content.manifest if content is not None and worker.held == content.version else None
         if held is None:
             await self._mastering.cast(registration, deadline, f"publish of {self.me}")
         return await hashed(self.options, self.me, self._hello.shards, registration, held, metadata, deadline)

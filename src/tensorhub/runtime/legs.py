@@ -50,6 +50,14 @@ class Touch:
             self.gate.shut()
             return self.is_touched
 
+    def let_go(self) -> None:
+        """Nothing of it runs any more. Held from both sides, read and content would wait for the garbage collector."""
+        self._on_touch = _nobody
+
+
+def _nobody() -> None:
+    raise InvariantViolation("a read that was over has touched something")
+
 
 class Trusted:
     """What both kinds of sinks ask before and after anything counts."""

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from ..core.errors import DeadlineExceeded, UsageError
-from ..core.names import Version, WorkerId
+from ..core.messages import Holding
+from ..core.names import Digest, WorkerId
 from ..memory.registration import Registration
 from .loops import in_thread
 
@@ -20,11 +21,11 @@ class Mastering:
 
     def __init__(self, me: WorkerId) -> None:
         self._me = me
-        self._version: Version | None = None  # that the masters had when they were last cast, or given back
+        self._root = Digest("")  # of what the masters were when they were last cast, or given back
 
     def forget(self) -> None:
         """Whatever the buffer holds from now on, the masters are not it."""
-        self._version = None
+        self._root = Digest("")
 
     def check(self, registration: Registration | None, verb: str) -> None:
         """Raises `UsageError` if the masters could not take what would be filled in."""
@@ -39,19 +40,19 @@ class Mastering:
         if casts is not None:
             await self._run(casts.fill, deadline, f"{what}: casting its tensors")
 
-    def published(self, version: Version | None) -> None:
+    def published(self, root: Digest) -> None:
         """The masters have been cast, and that is what is published."""
-        self._version = version
+        self._root = root
 
-    async def give_back(self, registration: Registration | None, version: Version | None, deadline: float) -> None:
-        """To the masters, if that version has come into the buffer since they were last the same."""
+    async def give_back(self, registration: Registration | None, held: Holding | None, deadline: float) -> None:
+        """To the masters, if that content has come into the buffer since they were last the same."""
         casts = registration.casts if registration is not None else None
-        if casts is None or version is None or version == self._version:
+        if casts is None or held is None or held.root == self._root:
             return
-        self._version = None
-        what = f"version {version} is held by {self._me}, but not all of it is in its tensors: casting back"
+        self.forget()
+        what = f"version {held.version} is held by {self._me}, but not all of it is in its tensors: casting back"
         await self._run(casts.give_back, deadline, what)
-        self._version = version
+        self._root = held.root
 
     async def _run(self, work: Callable[[Callable[[], bool]], None], deadline: float, what: str) -> None:
         """In threads, until the deadline at the latest; afterwards nobody casts any more."""

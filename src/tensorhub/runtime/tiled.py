@@ -357,6 +357,7 @@ class TileReading(Telling):
         if self._ending[0] and not self._touch.is_touched:  # there was no byte to write: it is there all the same
             self._touched()
         self.state = State.OVER
+        self._touch.let_go()
         for timer in self.timers.values():
             timer.cancel()
         self.tell_progress()
