@@ -126,6 +126,32 @@ def test_shards_of_another_dtype_are_named(replica):
     assert not array.any()
 
 
+def test_boxes_that_share_memory_are_published_and_refused_to_be_filled_at_once(server):
+    """Nobody needs to be asked for that: neither is there a version, nor is it waited for."""
+    boxes = {"w": [Box("one", (8,), (0,), (5,)), Box("other", (8,), (0,), (5,), offset=3)]}
+    with contextlib.closing(tensorhub.open("m", replica="r", server=server.address, prefetch="always")) as weights:
+        weights.register({"w": np.zeros(8, np.float32)}, boxes=boxes)
+        for call in (weights.replicate, weights.update):
+            with pytest.raises(tensorhub.LayoutMismatch, match=r"boxes 'one'\[0:5\] and 'other'\[0:5\] share a part"):
+                call("latest", timeout=20)
+
+
+def test_a_part_that_two_shards_have_published_with_different_content_is_named_at_once(server):
+    """No source could help."""
+    with contextlib.ExitStack() as stack:
+        trainer = []
+        for shard in range(2):
+            one = tensorhub.open("m", replica="t", shard=shard, shards=2, server=server.address)
+            trainer.append(stack.enter_context(contextlib.closing(one)))
+            one.register({"w": np.full(8, shard, np.float32)}, boxes={})
+        assert in_threads(*(lambda one=one: one.publish(1) for one in trainer)) == [1, 1]
+        reader = stack.enter_context(contextlib.closing(tensorhub.open("m", replica="r", server=server.address)))
+        reader.register({"w": np.zeros(8, np.float32)}, boxes={})
+        text = r"failed a read of .*'w'\[0:8\] has other content at m/t\[1\] than at m/t\[0\]"
+        with pytest.raises(tensorhub.VersionConflict, match=text):
+            reader.replicate("latest", timeout=20)
+
+
 def test_boxes_that_cannot_be(join):
     weights, _ = join()
     for boxes, text in (

@@ -67,8 +67,10 @@ class Crossing:
         if self.root is None and len(shards) == count:
             contents = {grant.root[len(TILED) :].split("/")[0] for grant in self.parts.values()}
             if len(contents) > 1 or self.player.is_misfit:
-                text = "'head' has no box that covers [2:4]" if self.player.is_misfit else f"{sorted(contents)} differ"
-                return [*events, ReadEnded(self.ticket, failure=Failure("layout-mismatch", text))]
+                found = Failure("version-conflict", f"'head' is {' here and '.join(sorted(contents))} there")
+                if self.player.is_misfit:
+                    found = Failure("layout-mismatch", "'head' has no box that covers [2:4]")
+                return [*events, ReadEnded(self.ticket, failure=found)]
             self.root = root_of(contents.pop(), self.player.cut, self.player.me.shard)
             self.player.stage.contents[self.root] = values_of(self.root, self.chunks)
             events.append(AcrossOpened(self.ticket, self.root))

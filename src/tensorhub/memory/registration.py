@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import UsageError
+from ..core.errors import LayoutMismatch, UsageError
 from ..core.manifest import Layout, TensorSpec, digest_of_boxed
 from ..core.names import Digest
 from ..transport.base import ByteStream
@@ -55,6 +55,7 @@ class Registration:
     casts: Casts | None = None  # of the caller's tensors that are published in another dtype
     table: "BoxTable | None" = None  # which parts of which global tensors they are, where that was said
     boxes: bytes = b""  # the same, encoded
+    shares: tuple[str, str] | None = None  # which boxes share memory, so that nothing can fill them; and a hint
     _module: Held | None = None  # whose tensors they are, where that is known
     given: tuple[object, object, object] | None = None  # by the caller: a module or mapping, dtypes, boxes
 
@@ -81,6 +82,12 @@ class Registration:
     def replaced(self) -> list[str]:
         """What the registered module holds by now in place of a registered tensor, in words that name the tensor."""
         return self._module.replaced() if self._module is not None else []
+
+    def check_fillable(self) -> None:
+        """Raises `LayoutMismatch`, naming two boxes, if what there is to read could not fill both."""
+        if self.shares is not None:
+            text, hint = self.shares
+            raise LayoutMismatch(text, hint=hint)
 
     def close(self) -> None:
         """Blocks until nothing is touched any more that is not in the stream. Any thread may call it."""
@@ -138,7 +145,7 @@ def register(
         for facts, offset in zip(described, offsets, strict=True)
     )
     layout = Layout(specs, pieces[-1].stop if pieces else 0)
-    table, encoded = _boxed(layout, boxes)
+    table, encoded, shares = _boxed(layout, boxes)
     if casts is not None and table is not None:
         from .tiles.inside import ranges_inside  # with numpy, as the table
 
@@ -154,17 +161,21 @@ def register(
         given=(tensors, dtype, given_boxes),
         table=table,
         boxes=encoded,
+        shares=shares,
     )
 
 
-def _boxed(layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None") -> "tuple[BoxTable | None, bytes]":
+def _boxed(
+    layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None"
+) -> "tuple[BoxTable | None, bytes, tuple[str, str] | None]":
     if boxes is None:
-        return None, b""
-    from .tiles.table import table_of  # with numpy, which nothing else here needs
+        return None, b"", None
+    from .tiles.overlaps import why_not_filled  # with numpy, which nothing else here needs
+    from .tiles.table import table_of
     from .tiles.wire import encode_table
 
     table = table_of(layout, boxes)
-    return table, encode_table(table)
+    return table, encode_table(table), why_not_filled(table)
 
 
 def place(described: Sequence[Described]) -> tuple[list[int], list[Piece]]:

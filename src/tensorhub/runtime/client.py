@@ -107,6 +107,8 @@ class Client:
                 return None
             self._check_in_place()
             self._mastering.check(registration, f"{verb}()")
+            if registration is not None:
+                registration.check_fillable()
             worker = self.driver.worker
             if worker.held is None:
                 self._mastering.forget()

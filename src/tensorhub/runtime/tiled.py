@@ -125,7 +125,9 @@ class TileReading(Telling):
 
     def _awaits_others(self, asked: Sequence[Part]) -> bool:
         """What none of those has may be what another source has, which is known, or is to be named."""
-        return self._lacking > 0 or any(part not in asked for part in self._live)
+        mine = self.plane.registration
+        may_help = mine is not None and mine.shares is None  # else whatever they have
+        return may_help and (self._lacking > 0 or any(part not in asked for part in self._live))
 
     def _derived(self, live: Sequence[Part], tiled: TiledVersion | None, error: TensorHubError | None) -> None:
         if error is None and tiled is not None and not self.is_across and tiled.root() != self._grant.root:

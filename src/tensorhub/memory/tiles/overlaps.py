@@ -1,4 +1,4 @@
-"""Memory that two boxes share in part: such a layout can be published and read as it is, but not read across into.
+"""Memory that two boxes share in part: such a layout can be published, and nothing can be read into it.
 
 Tensors may share memory in any way, as views of one storage do. Aliases (the same part, the same memory) are fine
 everywhere, since the digests of their tiles can be compared. Where memory is shared in another way nobody can say
@@ -30,6 +30,15 @@ def check_disjoint(table: BoxTable) -> None:
     for first, last in pairwise(bounds):
         if last - first > 1 and not _are_columns(table, rows[first:last]):
             _check_runs(table, rows[first:last])
+
+
+def why_not_filled(table: BoxTable) -> tuple[str, str] | None:
+    """The same in words, with a hint; None if all is well."""
+    try:
+        check_disjoint(table)
+    except LayoutMismatch as error:
+        return str(error), error.hint or ""
+    return None
 
 
 def memory_order(table: BoxTable, rows: Ints) -> tuple[Ints, Ints]:
@@ -80,6 +89,6 @@ def _check_runs(table: BoxTable, rows: Ints) -> None:
         earlier = int(np.flatnonzero(end[:later] > place[later])[-1])
         raise LayoutMismatch(
             f"boxes {table.text(int(rows[of[earlier]]))} and {table.text(int(rows[of[later]]))} share a part of their"
-            " memory: nothing can be read from another layout into them",
+            " memory: nothing can be read into them",
             hint="tie whole tensors, part for part, or give each box memory of its own",
         )

@@ -164,9 +164,10 @@ def version_from(registration: Registration, offers: Sequence[Offer], chunk_byte
     """What the registered tensors will be once they are filled from these sources. Blocks; nothing is written.
 
     Raises `LayoutMismatch` that names a tensor and what is wrong with it: a part that nobody has, another shape or
-    dtype; `VersionConflict` for a part that two sources have with different content; `SourceLost` where others may
-    have what these cannot show.
+    dtype, memory that two of its boxes share; `VersionConflict` for a part that two sources have with different
+    content; `SourceLost` where others may have what these cannot show.
     """
+    registration.check_fillable()
     table, cuts = _table(registration), [offer.cut for offer in offers]
     grid, digest = cuts[0].grid, cuts[0].manifest.grid
     for offer, cut in zip(offers, cuts, strict=True):

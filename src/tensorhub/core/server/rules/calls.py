@@ -20,7 +20,12 @@ from . import across, claims, crossing, retention, witness
 
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
 STATUS_SAYS = "see `tensorhub status` for who holds it"
-HOPELESS = ("layout-mismatch", "usage", "transport-missing")  # another source would not help
+HOPELESS = {  # another source would not help; what would, where that is known
+    "layout-mismatch": "say the same names, dtypes and global shapes on both sides",
+    "version-conflict": "a part that several shards or boxes have is the same in all of them when it is published",
+    "usage": "",
+    "transport-missing": "",
+}
 
 
 def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
@@ -351,10 +356,10 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         return Failure("version-conflict", text, "was the version published twice, with different content?")
     if failures and (is_enough or failures[-1].code in HOPELESS):
         last = failures[-1]
-        text = f"{member.worker} failed {member.failures} reads of version {record.version}; last from {last.source}"
-        is_misfit = last.code == "layout-mismatch"
-        hint = "say the same names, dtypes and global shapes on both sides" if is_misfit else STATUS_SAYS
-        return Failure(last.code, f"{text}: {last.message}", hint)
+        count = member.failures
+        reads, whence = ("a read", "from") if count == 1 else (f"{count} reads", "the last from")
+        text = f"{member.worker} failed {reads} of version {record.version}, {whence} {last.source}: {last.message}"
+        return Failure(last.code, text, HOPELESS.get(last.code) or STATUS_SAYS)
     is_reading = state.reads.current.get(member.worker) is not None and not across.is_short(state, member)
     if state.is_recovering or is_reading:
         return None
