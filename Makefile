@@ -17,7 +17,7 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test test-engines closing e2e sim storm explore mutants bench lab demo gpu bless docs clean
+.PHONY: help setup check format test test-engines closing e2e sim storm explore mutants bench lab demo demo-vllm gpu bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -29,6 +29,11 @@ setup: ## make .venv and install everything into it (the other targets do it by 
 demo: setup ## the main job: a real RL run on this machine, with faults, in the terminal; ends in a report
 	@echo "demo: a trainer, three rollouts and a reference server learn a task while parts of it are killed"
 	@$(BIN)/tensorhub demo $(ARGS)
+
+demo-vllm: ## the main job with vLLM and FSDP2, on the CPU: minutes, and gigabytes the first time
+	@echo "demo-vllm: .envs/vllm first, with vLLM for the CPU (once: minutes, and gigabytes of disk), then the run"
+	@PYTHON='$(PYTHON)' tools/env vllm
+	@.envs/vllm/bin/tensorhub demo --engine vllm $(ARGS)
 
 test: setup ## all tests that this machine can run, the quick checks first
 	@echo "test: house rules, units, scenarios, simulation, then real processes (a quarter of an hour on two cores)"

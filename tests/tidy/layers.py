@@ -34,12 +34,13 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli", "demo", "lab"),
     "matplotlib": ("demo", "lab"),
-    "vllm": ("integrations",),
+    "vllm": ("integrations", "demo"),
     "safetensors": ("cli", "integrations", "demo"),
     "torchft": ("integrations",),
     "ray": ("integrations",),
     "verl": ("integrations",),
-    "transformers": ("integrations",),
+    "transformers": ("integrations", "demo"),
+    "tokenizers": ("demo",),
 }
 
 

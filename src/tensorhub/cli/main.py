@@ -154,23 +154,37 @@ def demo(
         typer.Option("--updates/--no-updates", help="Without: rollouts keep their first version, and learn nothing."),
     ] = True,
     steps: Annotated[int | None, typer.Option(help="Training steps.", show_default="100")] = None,
-    rollouts: Annotated[int | None, typer.Option(help="Rollout replicas at the start.", show_default="3")] = None,
+    rollouts: Annotated[
+        int | None, typer.Option(help="Rollout replicas at the start.", show_default="3; engines: 2")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help='"vllm": vLLM generates and FSDP2 trains, on the CPU (make demo-vllm).')
+    ] = "",
     seed: Annotated[int | None, typer.Option(help="Of the policy and of what it is asked.", show_default="0")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="out/demo")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report.", show_default="out/demo, out/demo-vllm")
+    ] = None,
 ) -> None:
     """The main job: a real RL run on this machine, with faults; ends in a report as HTML and JSON."""
     from importlib.util import find_spec
 
     from ..core.errors import TensorHubError
 
-    missing = [name for name in ("torch", "matplotlib") if find_spec(name) is None]
+    needs: tuple[str, ...] = ("torch", "matplotlib")
+    hint = "pip install 'tensorhub[demo]'"
+    if engine == "vllm":
+        needs, hint = (*needs, "transformers", "vllm"), "make demo-vllm, which installs vLLM for the CPU in .envs/vllm"
+    elif engine:
+        raise TensorHubError(f"there is no demo with the engine {engine!r}", hint="--engine vllm, or none")
+    missing = [name for name in needs if find_spec(name) is None]
     if missing:
-        raise TensorHubError(f"the demo needs {' and '.join(missing)}", hint="pip install 'tensorhub[demo]'")
+        raise TensorHubError(f"the demo needs {' and '.join(missing)}", hint=hint)
     from ..demo.orchestrate import Options, run_demo
 
+    usual = Options(engine=engine, rollouts=2, out=Path("out/demo-vllm")) if engine else Options()
     given = {"steps": steps, "rollouts": rollouts, "seed": seed, "out": out}
     chosen = {name: value for name, value in given.items() if value is not None}
-    raise typer.Exit(run_demo(replace(Options(updates=updates), **chosen)))  # type: ignore[arg-type]
+    raise typer.Exit(run_demo(replace(usual, updates=updates, **chosen)))  # type: ignore[arg-type]
 
 
 @app.command()

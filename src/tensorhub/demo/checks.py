@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
-from .events import SERVER
+from .events import SERVER, TRAINER
 from .summary import RolloutSummary, Summary, bytes_from
 
 START_BELOW, END_ABOVE = 0.2, 0.8  # reward
 FLAT_BELOW = 0.3  # reward at the end without updates
 POLICY_BYTES = 3 << 20  # the policy is a little larger: a fill moved at least this much
+LLAMA_BYTES = 3 << 18  # the same of the policy of engines
+APART = 10.0  # the next version is at least so many times further off than the version that was named
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,18 @@ class Check:
 
 def judge(summary: Summary) -> list[Check]:
     """Every check of a run."""
-    return [
-        _learned(summary) if summary.updates else _stayed(summary),
-        _hashes(summary),
+    own = [_hashes(summary), _proved(summary), _killed(summary), _joined(summary)]
+    with_engine = [
+        _engine_hashes(summary),
+        _likelihoods(summary),
         _proved(summary),
         _killed(summary),
-        _joined(summary),
+        _engine_joined(summary),
+        _refilled(summary),
+    ]
+    return [
+        _learned(summary) if summary.updates else _stayed(summary),
+        *(with_engine if summary.engine else own),
         _restarted(summary),
         _finished(summary) if summary.updates else _kept_first(summary),
     ]
@@ -45,10 +53,31 @@ def _stayed(summary: Summary) -> Check:
 
 
 def _hashes(summary: Summary) -> Check:
+    return _compared("every version that a rollout ran is what the trainer published, bit for bit", summary)
+
+
+def _engine_hashes(summary: Summary) -> Check:
+    return _compared("the parameters that vLLM computed with are what the trainer published, bit for bit", summary)
+
+
+def _compared(sentence: str, summary: Summary) -> Check:
     wrong = summary.hashes_wrong
     detail = f"{summary.hashes_compared} SHA-256 compared, {len(wrong)} differ" + "".join(f"; {w}" for w in wrong[:3])
-    holds = summary.hashes_compared > 0 and not wrong
-    return Check("every version that a rollout ran is what the trainer published, bit for bit", holds, detail)
+    return Check(sentence, summary.hashes_compared > 0 and not wrong, detail)
+
+
+def _likelihoods(summary: Summary) -> Check:
+    found = summary.likelihoods
+    sentence = "vLLM's log-probabilities are those of transformers with the version that each sample names"
+    if found is None or not found.batches:
+        return Check(sentence, False, "nothing was sampled")
+    holds = not found.wrong and found.next_off > APART * found.most_off
+    detail = (
+        f"{found.batches} batches of {found.versions} versions: off by {found.most_off:.1e} nats at most; "
+        f"with the version before or after it would be {found.next_off:.1e} (median)"
+        + "".join(f"; {w}" for w in found.wrong[:3])
+    )
+    return Check(sentence, holds, detail)
 
 
 def _proved(summary: Summary) -> Check:
@@ -59,7 +88,7 @@ def _proved(summary: Summary) -> Check:
 
 
 def _killed(summary: Summary) -> Check:
-    killed = [fault for fault in summary.faults if fault.what == "killed" and fault.process != SERVER]
+    killed = [fault for fault in summary.faults if fault.what == "killed" and fault.process not in (SERVER, TRAINER)]
     holds = bool(killed) and all(fault.published_after > 0 for fault in killed)
     detail = "; ".join(f"{f.process} at version {f.version}, {f.published_after} versions followed" for f in killed)
     return Check("a rollout was killed and the training went on", holds, detail or "nobody was killed")
@@ -72,6 +101,37 @@ def _joined(summary: Summary) -> Check:
     return Check("a rollout joined late, and its bytes came from rollouts", holds, detail or "nobody joined late")
 
 
+def _engine_joined(summary: Summary) -> Check:
+    late = [rollout for rollout in summary.rollouts if rollout.fate == "joined late"]
+    holds = bool(late) and all(
+        rollout.samples > 0 and sum(rollout.first_bytes_by_source.values()) >= LLAMA_BYTES for rollout in late
+    )
+    detail = "; ".join(_late_detail(rollout) for rollout in late)
+    return Check(
+        "an engine joined late with no weights of its own, and generated", holds, detail or "nobody joined late"
+    )
+
+
+def _refilled(summary: Summary) -> Check:
+    found = summary.refills
+    detail = "; ".join(
+        f"at version {each.version}, rank 0 with {_sources(each.bytes_by_source)}; "
+        f"{each.seconds:.1f} s until the next version, {each.published_after} followed"
+        + ("" if each.is_proved else "; not what had been published")
+        for each in found
+    )
+    holds = bool(found) and all(
+        each.is_proved
+        and each.version >= each.newest >= 0
+        and each.published_after > 0
+        and sum(each.bytes_by_source.values()) > 0
+        and bytes_from(each.bytes_by_source, trainer=True) == 0
+        for each in found
+    )
+    sentence = "all ranks of the trainer were killed, refilled from the engines, and went on at the version those held"
+    return Check(sentence, holds, detail or "nobody was refilled")
+
+
 def _came_from_rollouts(rollout: RolloutSummary) -> bool:
     first = rollout.first_bytes_by_source
     return bytes_from(first, trainer=False) >= POLICY_BYTES and bytes_from(first, trainer=True) == 0
@@ -79,11 +139,14 @@ def _came_from_rollouts(rollout: RolloutSummary) -> bool:
 
 def _late_detail(rollout: RolloutSummary) -> str:
     first = rollout.first_bytes_by_source
-    sources = ", ".join(f"{size / (1 << 20):.1f} MiB from {source}" for source, size in sorted(first.items()))
     trainer = bytes_from(first, trainer=True)
-    return f"{rollout.name} at version {rollout.first_version}: {sources}" + (
+    return f"{rollout.name} at version {rollout.first_version}: {_sources(first)}" + (
         "" if trainer else ", none from the trainer"
     )
+
+
+def _sources(by_source: dict[str, int]) -> str:
+    return ", ".join(f"{size / (1 << 20):.1f} MiB from {source}" for source, size in sorted(by_source.items()))
 
 
 def _restarted(summary: Summary) -> Check:
@@ -107,4 +170,5 @@ def _finished(summary: Summary) -> Check:
 def _kept_first(summary: Summary) -> Check:
     others = [f"{r.name} ran {r.versions_run} versions" for r in summary.rollouts if r.versions_run != 1]
     holds = bool(summary.rollouts) and not others and summary.last_version == summary.steps
-    return Check("every rollout ran one version only", holds, "; ".join(others) or "version 0, to the end")
+    versions = ", ".join(map(str, sorted({r.last_version or 0 for r in summary.rollouts})))
+    return Check("every rollout ran one version only", holds, "; ".join(others) or f"version {versions}, to the end")

@@ -40,6 +40,7 @@ class Director:
         self._log = log
         self._server, self._samples = free_address(), free_address()
         self._server_killed = 0.0
+        self._trainers = {TRAINER}  # its processes
         self._acts: list[Act] = []
 
     def start(self, *, seed: int, rollouts: int, updates: bool) -> None:
@@ -57,22 +58,43 @@ class Director:
         for index in range(rollouts):
             start_rollout(index)
 
-        killed, late = "rollout-1", f"rollout-{rollouts}"
+        late = f"rollout-{rollouts}"
+        self._acts = [
+            *self._kill_one_start_one(late, lambda: start_rollout(rollouts, "--from-rollouts")),
+            *self._restart_server(RESTART_AT),
+        ]
+
+    def _kill_one_start_one(self, late: str, start_late: Callable[[], None]) -> list[Act]:
+        """A rollout is killed, another one joins late, and the trainer waits for it if need be."""
+        killed = "rollout-1"
 
         def kill_rollout() -> None:
             self._processes.kill(killed)
             self._note(killed, "killed")
 
-        def start_late() -> None:
-            start_rollout(rollouts, "--from-rollouts")
+        def start() -> None:
+            start_late()
             self._note(late, "started late")
 
-        self._acts = [
-            Act(lambda: self._progress.is_past(KILL_AT), kill_rollout),
-            Act(lambda: self._progress.is_past(JOIN_AT), start_late),
+        return [
+            Act(lambda: self._progress.is_past(KILL_AT) and self._progress.has_sampled(killed), kill_rollout),
+            Act(lambda: self._progress.is_past(JOIN_AT), start),
             Act(lambda: self._progress.has_joined(late), lambda: self._processes.let_go_on(TRAINER)),
-            Act(lambda: self._progress.is_past(RESTART_AT), self._kill_server),
-            Act(lambda: now() > self._server_killed + DOWN_S, self._restart_server),
+        ]
+
+    def _restart_server(self, at: float) -> list[Act]:
+        def kill() -> None:
+            self._processes.kill(SERVER)
+            self._server_killed = now()
+            self._note(SERVER, "killed")
+
+        def start() -> None:
+            self._serve()  # at the same address, with an empty memory
+            self._note(SERVER, "restarted")
+
+        return [
+            Act(lambda: self._progress.is_past(at), kill),
+            Act(lambda: now() > self._server_killed + DOWN_S, start),
         ]
 
     def direct(self) -> None:
@@ -80,18 +102,11 @@ class Director:
         if self._acts and self._acts[0].is_due():
             self._acts.pop(0).do()
         self._processes.check()
-        if self._progress.is_trained and self._processes.running == {SERVER, TRAINER}:
-            self._processes.release(TRAINER)  # all rollouts have run the last version and left
-        self.is_over = self._progress.is_trained and TRAINER not in self._processes.running
-
-    def _kill_server(self) -> None:
-        self._processes.kill(SERVER)
-        self._server_killed = now()
-        self._note(SERVER, "killed")
-
-    def _restart_server(self) -> None:
-        self._serve()  # at the same address, with an empty memory
-        self._note(SERVER, "restarted")
+        running = self._processes.running
+        if self._progress.is_trained and running <= {SERVER, *self._trainers}:  # all rollouts have run it and left
+            for name in running & self._trainers:
+                self._processes.release(name)
+        self.is_over = self._progress.is_trained and not self._trainers & self._processes.running
 
     def _serve(self, *more: str) -> None:
         host, _, port = self._server.rpartition(":")

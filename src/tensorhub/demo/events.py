@@ -19,6 +19,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str
     process: str
 
 
+class Made(Event, frozen=True, kw_only=True):
+    """The trainer has made a version that nobody can read yet, and may never publish it; `sha256` is its own hash."""
+
+    version: int
+    sha256: str
+
+
 class Published(Event, frozen=True, kw_only=True):
     """The trainer published a version; `sha256` is its own hash over the parameters."""
 
@@ -62,6 +69,24 @@ class Generated(Event, frozen=True, kw_only=True):
     samples: int
 
 
+class Sampled(Event, frozen=True, kw_only=True):
+    """Some of the answers of a batch, to be looked at afterwards: a row of tokens, prompt and answer, and for each of
+    the answer's tokens the log-probability that the engine said it had.
+    """
+
+    version: int
+    tokens: list[list[int]]
+    log_probabilities: list[list[float]]
+
+
+class Refilled(Event, frozen=True, kw_only=True):
+    """A trainer that was started again holds what its rollouts held, and goes on there. It hashed what it has got."""
+
+    version: int
+    sha256: str
+    bytes_by_source: dict[str, int]
+
+
 class Ended(Event, frozen=True, kw_only=True):
     """A process has done all it had to do; the trainer goes on serving until it is told to leave."""
 
@@ -75,7 +100,7 @@ class Fault(Event, frozen=True, kw_only=True):
 
 SERVER, TRAINER, DIRECTOR = "server", "trainer", "director"  # the others are "rollout-0", "rollout-1", …
 
-AnyEvent = Published | Trained | Updated | Kept | Generated | Ended | Fault
+AnyEvent = Made | Published | Trained | Updated | Kept | Generated | Sampled | Refilled | Ended | Fault
 
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 

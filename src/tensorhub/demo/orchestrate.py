@@ -31,6 +31,7 @@ class Options:
     steps: int = 100
     seed: int = 0
     rollouts: int = 3
+    engine: str = ""  # "vllm": that generates, and FSDP2 trains; "": the demo's own code
     updates: bool = True  # False: rollouts keep their first version for ever
     out: Path = Path("out/demo")
 
@@ -53,7 +54,21 @@ def run_demo(options: Options) -> int:
         console.print("interrupted; every process of the demo was ended")
         return 130
     happened = EventReader(events).new()
-    summary = summarise(happened, steps=options.steps, seed=options.seed, updates=options.updates, seconds=seconds)
+    found = None
+    if options.engine:
+        from .vllm.judge import likelihoods
+
+        console.print("transformers is asked what the engines should have answered")
+        found = likelihoods(happened, options.out / "policy", options.out / "versions")
+    summary = summarise(
+        happened,
+        steps=options.steps,
+        seed=options.seed,
+        updates=options.updates,
+        seconds=seconds,
+        engine=options.engine,
+        likelihoods=found,
+    )
     checks = judge(summary)
     page = write_report(options.out, summary, checks, happened)
     show(console, summary, checks, page)
@@ -64,7 +79,7 @@ def _run(options: Options, console: Console, events: Path, logs: Path) -> float:
     began = now()
     reader, progress = EventReader(events), Progress(options.steps)
     with EventLog(events, DIRECTOR) as log, Processes(logs) as processes, Display(progress, console) as display:
-        director = Director(processes, progress, events, log)
+        director = _director(options, processes, progress, events, log)
         director.start(seed=options.seed, rollouts=options.rollouts, updates=options.updates)
         while not director.is_over:
             if now() > began + MOST_S:
@@ -76,8 +91,27 @@ def _run(options: Options, console: Console, events: Path, logs: Path) -> float:
     return now() - began
 
 
+def _director(options: Options, processes: Processes, progress: Progress, events: Path, log: EventLog) -> Director:
+    if not options.engine:
+        return Director(processes, progress, events, log)
+    from .vllm.director import EngineDirector
+    from .vllm.model import make
+
+    policy, versions = _empty_folder(options.out / "policy"), _empty_folder(options.out / "versions")
+    make(policy)
+    return EngineDirector(processes, progress, events, log, policy=policy, versions=versions)
+
+
 def _introduction(options: Options) -> str:
     updates = "" if options.updates else ", [bold]without weight updates[/]: their reward must stay where it is"
+    if options.engine:
+        return (
+            f"two ranks of FSDP2 and {options.rollouts} vLLM engines, each a process on the CPU, learn in "
+            f"{options.steps} steps to put letters in order, with a small Llama of random weights{updates}\n"
+            "meanwhile an engine is killed, one joins late, both ranks of the trainer are killed and filled "
+            "again from the engines, and the reference server is killed and restarted\n"
+            "this takes a few minutes on two cores, the first half of one until vLLM has started"
+        )
     return (
         f"a reference server, a trainer and {options.rollouts} rollouts, each a process, learn in "
         f"{options.steps} steps to put letters in order{updates}\n"

@@ -1,6 +1,6 @@
 """How far the run is, made from the events as they come: what the director acts upon and the terminal shows."""
 
-from .events import TRAINER, AnyEvent, Ended, Fault, Generated, Kept, Published, Trained, Updated
+from .events import SERVER, TRAINER, AnyEvent, Ended, Fault, Generated, Kept, Published, Refilled, Trained, Updated
 
 RECENT = 10  # steps of which the shown reward is the mean
 
@@ -36,6 +36,10 @@ class Progress:
         """Whether it holds weights."""
         return replica in self.rollouts and self.rollouts[replica].version is not None
 
+    def has_sampled(self, replica: str) -> bool:
+        """Whether it has run its weights."""
+        return replica in self.rollouts and self.rollouts[replica].samples > 0
+
     def take(self, events: list[AnyEvent]) -> None:
         """Learn what has happened."""
         for event in events:
@@ -61,6 +65,8 @@ class Progress:
                 row = self._row(event.process)
                 row.samples += event.samples
                 row.reward = event.reward
+            case Refilled():
+                self.news.append(f"{event.process} goes on from version {event.version}, which its rollouts hold")
             case Ended(process=process) if process == TRAINER:
                 self.is_trained = True
             case Ended():
@@ -68,8 +74,11 @@ class Progress:
             case Fault():
                 if event.process in self.rollouts:
                     self._row(event.process).state = event.what
-                why_quiet = "; first it listens who is there" if event.what == "restarted" else ""
+                is_back = event.process == SERVER and event.what == "restarted"
+                why_quiet = "; first it listens who is there" if is_back else ""
                 self.news.append(f"{event.process} {event.what}, at version {event.version}{why_quiet}")
+            case _:
+                pass  # for the proofs at the end
 
     def _row(self, replica: str) -> RolloutRow:
         return self.rollouts.setdefault(replica, RolloutRow())

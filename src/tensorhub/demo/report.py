@@ -83,13 +83,17 @@ def show(console: Console, summary: Summary, checks: Sequence[Check], page: Path
 def _sentence(summary: Summary) -> str:
     stall = summary.trainer_stall
     return (
-        f"{summary.steps} steps of learning to put {LETTERS} letters in order, seed {summary.seed}, "
+        f"{summary.steps} steps of learning to put {LETTERS} letters in order, {_who(summary)}seed {summary.seed}, "
         f"{'' if summary.updates else 'without weight updates, '}in {summary.seconds:.0f} s. "
         f"Reward {summary.reward_start:.3f} at the start, {summary.reward_end:.3f} at the end. "
         f"Samples were {summary.mean_lag:.1f} versions old on average. "
         f"Publishing stalled the trainer for {_milliseconds(stall.median_s)} a step (median), "
         f"{stall.total_s:.1f} s in all; it sent each version {summary.trainer_copies:.2f} times, peers did the rest."
     )
+
+
+def _who(summary: Summary) -> str:
+    return "two ranks of FSDP2 and engines of vLLM on the CPU, " if summary.engine else ""
 
 
 def _cells(rollout: RolloutSummary) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from .events import TRAINER, Ended, Generated, Kept, Updated
 from .logs import EventLog, now
 from .parent import Parent
 from .policy import Policy, answer, fingerprint
-from .samples import Batch, Outbox
+from .samples import Answer, Batch, Outbox
 from .sharded import MODEL, ShardedWeights
 
 PROMPTS = 16  # in a batch
@@ -31,16 +32,62 @@ RETRY_S = 0.1
 RETRYABLE = (Unavailable, SessionLost, TransferError)
 
 
+class Answering(Protocol):
+    """What computes with the weights: the policy itself, or an engine."""
+
+    def answer(self, prompts: task.Tokens) -> tuple[task.Tokens, task.Floats]:
+        """`grpo.GROUP` answers to each prompt, as rows of prompt and answer, and how likely each token drawn was."""
+
+    def fingerprint(self) -> str:
+        """SHA-256 of what it computes with now, as the trainer hashes what it publishes."""
+
+
+class Replicating(Protocol):
+    """How it gets its weights."""
+
+    stall_s: float  # that the last call took
+
+    @property
+    def version(self) -> int | None: ...
+
+    def replicate(self, spec: int | str, *, timeout_s: float) -> int: ...
+
+    def update(self, spec: int | str = "latest", *, timeout_s: float) -> int: ...
+
+    def bytes_by_source(self) -> dict[str, int]: ...
+
+
+class Sending(Protocol):
+    """How samples get to the trainer."""
+
+    def send(self, batch: Batch) -> Answer: ...
+
+
+class OwnPolicy:
+    """The policy, computed in this process."""
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self._policy = policy
+        self._random = torch.Generator().manual_seed(seed)
+
+    def answer(self, prompts: task.Tokens) -> tuple[task.Tokens, task.Floats]:
+        """Draw answers."""
+        return answer(self._policy, prompts, grpo.GROUP, self._random)
+
+    def fingerprint(self) -> str:
+        """Of all parameters."""
+        return fingerprint(self._policy)
+
+
 class Rollout:
     """One replica of the policy that only generates."""
 
-    def __init__(self, replica: str, weights: ShardedWeights, policy: Policy, log: EventLog, seed: int) -> None:
+    def __init__(self, replica: str, weights: Replicating, policy: Answering, log: EventLog, seed: int) -> None:
         self.replica = replica
         self.weights = weights
         self.policy = policy
         self.log = log
         self.prompt_random = np.random.default_rng(seed)
-        self.answer_random = torch.Generator().manual_seed(seed)
 
     def join(self, choose: Callable[[], int | str]) -> None:
         """Get a policy for the first time, of the version that `choose` says."""
@@ -75,14 +122,14 @@ class Rollout:
         version = self.weights.version
         assert version is not None, "join and update return only with a whole version"
         prompts = task.draw_prompts(PROMPTS, self.prompt_random)
-        tokens, log_probabilities = answer(self.policy, prompts, grpo.GROUP, self.answer_random)
+        tokens, log_probabilities = self.policy.answer(prompts)
         rewards = task.reward(tokens)
         self.log.write(
             Generated(
                 time=now(),
                 process=self.replica,
                 version=version,
-                sha256=fingerprint(self.policy),
+                sha256=self.policy.fingerprint(),
                 reward=float(rewards.mean()),
                 samples=len(rewards),
             )
@@ -96,7 +143,7 @@ class Rollout:
                 time=now(),
                 process=self.replica,
                 version=version,
-                sha256=fingerprint(self.policy),
+                sha256=self.policy.fingerprint(),
                 stall_s=self.weights.stall_s,
                 bytes_by_source=self.weights.bytes_by_source(),
                 is_first=is_first,
@@ -116,7 +163,7 @@ class Rollout:
         )
 
 
-def work(rollout: Rollout, outbox: Outbox, *, updates: bool) -> None:
+def work(rollout: Rollout, outbox: Sending, *, updates: bool) -> None:
     """Generate and update until the trainer wants no more; then run the last policy once."""
     while not outbox.send(rollout.generate()).is_last:
         if updates:
@@ -166,7 +213,7 @@ def main() -> None:
         Outbox(given.samples, timeout_s=PATIENCE_S) as outbox,
         ShardedWeights(policy, replica=given.replica, server=given.server, reliable=False) as weights,
     ):
-        rollout = Rollout(given.replica, weights, policy, log, given.seed)
+        rollout = Rollout(given.replica, weights, OwnPolicy(policy, given.seed), log, given.seed)
 
         def choose() -> int | str:
             if not given.from_rollouts:

@@ -5,7 +5,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from .events import SERVER, TRAINER, AnyEvent, Fault, Generated, Kept, Published, Trained, Updated
+from .events import SERVER, TRAINER, AnyEvent, Fault, Generated, Kept, Made, Published, Refilled, Trained, Updated
 
 START_STEPS, END_STEPS = 5, 10  # over which the reward at the start and at the end is averaged
 
@@ -45,6 +45,27 @@ class FaultSummary(msgspec.Struct, frozen=True):
     updates_after: int  # by rollouts, to versions published later
 
 
+class RefillSummary(msgspec.Struct, frozen=True):
+    """A trainer that was started again."""
+
+    version: int  # that it goes on from
+    newest: int  # that was held by rollouts that lived, as they had last said before
+    is_proved: bool  # it hashed what it had got, and that was published under this number
+    bytes_by_source: dict[str, int]
+    published_after: int  # versions
+    seconds: float  # from its end to the first version it published
+
+
+class Likelihoods(msgspec.Struct, frozen=True):
+    """Log-probabilities that engines gave, beside those of transformers with the weights that were published."""
+
+    batches: int
+    versions: int
+    most_off: float  # with the weights of the version that the engine named, the worst token of all
+    next_off: float  # with the version before or after, whichever is nearer: the worst token of a batch, median
+    wrong: list[str]
+
+
 class Summary(msgspec.Struct, frozen=True):
     """The whole run."""
 
@@ -63,9 +84,21 @@ class Summary(msgspec.Struct, frozen=True):
     hashes_compared: int
     hashes_wrong: list[str]
     ran_unproved: list[str]
+    engine: str = ""  # that generated; "": the demo's own code
+    refills: list[RefillSummary] = []
+    likelihoods: Likelihoods | None = None
 
 
-def summarise(events: Iterable[AnyEvent], *, steps: int, seed: int, updates: bool, seconds: float) -> Summary:
+def summarise(
+    events: Iterable[AnyEvent],
+    *,
+    steps: int,
+    seed: int,
+    updates: bool,
+    seconds: float,
+    engine: str = "",
+    likelihoods: Likelihoods | None = None,
+) -> Summary:
     """Condense a run. `events` in the order of time."""
     events = list(events)
     published = [event for event in events if isinstance(event, Published)]
@@ -89,13 +122,16 @@ def summarise(events: Iterable[AnyEvent], *, steps: int, seed: int, updates: boo
         hashes_compared=compared,
         hashes_wrong=wrong,
         ran_unproved=ran_unproved(events),
+        engine=engine,
+        refills=[_refill(event, events) for event in events if isinstance(event, Refilled)],
+        likelihoods=likelihoods,
     )
 
 
 def compare_hashes(events: Sequence[AnyEvent]) -> tuple[int, list[str]]:
     """How many hashes of rollouts were compared with the trainer's of the same version, and which differ."""
-    announced = {event.version: event.sha256 for event in events if isinstance(event, Published)}
-    taken = [event for event in events if isinstance(event, Updated | Generated)]
+    announced = {event.version: event.sha256 for event in events if isinstance(event, Made | Published)}
+    taken = [event for event in events if isinstance(event, Updated | Generated | Refilled)]
     wrong = [
         f"{event.process}, version {event.version}: {event.sha256:.16}…, not {announced.get(event.version)!s:.16}…"
         for event in taken
@@ -156,6 +192,23 @@ def _fault(fault: Fault, events: Sequence[AnyEvent]) -> FaultSummary:
         version=fault.version,
         published_after=len(published),
         updates_after=sum(isinstance(event, Updated) and event.version in published for event in later),
+    )
+
+
+def _refill(refill: Refilled, events: Sequence[AnyEvent]) -> RefillSummary:
+    before = [event for event in events if event.time < refill.time]
+    killed = {event.process for event in before if isinstance(event, Fault) and event.what == "killed"}
+    died = max((e.time for e in before if isinstance(e, Fault) and e.process == refill.process), default=refill.time)
+    held = {e.process: e.version for e in before if isinstance(e, Updated) and e.process not in killed}
+    made = {(e.version, e.sha256) for e in before if isinstance(e, Made | Published)}
+    later = [e.time for e in events if isinstance(e, Published) and e.time > refill.time]
+    return RefillSummary(
+        version=refill.version,
+        newest=max(held.values(), default=-1),
+        is_proved=(refill.version, refill.sha256) in made,
+        bytes_by_source=refill.bytes_by_source,
+        published_after=len(later),
+        seconds=min(later, default=refill.time) - died,
     )
 
 

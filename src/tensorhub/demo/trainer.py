@@ -10,6 +10,7 @@ slow the machine is. Told to leave by the end of its standard input, it serves t
 import argparse
 import queue
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def take(inbox: Inbox) -> Batch:
         sys.exit(f"no rollout has sent samples for {PATIENCE_S:.0f} s")
 
 
-def loss_of(policy: Policy, batches: list[Batch]) -> torch.Tensor:
+def loss_of(policy: Callable[[torch.Tensor], torch.Tensor], batches: list[Batch]) -> torch.Tensor:
     """The objective over some batches."""
     columns = zip(*(batch.arrays() for batch in batches), strict=True)
     tokens, old, rewards = (torch.from_numpy(np.concatenate(column)) for column in columns)
