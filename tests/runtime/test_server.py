@@ -174,6 +174,14 @@ def test_who_says_no_hello_is_cut(server, monkeypatch):
     assert asyncio.run(talk()).type is not aiohttp.WSMsgType.BINARY
 
 
+def test_a_server_without_a_token_refuses_who_has_one():
+    """He believes that strangers are kept out."""
+    with tensorhub.serve() as server:
+        with pytest.raises(tensorhub.Refused, match="the server was started without one") as found:
+            tensorhub.open("m", replica="r", server=server.address, token="s3cret")
+        assert "--token" in found.value.hint
+
+
 def test_a_server_with_a_token_answers_nobody_without_it():
     with tensorhub.serve(token="s3cret") as server:
         *_, refusal, _ = conversation(server.address, encode(hello(token="guess")))

@@ -187,6 +187,9 @@ class ServerShell:
             return Refusal("refused", text, "install the same TensorHub on both sides")
         if self._token and not hmac.compare_digest(hello.token.encode(), self._token):
             return Refusal("refused", "this token is not the server's", "set token= or TENSORHUB_TOKEN")
+        if hello.token and not self._token:  # who has one believes that strangers are kept out
+            text = "this worker has a token, and the server was started without one: it would let everybody in"
+            return Refusal("refused", text, "start the server with the same --token, or leave token= out")
         line.name = str(hello.worker)
         return None
 
