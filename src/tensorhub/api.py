@@ -382,15 +382,15 @@ class View:
     def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:
         """What a version is made of, for whoever has registered nothing: names, dtypes and shapes, shard by shard.
 
-        Raises `VersionUnavailable` where there is none, `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
+        With boxes: of the whole tensors, in one shard, as `load` gives them. Raises `VersionUnavailable`, `SourceLost`,
+        `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
         """
         return self._aio._block_on(self._aio.layout(model, spec, timeout=timeout), f"layout({spec!r})", timeout)
 
     def metadata(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> dict[str, Json]:
         """What the publisher of a version said beside its tensors, {} if nothing.
 
-        Asked of one of those who hold it, by `tcp`, and verified. Raises as `layout` does, and `SourceLost` where none
-        of them can be reached.
+        Asked of a holder by `tcp`, and verified. Raises as `layout` does; `SourceLost` where none can be reached.
         """
         return self._aio._block_on(self._aio.metadata(model, spec, timeout=timeout), f"metadata({spec!r})", timeout)
 

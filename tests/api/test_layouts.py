@@ -177,10 +177,12 @@ def test_a_sibling_that_has_no_boxes_is_waited_for_and_named(server):
 
 
 def test_verify_none_is_refused_with_boxes(server):
+    """Of a reader as of a publisher."""
     with contextlib.closing(tensorhub.open("m", replica="t", server=server.address, verify="none")) as weights:
-        weights.register({"w": np.zeros(4, np.float32)}, boxes={})
         with pytest.raises(tensorhub.UsageError, match="verified tile by tile"):
-            weights.publish(1)
+            weights.register({"w": np.zeros(4, np.float32)}, boxes={})
+        weights.register({"w": np.zeros(4, np.float32)})
+        assert weights.publish(1) == 1
 
 
 def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
@@ -208,10 +210,13 @@ def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
 
 
 def test_a_version_says_what_it_is(server, replica):
+    """As `load` would give it: whole, under the names of the global tensors."""
     publish(replica("trainer", (0, 100, ROWS), 0), 1, metadata={"loss": 0.5})
     view = tensorhub.connect(server.address)
     assert view.metadata("m") == {"loss": 0.5}
-    assert [[tensor.name for tensor in shard] for shard in view.layout("m").shards] == [["w"], ["w"]]
+    found = view.layout("m")
+    assert [[(tensor.name, tensor.shape) for tensor in shard] for shard in found.shards] == [[("layer/0.w", SHAPE)]]
+    assert found.size_bytes == 4 * ROWS * COLUMNS
 
 
 def test_load_puts_together_what_was_cut(server, replica):

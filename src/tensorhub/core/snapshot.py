@@ -158,7 +158,10 @@ class TensorView(msgspec.Struct, frozen=True):
 
 
 class LayoutView(msgspec.Struct, frozen=True):
-    """What a version is made of, shard by shard. Tensors that share memory count once in `size_bytes`."""
+    """What a version is made of, shard by shard, and with boxes as a whole.
+
+    Tensors that share memory count once in `size_bytes`.
+    """
 
     model: str
     version: int

@@ -81,6 +81,9 @@ class Client:
         if self._calling or not worker.may_register:
             why = f"{self._calling} has not ended" if self._calling else f"version {worker.held} is held"
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
+        if registration.table is not None and self.options.verify == "none":
+            text = f'{self.me} says verify="none", and what has boxes is verified tile by tile'
+            raise UsageError(text, hint="leave verify= out, or register without boxes")
         layout = LayoutInfo.of(registration.layout, registration.boxes)
         length = len(encode(layout))
         if length > MAX_LAYOUT_BYTES:

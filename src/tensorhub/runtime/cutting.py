@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ..core.errors import GroupIncomplete, GroupMismatch, UsageError
+from ..core.errors import GroupIncomplete, GroupMismatch
 from ..core.names import WorkerId
 from ..core.snapshot import CutsView
 from ..memory.registration import Registration
@@ -31,9 +31,6 @@ async def cut(
 
     Raises `GroupIncomplete` for siblings that have registered nothing, `GroupMismatch` for those that have no boxes.
     """
-    if options.verify == "none":
-        text = f'{me} says verify="none", and what is published with boxes is verified tile by tile'
-        raise UsageError(text, hint="leave verify= out, or register without boxes")
     found = await _siblings(options, me, shards, registration, deadline)
     mine = {view.shard: found.boxes[view.boxes] for view in found.shards if view.replica == me.replica}
     publisher = [mine[shard] for shard in range(shards)]

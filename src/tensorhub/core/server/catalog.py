@@ -324,8 +324,11 @@ class Model:
             record = self.versions.get(version)
             if record is not None and record.exists:
                 return (None, self.loss(record)) if self.is_lost(record) else (version, None)
-            newest = f"its newest version is {self.newest}" if self.newest is not None else "nothing was published yet"
-            return None, Failure("version-unavailable", f"{self.name} has no version {version}; {newest}")
+            newest, hint = "nothing was published yet", "replicate(version, wait=True) waits until it is published"
+            if self.newest is not None:
+                newest = f"its newest version is {self.newest}"
+                hint = hint if self.newest < version else 'numbers only rise: replicate("latest") takes the newest'
+            return None, Failure("version-unavailable", f"{self.name} has no version {version}; {newest}", hint)
         known = self.available()[: steps_back(str(spec)) + 1]
         if len(known) > steps_back(str(spec)):
             return known[-1], None

@@ -246,8 +246,9 @@ def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> D
         version, failure = held, None
     if version is None:
         assert failure is not None
-        is_hopeless = isinstance(call.spec, int) and not (call.waits and _may_come(model, call.spec))
-        return _give_up(replica, call, failure) if is_hopeless else Wait(call, failure)
+        if isinstance(call.spec, int) and not (call.waits and _may_come(model, call.spec)):
+            return _give_up(replica, call, failure)
+        return Wait(call, Failure(failure.code, failure.message) if call.waits else failure)
     record = model.look_up(version)
     absent = _absent_line(state, model, replica, record)
     if absent is None:
