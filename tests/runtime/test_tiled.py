@@ -1,13 +1,9 @@
 """Reads of tiles as a data plane carries them out: several real sources of one cut, readers of another, no server."""
 
 import asyncio
-import contextlib
 
-import numpy as np
 import pytest
 
-from memory.cutting import Shard
-from tensorhub.core.messages import Failure
 from tensorhub.core.names import Ticket
 from tensorhub.core.worker.events import ReadAdvanced, ReadEnded, ReadOpened, ReadTouched, ServingStopped
 from tensorhub.core.worker.events_across import AcrossOpened, PartEnded, PartMeasured, StopPart
@@ -15,20 +11,9 @@ from tensorhub.runtime import tiled
 from tensorhub.transport.local import LocalTransport
 from tensorhub.transport.tcp import TcpTransport
 
-from .fleet import Fleet, V
+from .fleet import Fleet, V, told
 
 MIB = 1 << 20
-
-
-def told(story, make):
-    """Carry it out in a loop, with a fleet that is closed again."""
-
-    async def body():
-        fleet = make()
-        with contextlib.closing(fleet):
-            await story(fleet)
-
-    asyncio.run(body())
 
 
 @pytest.mark.parametrize("transport", [TcpTransport, LocalTransport])
@@ -50,9 +35,7 @@ def test_every_element_is_where_plain_indexing_says(seed, transport):
 def test_nothing_is_written_before_it_is_started_and_each_part_says_that_it_has_brought_all():
     async def story(fleet):
         fleet.publish()
-        (reader,) = fleet.readers
-        reader.open(fleet.tickets())
-        await reader.until(AcrossOpened)
+        reader = await opened(fleet)
         assert not reader.of(ReadTouched)
         assert not reader.shard.arrays["w"].any()
         reader.start(1)
@@ -107,20 +90,38 @@ def test_it_is_opened_and_started_out_of_one_source_too():
     told(story, lambda: Fleet.of_rows(readers=2))
 
 
+async def opened(fleet):
+    """The only reader, once it knows what it is going to read."""
+    (reader,) = fleet.readers
+    reader.open(fleet.tickets())
+    await reader.until(AcrossOpened)
+    return reader
+
+
+async def started(fleet):
+    """The same, and told to go on."""
+    reader = await opened(fleet)
+    reader.start(1)
+    return reader
+
+
+async def half_read(fleet):
+    """A reader whose second source stands still with pieces on their way, and what lets it go on."""
+    fleet.publishers[0].publish(fleet.grid)
+    valve = fleet.publishers[1].publish(fleet.grid, valve=2)
+    for node in fleet.others:
+        node.publish(fleet.grid)
+    reader = await started(fleet)
+    await reader.seen(valve.held.is_set)
+    return reader, valve
+
+
 @pytest.mark.parametrize("how", ["dies", "withdraws", "is stopped"])
 def test_a_part_that_ends_in_mid_read_is_replaced_and_the_rest_goes_on(how):
     """What it has brought is not brought again: at most what was on its way."""
 
     async def story(fleet):
-        fleet.publishers[0].publish(fleet.grid)
-        valve = fleet.publishers[1].publish(fleet.grid, valve=2)
-        for node in fleet.others:
-            node.publish(fleet.grid)
-        (reader,) = fleet.readers
-        reader.open(fleet.tickets())
-        await reader.until(AcrossOpened)
-        reader.start(1)
-        await reader.seen(valve.held.is_set)
+        reader, valve = await half_read(fleet)
         closing = None
         if how == "dies":
             closing = asyncio.ensure_future(asyncio.to_thread(fleet.publishers[1].transport.close))
@@ -150,15 +151,7 @@ def test_a_source_that_comes_before_the_one_it_replaces_has_ended_is_read():
     """What that one has on its way is brought by nobody yet: it may come back."""
 
     async def story(fleet):
-        fleet.publishers[0].publish(fleet.grid)
-        valve = fleet.publishers[1].publish(fleet.grid, valve=2)
-        for node in fleet.others:
-            node.publish(fleet.grid)
-        (reader,) = fleet.readers
-        reader.open(fleet.tickets())
-        await reader.until(AcrossOpened)
-        reader.start(1)
-        await reader.seen(valve.held.is_set)
+        reader, valve = await half_read(fleet)
         reader.data.tiles.carry_out(StopPart(Ticket(1), Ticket(2)))
         reader.add(1, 7, fleet.others[1])
         assert not (await reader.part_over(2)).brought
@@ -174,11 +167,9 @@ def test_a_source_that_lies_about_a_tile_is_never_believed():
         fleet.publish()
         for node in fleet.others:
             node.publish(fleet.grid)
-        liar, (reader,) = fleet.publishers[1], fleet.readers
+        liar = fleet.publishers[1]
         liar.shard.arrays["w"][1000, 1500] ^= 1  # after it was published
-        reader.open(fleet.tickets())
-        await reader.until(AcrossOpened)
-        reader.start(1)
+        reader = await started(fleet)
         over = await reader.part_over(2)
         assert over.failure.code == "corrupt-transfer"
         assert "'layers/0.w'" in over.failure.message
@@ -209,9 +200,7 @@ def test_a_source_that_shows_something_else_is_refused_before_a_byte_moves():
 def test_stopping_before_the_first_byte_writes_nothing_and_says_so():
     async def story(fleet):
         fleet.publish()
-        (reader,) = fleet.readers
-        reader.open(fleet.tickets())
-        await reader.until(AcrossOpened)
+        reader = await opened(fleet)
         assert reader.data.stop_read(Ticket(1)) is False
         reader.start(1)
         assert await reader.ended() == ReadEnded(Ticket(1), complete=False)
@@ -225,10 +214,7 @@ def test_stopping_before_the_first_byte_writes_nothing_and_says_so():
 def test_stopping_in_mid_read_says_that_it_was_touched_and_what_is_there_is_not_read_again():
     async def story(fleet):
         valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
-        (reader,) = fleet.readers
-        reader.open(fleet.tickets())
-        await reader.until(AcrossOpened)
-        reader.start(1)
+        reader = await started(fleet)
         await reader.seen(lambda: reader.of(ReadAdvanced) and reader.of(ReadAdvanced)[-1].done)
         assert reader.data.stop_read(Ticket(1)) is True
         for valve in valves:
@@ -246,10 +232,7 @@ def test_stopping_in_mid_read_says_that_it_was_touched_and_what_is_there_is_not_
 def test_the_end_of_the_lease_ends_the_read_and_blames_nobody():
     async def story(fleet):
         valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
-        (reader,) = fleet.readers
-        reader.open(fleet.tickets())
-        await reader.until(AcrossOpened)
-        reader.start(1)
+        reader = await started(fleet)
         await reader.until(ReadTouched)
         reader.data.trust(0.0)
         for valve in valves:
@@ -277,10 +260,7 @@ def test_into_a_host_copy_and_from_it():
 def test_how_much_came_from_each_part_is_told(monkeypatch):
     async def story(fleet):
         valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
-        (reader,) = fleet.readers
-        reader.open(fleet.tickets())
-        await reader.until(AcrossOpened)
-        reader.start(1)
+        reader = await started(fleet)
         measured = await reader.until(PartMeasured, 2)
         assert {each.part for each in measured} <= {1, 2}
         for valve in valves:
@@ -288,108 +268,4 @@ def test_how_much_came_from_each_part_is_told(monkeypatch):
         assert (await reader.ended()).complete
 
     monkeypatch.setattr(tiled, "MEASURE_EVERY_S", 0.02)
-    told(story, Fleet.of_rows)
-
-
-# --- what cannot be: said before a byte is written, naming tensor and part -------------------------------------------
-
-
-def reader_of(fleet, *boxes, dtype=np.uint8, shape=(8, 8)):
-    """A reader with one array for each box: (global name, global shape, at, size)."""
-    shard = Shard()
-    for number, (name, whole, at, size) in enumerate(boxes):
-        memory = np.zeros(size, dtype)
-        shard.add_array(f"local{number}", memory, [(name, whole, (at, size), memory)])
-    return fleet.node("odd", shard.finish())
-
-
-async def refused(fleet, reader, sources=None) -> Failure:
-    reader.open(sources or fleet.tickets())
-    ended = await reader.ended()
-    assert not ended.complete
-    assert not reader.of(ReadTouched)
-    assert all(not array.any() for array in reader.shard.arrays.values())
-    assert not reader.data.is_reading
-    return ended.failure
-
-
-def test_a_shard_without_a_byte_is_filled_as_any_other():
-    async def story(fleet):
-        fleet.publish()
-        reader = reader_of(fleet)
-        await reader.fill(fleet.tickets())
-        assert reader.of(ReadTouched) == [ReadTouched(Ticket(1))]
-        assert reader.data.content.root == reader.root
-
-    told(story, Fleet.of_rows)
-
-
-def test_a_part_that_no_source_has():
-    """As if a layer, or half of it, was left out."""
-
-    async def story(fleet):
-        fleet.publish()
-        found = await refused(fleet, fleet.readers[0], {1: fleet.publishers[0]})
-        assert found.code == "layout-mismatch"
-        assert "no source has 'layers/0.w'[2048:4096, 1024:2048]" in found.message
-
-    told(story, Fleet.of_rows)
-
-
-@pytest.mark.parametrize(
-    ("box", "dtype", "text"),
-    [
-        (("layers/1.w", (4096, 2048), (0, 0), (4096, 2048)), np.uint8, "tensor 'layers/1.w': uint8[4096, 2048] exists"),
-        (("layers/0.w", (4000, 2048), (0, 0), (4000, 2048)), np.uint8, "has global shape [4000, 2048] here"),
-        (("layers/0.w", (4096, 2048), (0, 0), (4096, 2048)), np.int8, "has dtype int8 here and uint8"),
-    ],
-)
-def test_tensors_that_are_others(box, dtype, text):
-    async def story(fleet):
-        fleet.publish()
-        found = await refused(fleet, reader_of(fleet, box, dtype=dtype))
-        assert found.code == "layout-mismatch"
-        assert text in found.message
-        assert box[0] in found.message
-
-    told(story, Fleet.of_rows)
-
-
-def test_a_layout_that_came_after_the_version_is_filled_and_others_are_sent_elsewhere():
-    """It reads tiles that cover its boxes, and keeps parts: those nobody can verify who reads from it."""
-
-    async def story(fleet):
-        fleet.publish()
-        box = ("layers/0.w", (4096, 2048), (1, 0), (4001, 2048))
-        late, later = reader_of(fleet, box), reader_of(fleet, box)
-        await late.fill(fleet.tickets())
-        assert late.shard.wrong(fleet.model) == []
-        ended = await later.follow(9, late)
-        assert ended.failure.code == "source-lost"
-        assert "can show only parts of some tiles" in ended.failure.message
-        assert not later.of(ReadTouched)
-        later.told.clear()
-        await later.fill(fleet.tickets(11))
-        assert later.shard.wrong(fleet.model) == []
-        assert later.root == late.root
-        await fleet.readers[0].fill(fleet.tickets(21))  # with what both have alike
-        known = late.data.content.manifest
-        assert known.changed(late.registration) == []
-        late.shard.arrays["local0"][2000, 500] ^= 1
-        assert known.names(known.changed(late.registration), late.registration) == ["local0"]
-
-    told(story, Fleet.of_rows)
-
-
-def test_a_part_that_two_sources_have_with_other_content():
-    async def story(fleet):
-        fleet.publish()
-        liar = fleet.others[0]
-        liar.shard.arrays["w"][7, 1100] ^= 1
-        liar.publish(fleet.grid)
-        found = await refused(fleet, fleet.readers[0], {**fleet.tickets(), 3: liar})
-        assert found.code == "version-conflict"
-        assert "'layers/0.w'[" in found.message
-        assert "has other content at m/other[0] than at m/t[0]" in found.message
-
     told(story, Fleet.of_rows)

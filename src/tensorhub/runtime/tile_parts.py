@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..core.errors import TensorHubError
 from ..core.messages import Failure, Grant
-from ..core.names import Ticket, WorkerId
+from ..core.names import Ticket, Version, WorkerId
 from ..core.worker.events import Event
 from ..memory.registration import Registration
 from ..memory.tiles.legs import Leg
@@ -94,3 +94,10 @@ class Part:
 def failure_of(error: TensorHubError) -> Failure:
     """As it travels."""
     return Failure(error.code, str(error), error.hint or "")
+
+
+def known(error: Exception, version: Version) -> TensorHubError:
+    """Whatever went wrong in a thread that works something out."""
+    if isinstance(error, TensorHubError):
+        return error.with_traceback(None)
+    return TensorHubError(f"tiles of version {version} cannot be worked out: {error!r}")

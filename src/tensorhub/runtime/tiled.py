@@ -29,14 +29,13 @@ from .content import key_of
 from .legs import Looking, Touch, TrustedLeg
 from .loops import in_thread
 from .routes import MEASURE_EVERY_S, Meter
-from .tile_parts import Part, Plane, State, failure_of
+from .tile_parts import Part, Plane, State, failure_of, known
 from .tile_telling import Telling
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 0.05
 NO_ROOM_S = 1.0
 
 
@@ -383,13 +382,14 @@ class TileReading(Telling):
             found, error = None, None
             try:
                 found = await in_thread(work, name="tiles")
-            except TensorHubError as known:
-                error = known.with_traceback(None)
-            except Exception as unknown:  # noqa: BLE001 - no memory, or our bug: the read ends all the same, and says so
-                error = TensorHubError(f"tiles of version {self._grant.version} cannot be worked out: {unknown!r}")
+            except Exception as wrong:  # noqa: BLE001 - no memory, or our bug: the read ends all the same, and says so
+                error = known(wrong, self._grant.version)
             self._thinks = False
-            if self.state in (State.LOOKING, State.OPENED, State.READING) or found is not None:
-                then(found, error)
+            try:
+                if not self._is_done or found is not None:
+                    then(found, error)
+            except Exception as wrong:  # noqa: BLE001 - the same
+                self._end_with(failure_of(known(wrong, self._grant.version)))
             if self.state is State.ENDING:
                 self._advance()
 
