@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from tensorhub.core.errors import UsageError
+from tensorhub.demo import orchestrate
 from tensorhub.demo.director import RESTART_AT
 from tensorhub.demo.orchestrate import Options, run_demo
-from tensorhub.demo.processes import Processes
+from tensorhub.demo.processes import Processes, ProcessFailed
 from tensorhub.demo.report import Report
 
 STEPS = 24
@@ -76,6 +77,19 @@ def test_ended_by_others_it_leaves_nobody_behind(tmp_path: Path, number: signal.
     while [pid for pid in children if is_alive(pid)]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_the_last_words_of_who_failed_are_told_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "trainer ended with status 1\n[rank0]: ValueError: [/] and " + 40 * "long "
+
+    def fail(*_: object) -> float:
+        raise ProcessFailed(words)
+
+    monkeypatch.setattr(orchestrate, "_run", fail)
+    assert run_demo(Options(out=tmp_path)) == 1
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [Options(steps=3), Options(rollouts=1)])

@@ -137,7 +137,7 @@ def test_the_page_says_who_computed_and_who_was_refilled(tmp_path: Path) -> None
     for words in ("engines of vLLM", "FSDP2", "2.0 MiB from rollout-0", "off by 2.0e-06 nats"):
         assert words in page
     drawn = write_report(tmp_path, summary, checks, good_engine_run()).read_text()
-    assert len(re.findall("<img", drawn)) == 4
+    assert len(re.findall("<img", drawn)) == 5
     assert msgspec.json.decode((tmp_path / "report.json").read_bytes())["ok"]
 
 

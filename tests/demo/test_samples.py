@@ -12,7 +12,7 @@ import pytest
 
 from tensorhub.demo import task
 from tensorhub.demo.processes import free_address
-from tensorhub.demo.samples import ROOM, Batch, Inbox, Outbox
+from tensorhub.demo.samples import ROOM, Batch, Inbox, Outbox, PatientOutbox
 
 DEADLINE_S = 20.0
 
@@ -100,6 +100,23 @@ def test_a_rollout_may_come_before_the_trainer(address: str) -> None:
         outbox.send(batch_of())
     trainer.join(DEADLINE_S)
     assert started[0].take(DEADLINE_S) == batch_of()
+    started[0].close()
+
+
+def test_a_patient_rollout_outlives_the_trainer(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    first = socket.create_server((host, int(port)))
+    with PatientOutbox(address, timeout_s=DEADLINE_S) as outbox:
+        taken, _ = first.accept()
+        first.close()
+        taken.close()  # as when the trainer is killed: what was on its way to it is lost
+        again = threading.Timer(0.3, lambda: started.append(Inbox(address)))
+        started: list[Inbox] = []
+        again.start()
+        assert not outbox.send(batch_of(version=1)).is_last
+        assert not outbox.send(batch_of(version=2)).is_last
+    again.join(DEADLINE_S)
+    assert started[0].take(DEADLINE_S).version == 2
     started[0].close()
 
 

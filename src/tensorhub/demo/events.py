@@ -75,6 +75,7 @@ class Sampled(Event, frozen=True, kw_only=True):
     """
 
     version: int
+    told: str  # by the engine itself: which version it has
     tokens: list[list[int]]
     log_probabilities: list[list[float]]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from ..core.errors import UsageError
 from .checks import judge
@@ -21,6 +22,7 @@ from .summary import summarise
 
 LOOK_S = 0.1
 MOST_S = 540.0  # of the whole run; a minute or two are usual
+MOST_WITH_ENGINES_S = 900.0  # three minutes are usual
 LEAST_STEPS = 20
 
 
@@ -48,7 +50,7 @@ def run_demo(options: Options) -> int:
         with ended_in_order():
             seconds = _run(options, console, events, logs)
     except ProcessFailed as error:
-        console.print(f"[red]the demo failed:[/] {error}", highlight=False)
+        console.print("[red]the demo failed:[/]", escape(str(error)), highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; every process of the demo was ended")
@@ -76,14 +78,14 @@ def run_demo(options: Options) -> int:
 
 
 def _run(options: Options, console: Console, events: Path, logs: Path) -> float:
-    began = now()
+    began, most_s = now(), MOST_WITH_ENGINES_S if options.engine else MOST_S
     reader, progress = EventReader(events), Progress(options.steps)
     with EventLog(events, DIRECTOR) as log, Processes(logs) as processes, Display(progress, console) as display:
         director = _director(options, processes, progress, events, log)
         director.start(seed=options.seed, rollouts=options.rollouts, updates=options.updates)
         while not director.is_over:
-            if now() > began + MOST_S:
-                raise ProcessFailed(f"it did not end within {MOST_S:.0f} s; what happened is in {events}")
+            if now() > began + most_s:
+                raise ProcessFailed(f"it did not end within {most_s:.0f} s; what happened is in {events}")
             time.sleep(LOOK_S)
             progress.take(reader.new())
             director.direct()

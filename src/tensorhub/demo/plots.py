@@ -23,12 +23,13 @@ E = TypeVar("E")
 def figures(events: Sequence[AnyEvent], summary: Summary) -> dict[str, str]:
     """All figures as SVG text, by title."""
     plots = _Plots(events, summary)
-    return {
+    found = {
         "Reward": plots.reward(),
         "Version held by each rollout": plots.versions(),
         "Stall per update": plots.stall(),
         "Bytes by source": plots.bytes_by_source(),
     }
+    return {**found, "Samples by version": plots.samples()} if summary.engine else found
 
 
 class _Plots:
@@ -112,6 +113,20 @@ class _Plots:
                 axes.barh([name for name, _ in bars], widths, left=left, color=colour, label=f"from {source}")
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
+        return _svg(figure, axes)
+
+    def samples(self) -> str:
+        """How many samples each version has given, and on whom it ran."""
+        figure, axes = _axes("samples", xlabel="version")
+        below: dict[int, int] = {}
+        for name in self._names():
+            mine: dict[int, int] = {}
+            for event in self._of(Generated, name):
+                mine[event.version] = mine.get(event.version, 0) + event.samples
+            bottom = [below.get(version, 0) for version in mine]
+            axes.bar(list(mine), list(mine.values()), bottom=bottom, width=1.0, color=self._colours[name], label=name)
+            for version, count in mine.items():
+                below[version] = below.get(version, 0) + count
         return _svg(figure, axes)
 
     # ------------------------------------------------------------------------------------------------------------------

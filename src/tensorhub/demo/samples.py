@@ -126,6 +126,10 @@ class Outbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
         self._socket.close()
 
     def send(self, batch: Batch) -> Answer:
@@ -135,6 +139,32 @@ class Outbox:
         if frame is None:
             raise ConnectionResetError("the trainer has gone")
         return _answer.decode(frame)
+
+
+class PatientOutbox:
+    """Outlives the trainer: a batch that nobody took is lost, and the next one goes to the trainer that comes back."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._outbox = Outbox(address, timeout_s=timeout_s)
+
+    def __enter__(self) -> "PatientOutbox":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._outbox.close()
+
+    def send(self, batch: Batch) -> Answer:
+        """Hand over a batch; returns when the trainer has taken it, or there is another trainer."""
+        try:
+            return self._outbox.send(batch)
+        except OSError:
+            self._outbox.close()
+            self._outbox = Outbox(self._address, timeout_s=self._timeout_s)
+            return Answer(is_last=False)
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -49,7 +49,7 @@ class RefillSummary(msgspec.Struct, frozen=True):
     """A trainer that was started again."""
 
     version: int  # that it goes on from
-    newest: int  # that was held by rollouts that lived, as they had last said before
+    newest: int  # held by rollouts that lived, as they had said before
     is_proved: bool  # it hashed what it had got, and that was published under this number
     bytes_by_source: dict[str, int]
     published_after: int  # versions

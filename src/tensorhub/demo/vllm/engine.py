@@ -7,7 +7,6 @@ import argparse
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from .. import grpo, task
 from ..events import Sampled
 from ..logs import EventLog, now
 from ..parent import Parent
-from ..rollout import PATIENCE_S, RETRY_S, RETRYABLE, Rollout, work
-from ..samples import Answer, Batch, Outbox
+from ..rollout import RETRY_S, RETRYABLE, Rollout, work
+from ..samples import Batch, PatientOutbox
 from ..sharded import MODEL
 from .model import fingerprint, unfused
 
@@ -41,6 +40,7 @@ SETTINGS = {
 MOST_TOKENS = 16
 MOST_AT_ONCE = 256  # answers
 LOOKED_AT = 4  # answers of a batch that the judge sees
+PATIENCE_S = 180.0  # for a trainer: it starts as slowly as the machine is busy
 
 
 def start(path: str, seed: int) -> "LLM":
@@ -73,6 +73,11 @@ class Engine:
 
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
+
+    @property
+    def version(self) -> str:
+        """The version that vLLM itself says it has."""
+        return str(self._llm.get_weight_version())
 
     def answer(self, prompts: task.Tokens) -> tuple[task.Tokens, task.Floats]:
         """vLLM is asked in text, and says what it drew in tokens and their log-probabilities."""
@@ -148,6 +153,8 @@ class EngineWeights:
 class EngineRollout(Rollout):
     """Shows the judge some of what it drew."""
 
+    policy: Engine
+
     def generate(self) -> Batch:
         """As a plain rollout."""
         batch = super().generate()
@@ -158,36 +165,12 @@ class EngineRollout(Rollout):
                 time=now(),
                 process=self.replica,
                 version=batch.version,
+                told=self.policy.version,
                 tokens=tokens[rows].tolist(),
                 log_probabilities=drawn_with[rows].tolist(),
             )
         )
         return batch
-
-
-class PatientOutbox:
-    """Outlives the trainer: a batch that nobody took is lost, and the next one goes to the trainer that comes back."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._outbox = Outbox(address, timeout_s=PATIENCE_S)
-
-    def __enter__(self) -> "PatientOutbox":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._outbox.__exit__(kind, error, trace)
-
-    def send(self, batch: Batch) -> Answer:
-        """Hand over a batch; returns when the trainer has taken it, or there is another trainer."""
-        try:
-            return self._outbox.send(batch)
-        except OSError:
-            self._outbox.__exit__(None, None, None)
-            self._outbox = Outbox(self._address, timeout_s=PATIENCE_S)
-            return Answer(is_last=False)
 
 
 def main() -> None:
@@ -204,7 +187,7 @@ def main() -> None:
     Parent()
     os.environ.update(SETTINGS)  # before vLLM is imported
     engine: Any = start(given.policy, given.seed)
-    with EventLog(given.events, given.replica) as log, PatientOutbox(given.samples) as outbox:
+    with EventLog(given.events, given.replica) as log, PatientOutbox(given.samples, timeout_s=PATIENCE_S) as outbox:
         weights = EngineWeights(engine, replica=given.replica, server=given.server)
         rollout = EngineRollout(given.replica, weights, Engine(engine), log, given.seed)
         rollout.join(lambda: "latest")

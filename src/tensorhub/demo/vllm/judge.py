@@ -26,7 +26,8 @@ def likelihoods(events: Sequence[AnyEvent], policy: Path, versions: Path) -> Lik
     known = sorted(int(path.stem) for path in versions.glob("*.safetensors"))
     torch.set_num_threads(1)  # more would wait for each other, over so little
     module = build(policy, 0).eval()
-    own, other, wrong = [], [], []
+    own, other = [], []
+    wrong = [f"{e.process}, version {e.version}: vLLM says {e.told}" for e in sampled if e.told != str(e.version)]
     for version in sorted({event.version for event in sampled}):
         batches = [event for event in sampled if event.version == version]
         if version not in known:
