@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from . import aio
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
     from .core.boxes import Box
-    from .loading import Loaded, allocate_shards, load, load_shards
+    from .loading import Loaded, load, load_shards
     from .memory.empty import empty, empty_like
 
 __version__ = "0.1.0"
@@ -49,7 +49,7 @@ __version__ = "0.1.0"
 _LAZY = {
     **dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api"),
     "Box": ".core.boxes",
-    **dict.fromkeys(("Loaded", "allocate_shards", "load", "load_shards"), ".loading"),
+    **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
     **dict.fromkeys(("empty", "empty_like"), ".memory.empty"),
 }
 
@@ -80,7 +80,6 @@ __all__ = [
     "View",
     "Weights",
     "aio",
-    "allocate_shards",
     "connect",
     "empty",
     "empty_like",

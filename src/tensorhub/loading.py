@@ -1,7 +1,5 @@
 """Tensors from the store alone: `tensorhub.load` and `tensorhub.load_shards`, and the same as coroutines.
 
-`tensorhub.allocate_shards` makes tensors for whoever wants to register, fill and keep them.
-
 Nothing of the caller's is registered, and nothing needs to be known before but the model's name.
 """
 
@@ -14,8 +12,7 @@ from .core.messages import Spec
 from .core.metadata import Json
 from .core.version_spec import parse_spec
 from .runtime.config import Options, check_name, parse_seconds, worker_options
-from .runtime.descriptions import layouts_of
-from .runtime.filling import Filled, allocated, fill_all
+from .runtime.filling import Filled, fill_all
 from .runtime.loops import loop_thread
 
 if TYPE_CHECKING:
@@ -115,23 +112,6 @@ def load_shards(
     """As `load`, of a model of any number of shards: the tensors of each of them, in order, all of one version."""
     where = {"server": server, "site": site, "token": token, "host": host, "verify": verify, "transports": transports}
     return _load(asked(reference, timeout, **where), f"load_shards({reference!r})", only_one=False)
-
-
-def allocate_shards(
-    reference: str, *, server: str | None = None, token: str | None = None, timeout: float | None = None
-) -> "list[type_of_tensors]":
-    """Tensors laid out as those of a version, for each of its shards in order, of undefined content.
-
-    For a reader that keeps them: `open` a worker for each shard, `register` the mapping, `update`. What shares memory
-    there shares it here. Waits for nothing; raises `VersionUnavailable`, `ServerUnreachable`, `UsageError`.
-    """
-    wanted = asked(reference, timeout, server=server, token=token)
-
-    async def run() -> "list[type_of_tensors]":
-        laid = await layouts_of(wanted.options, wanted.model, wanted.spec, wanted.deadline)
-        return [tensors for tensors, _ in await allocated(laid.layouts)]
-
-    return loop_thread().wait(run(), deadline=wanted.deadline, what=f"allocate_shards({reference!r})")
 
 
 def _load(wanted: Asked, what: str, *, only_one: bool) -> list[Loaded]:

@@ -30,6 +30,7 @@ def test_names_dtypes_and_shapes(server, join):
             TensorView("t", "uint8", (6, 2)),
         ),
     )
+    assert not found.is_whole, "nobody said boxes"
     assert view.layout("m", 7) == found
     with pytest.raises(tensorhub.VersionUnavailable, match="m has no version 8"):
         view.layout("m", 8)

@@ -217,6 +217,7 @@ def test_a_version_says_what_it_is(server, replica):
     found = view.layout("m")
     assert [[(tensor.name, tensor.shape) for tensor in shard] for shard in found.shards] == [[("layer/0.w", SHAPE)]]
     assert found.size_bytes == 4 * ROWS * COLUMNS
+    assert found.is_whole
 
 
 def test_load_puts_together_what_was_cut(server, replica):

@@ -83,12 +83,11 @@ class Engine:
             for each in found
         ]
 
-    def answer_from_file(self, path, prompts):
-        """The same, after vLLM has read weights from there by itself."""
+    def load_file(self, path):
+        """vLLM reads weights from there by itself."""
         self.llm.collective_rpc("update_config", kwargs={"overrides": {"load_config": {"load_format": "auto"}}})
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         self.llm.reset_prefix_cache(reset_running_requests=True)
-        return self.answer(prompts)
 
     def spoil(self, after):
         """Let the next load fail after so many tensors."""
@@ -116,12 +115,12 @@ class Spoiled:
     def sources(self):
         """Of what is on the host, and of what is in place."""
         engine = self.weight_transfer_engine
-        workers = [*engine._whole._workers, *([engine._ours] if engine._ours is not None else [])]
+        workers = [each for each in (engine._whole.weights, engine._ours) if each is not None]
         return sorted({source for worker in workers for source in worker.statistics()["bytes_by_source"]})
 
     def on_host(self):
         """Tensors that this rank keeps on the host."""
-        return sum(len(shard) for shard in self.weight_transfer_engine._whole._shards)
+        return len(self.weight_transfer_engine._whole)
 
     def spoil(self, after):
         model = self.model_runner.get_model()

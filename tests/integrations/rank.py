@@ -23,6 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tensorhub
 from tensorhub.integrations import fsdp
 
+INSIDE = {"tp": 6, "fsdp-tp": 8}  # what is cut twice along one dimension has to be cut evenly
+
 
 class Net(torch.nn.Module):
     """Two matrices, one of a single row, a norm and a buffer."""
@@ -42,10 +44,10 @@ class Net(torch.nn.Module):
 class Rank:
     """Carries out commands. A method is a command."""
 
-    def build(self, kind="fsdp", seed=0, path=None):
+    def build(self, kind="fsdp", seed=0, path=None, inside=None):
         torch.manual_seed(seed)
         self.kind = kind
-        self.module = Net(6 if kind == "tp" else 7) if path is None else self._llama(path)
+        self.module = Net(inside or INSIDE.get(kind, 7)) if path is None else self._llama(path)
         ranks = dist.get_world_size()
         if kind == "fsdp":
             mesh = init_device_mesh("cpu", (ranks,))
@@ -59,6 +61,10 @@ class Rank:
         elif kind == "tp":
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(self.module, init_device_mesh("cpu", (ranks,)), plan)
+        elif kind == "fsdp-tp":
+            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("rows", "parallel"))
+            parallelize_module(self.module, mesh["parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(self.module, mesh=mesh["rows"])
         elif kind == "ddp":
             self.module = torch.nn.parallel.DistributedDataParallel(self.module)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 if path is None else 0.2)
@@ -79,7 +85,7 @@ class Rank:
 
     def step(self, version=None, fails=None, timeout=None, then="raise"):
         """One step of training. The rank `fails` raises in it, or is killed."""
-        torch.manual_seed(1000 * (version or 77) + (0 if self.kind == "tp" else dist.get_rank()))
+        torch.manual_seed(1000 * (version or 77) + (0 if "tp" in self.kind else dist.get_rank()))
         if self.kind == "llama":
             tokens = torch.randint(3, 128, (2, 16))
             self.module(input_ids=tokens, labels=tokens).loss.backward()

@@ -48,7 +48,7 @@ def check(whole, job, version):
     assert whole.metadata.get("step", 0) == version
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 3), ("tp", 3), ("ddp", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 3), ("tp", 3), ("ddp", 3), ("hsdp", 4), ("fsdp-tp", 4)])
 def test_what_is_published_is_what_the_ranks_hold(start, server, kind, ranks):
     job = start(ranks)
     job.call("build", kind=kind)
@@ -93,6 +93,24 @@ def test_a_number_that_is_taken_is_said_before_any_block_runs(start, server):
         assert {each["code"] for each in found} == {"version-conflict"}
         newest = tensorhub.connect(server).versions("policy")[0]
         assert set(newest.holders) == {"rollout-0", "trainer"}, "still published"
+
+
+@pytest.mark.parametrize(("before", "after"), [(("fsdp", 3), ("fsdp", 2)), (("tp", 3), ("ddp", 2))])
+def test_a_job_that_is_cut_in_another_way_goes_on_from_the_rollouts(start, server, before, after):
+    job = start(before[1])
+    job.call("build", kind=before[0])
+    job.call("attach", model="policy")
+    with Whole("policy", replica="rollout-0", server=server) as whole:
+        job.call("step", version=1)
+        check(whole, job, 1)
+        job.end()
+        again = start(after[1])
+        again.call("build", kind=after[0], seed=1, inside=6 if before[0] == "tp" else None)
+        assert again.call("attach", model="policy") == 1, "filled by the rollout"
+        check(whole, again, 1)
+        for version in (2, 3):
+            assert again.call("step") == version
+            check(whole, again, version)
 
 
 def test_a_rank_is_killed_in_its_step_and_the_job_goes_on_from_the_rollouts(start, server, figures):

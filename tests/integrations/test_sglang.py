@@ -40,7 +40,7 @@ def hub():
 def trainer(hub):
     tensors = {"k_proj.weight": torch.full((2, 5), 1.0), "q_proj.weight": torch.full((4, 5), 2.0)}
     with tensorhub.open("policy", replica="trainer", server=hub) as weights:
-        weights.register(tensors)
+        weights.register(tensors, boxes={})
         weights.publish(0)
         yield weights, tensors
 

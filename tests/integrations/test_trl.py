@@ -79,7 +79,7 @@ class Reader(threading.Thread):
         super().__init__()
         self.model = {name: torch.zeros_like(tensor) for name, tensor in sorted(like.items())}
         self.weights = tensorhub.open("policy", replica="rollout", server=address)  # to whom the trainer may leave
-        self.weights.register(self.model)
+        self.weights.register(self.model, boxes={})
         self.versions, self.error = {}, None
 
     def run(self):
@@ -132,7 +132,7 @@ def test_grpo_publishes_each_step_in_place(server, llama, tmp_path):
 def test_a_trainer_that_begins_again_goes_on_above_its_old_versions(server, llama, tmp_path):
     witness = Witness()
     with tensorhub.open("policy", replica="other", server=server.address) as other:
-        other.register(dict(witness.models) or {"w": torch.zeros(3)})
+        other.register({"w": torch.zeros(3)}, boxes={})
         other.publish(41)
         train(llama, tmp_path, server.address, witness, max_steps=1)
     assert tensorhub.connect(server.address).next_version("policy") == 44  # 42 before the first step, 43 after it

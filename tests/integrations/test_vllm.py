@@ -34,7 +34,7 @@ class Engine:
     def __init__(self, folder, name, **environ):
         self.name, self.log = name, folder / f"{name}.log"
         command = [sys.executable, "-m", "tests.integrations.engine"]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environ}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,

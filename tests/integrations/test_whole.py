@@ -1,4 +1,4 @@
-"""All shards of a model in one process, put together, and what is said where that cannot be done."""
+"""A model in whole tensors in one process, and what is said where that cannot be."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import tensorhub
-from tensorhub.integrations.whole import CUT, Whole
+from tensorhub import Box
+from tensorhub.integrations.whole import Whole
 
 
 @pytest.fixture
@@ -18,18 +19,19 @@ def server():
 
 @pytest.fixture
 def publish(server):
-    """`publish(version, shards, metadata)` publishes a mapping for each shard, each in a thread."""
+    """`publish(version, shards)` publishes a mapping and its boxes for each shard, each in a thread."""
     opened, pool = {}, ThreadPoolExecutor(4)
 
-    def begin(version, shards, metadata):
+    def begin(version, shards, **options):
         def one(shard):
+            tensors, boxes = shards[shard]
             if shard not in opened:
                 opened[shard] = tensorhub.open(
                     "policy", replica="trainer", shard=shard, shards=len(shards), server=server
                 )
-                opened[shard].register(shards[shard])
+                opened[shard].register(tensors, boxes=boxes)
             opened[shard].unpublish()
-            opened[shard].publish(version, metadata=metadata)
+            opened[shard].publish(version, **options)
 
         list(pool.map(one, range(len(shards))))
 
@@ -38,7 +40,18 @@ def publish(server):
     pool.shutdown()
 
 
-def test_each_tensor_is_put_together_along_the_dimension_that_its_publisher_says(server, publish):
+def halves(name="w"):
+    """A vector of eight, cut in two."""
+    return [
+        ({"mine": torch.full((4,), float(shard))}, {"mine": [Box(name, (8,), (4 * shard,), (4,))]})
+        for shard in range(2)
+    ]
+
+
+ONE = [({"w": torch.ones(4)}, {})]
+
+
+def test_each_tensor_is_whole_however_it_was_cut(server, publish):
     full = {
         "a.rows": torch.arange(35.0).reshape(7, 5),
         "b.columns": torch.arange(12.0).reshape(2, 6),
@@ -46,33 +59,43 @@ def test_each_tensor_is_put_together_along_the_dimension_that_its_publisher_says
         "d.few": torch.arange(1.0).reshape(1, 1),
     }
     cut = {"a.rows": 0, "b.columns": 1, "d.few": 0}
-    shards = [
-        {name: tensor if name not in cut else part(tensor, cut[name], shard) for name, tensor in full.items()}
-        for shard in range(3)
-    ]
-    publish(1, shards, {CUT: "01r0"})
+    publish(1, [shard_of(full, cut, shard) for shard in range(3)], metadata={"step": 1})
     with Whole("policy", replica="rollout-0", server=server) as whole:
         assert whole.update() == 1
         found = dict(whole)
-        assert found.keys() == full.keys()
+        assert list(found) == sorted(full)
         for name, tensor in full.items():
             assert torch.equal(found[name], tensor), name
+        assert whole.metadata == {"step": 1}
+        counts = {each.name: each.shards for each in tensorhub.connect(server).replicas("policy")}
+        assert counts == {"rollout-0": 1, "trainer": 3}, "one worker, however many published"
 
 
-def part(tensor, dimension, shard):
-    """As torch cuts: the last ones have less, or nothing."""
-    parts = tensor.chunk(3, dimension)
-    found = parts[shard] if shard < len(parts) else tensor.narrow(dimension, 0, 0)
-    return found.contiguous()
+def shard_of(full, cut, shard):
+    """(tensors, boxes): as torch cuts, so that the last ones have less, or nothing."""
+    tensors, boxes = {}, {}
+    for name, tensor in full.items():
+        if name in cut:
+            start = 0
+            parts = tensor.chunk(3, cut[name])
+            for part in parts[:shard]:
+                start += part.shape[cut[name]]
+            mine = parts[shard] if shard < len(parts) else tensor.narrow(cut[name], 0, 0)
+            at = [start if dim == cut[name] and mine.numel() else 0 for dim in range(tensor.ndim)]
+            boxes[name] = [Box(name, tuple(tensor.shape), tuple(at), tuple(mine.shape))]
+            tensors[name] = mine.contiguous()
+        else:
+            tensors[name] = tensor
+    return tensors, boxes
 
 
-@pytest.mark.parametrize("metadata", [{}, {CUT: "?"}])
-def test_shards_that_nobody_can_put_together_are_refused_by_name(server, publish, metadata):
-    publish(1, [{"w": torch.ones(4)}, {"w": torch.ones(4)}], metadata)
-    with Whole("policy", replica="rollout-0", server=server) as whole:
-        assert whole.update() == 1
-        with pytest.raises(tensorhub.UsageError, match=r"how the 2 shards of 'w' are put together"):
-            dict(whole)
+def test_what_was_published_without_boxes_is_refused(server, publish):
+    publish(1, [({"w": torch.ones(4)}, None), ({"w": torch.ones(4)}, None)])
+    with (
+        Whole("policy", replica="rollout-0", server=server) as whole,
+        pytest.raises(tensorhub.UsageError, match=r"policy@1 was published without boxes"),
+    ):
+        whole.update()
 
 
 def test_it_waits_for_a_first_version_and_holds_none_before(server, publish):
@@ -86,13 +109,13 @@ def test_it_waits_for_a_first_version_and_holds_none_before(server, publish):
             dict(whole)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(whole.update, timeout=30)
-            publish(4, [{"w": torch.ones(4)}], {})
+            publish(4, ONE)
             assert waiting.result(30) == 4
         assert torch.equal(dict(whole)["w"], torch.ones(4))
 
 
 def test_a_closed_one_begins_anew(server, publish):
-    publish(1, [{"w": torch.ones(4)}], {})
+    publish(1, ONE)
     whole = Whole("policy", replica="rollout-0", server=server)
     whole.close()
     assert whole.update() == 1
@@ -103,21 +126,13 @@ def test_a_closed_one_begins_anew(server, publish):
 
 
 def test_what_cannot_join_leaves_nothing_behind(server, publish):
-    publish(1, [{"w": torch.ones(4)}, {"w": torch.ones(4)}], {CUT: "0"})
-    taken = tensorhub.open("policy", replica="rollout-0", shard=1, shards=2, server=server)
+    publish(1, halves())
+    taken = tensorhub.open("policy", replica="rollout-0", server=server)
     whole = Whole("policy", replica="rollout-0", server=server, timeout=2.0)
     with pytest.raises((tensorhub.ShardTaken, tensorhub.DeadlineExceeded)):
         whole.update(timeout=10)
     assert {each.name for each in tensorhub.connect(server).replicas("policy")} == {"trainer", "rollout-0"}
     taken.close()
     assert whole.update(timeout=30) == 1
-    assert torch.equal(dict(whole)["w"], torch.ones(8))
+    assert torch.equal(dict(whole)["w"], torch.tensor([0.0] * 4 + [1.0] * 4))
     whole.close()
-
-
-def test_a_word_on_other_tensors_is_refused(server, publish):
-    publish(1, [{"w": torch.ones(4)}, {"w": torch.ones(4)}], {CUT: "00"})
-    with Whole("policy", replica="rollout-0", server=server) as whole:
-        whole.update()
-        with pytest.raises(tensorhub.UsageError, match="tells of 2 tensors"):
-            dict(whole)

@@ -150,7 +150,7 @@ class DescribedView(msgspec.Struct, frozen=True):
 
 
 class TensorView(msgspec.Struct, frozen=True):
-    """One tensor of one shard. `dtype` is torch's name without the prefix."""
+    """One tensor of one shard, or a whole one. `dtype` is torch's name without the prefix."""
 
     name: str
     dtype: str
@@ -167,6 +167,7 @@ class LayoutView(msgspec.Struct, frozen=True):
     version: int
     size_bytes: int
     shards: tuple[tuple[TensorView, ...], ...]
+    is_whole: bool = False  # published with boxes: `shards` is one, of the whole tensors
 
 
 class ShardView(msgspec.Struct, frozen=True):

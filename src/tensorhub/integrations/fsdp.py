@@ -9,18 +9,20 @@
 Rules:
 1. Each rank that holds a shard is one worker. Which shard it is follows from the mesh of the module's DTensors. Along a
    dimension of the mesh on which nothing is cut (HSDP), and without any DTensor (DDP), ranks hold copies, and the first
-   one publishes. Ranks that were cut by anything else say `shard=` and `shards=` themselves.
-2. Registered are the tensors of `state_dict()` where they lie, of a DTensor the local one, sorted by name. What FSDP2
-   gathers it also frees: gathered parameters are never registered, and `state_dict()` puts the shards back.
+   one publishes. Ranks that were cut by anything else say `shard=`, `shards=` and `boxes=` themselves.
+2. Registered are the tensors of `state_dict()` where they lie. DTensors say which part of what they are, all others are
+   whole: so whoever says boxes can read them, however it is cut. What FSDP2 gathers it also frees: gathered parameters
+   are never registered, and `state_dict()` puts the shards back.
 3. All ranks begin a step together and end it together. A rank that raises, or is gone, makes it a failure on all of
    them: nothing is published, the tensors stay unpublished, and the number is free again.
 4. Where somebody holds a version of the model, the module is filled with the newest one: a trainer that was started
-   again goes on where its rollouts are. Optimizers have a state of their own, which this does not bring back.
+   again, also with another number of ranks, goes on where its rollouts are. Optimizers have a state of their own, which
+   this does not bring back.
 
 It must never: gather a parameter, or wait for a rank that has raised.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +30,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorhub
 
 from .ranks import Ranks
-from .whole import CUT
 
 if TYPE_CHECKING:
     import torch
@@ -47,14 +48,16 @@ def attach(
     dtype: "torch.dtype | str | None" = None,
     shard: int | None = None,
     shards: int | None = None,
+    boxes: Mapping[str, "Sequence[tensorhub.Box]"] | None = None,
     **options: Any,
 ) -> "Publisher":
     """Register this rank's part of the module, and publish what it holds now, as `version` or the next free number.
 
     Where somebody holds a version of the model already, the module is filled with the newest one instead, unless
     `fill=False`. `Publisher.version` says which it is. `dtype` is what is published ("bfloat16"), where the optimizer
-    works on another. `options` are those of `tensorhub.open`. On all ranks at once; raises as `open`, `register`,
-    `publish` and `replicate` do, and `GroupIncomplete` where another rank did.
+    works on another; `boxes` are those of `register`, of plain tensors that are parts. `options` are those of
+    `tensorhub.open`. On all ranks at once; raises as `open`, `register`, `publish` and `replicate` do, and
+    `GroupIncomplete` where another rank did.
     """
     module = _bare(module)
     ranks = Ranks(options.get("call_timeout") or WAIT_S)
@@ -66,17 +69,21 @@ def attach(
     held, after = ranks.told(held, after)
     number = max(version, after) if held < 0 else held
     publishes = place.copy == 0
-    publisher = Publisher(
-        module, ranks, {CUT: _cut(module, place.shards)} if place.shards > 1 else {}, publishes=publishes
-    )
+    publisher = Publisher(module, ranks)
     with ranks.agreeing("attach() failed"):
         if publishes or held >= 0:
             name = replica if publishes else f"{replica}-copy-{place.copy}"
             options |= {} if publishes else {"reliable": False, "host_bytes": 0}
-            publisher._open(
-                tensorhub.open(model, replica=name, shard=place.shard, shards=place.shards, **options), dtype
-            )
-            publisher._begin(held, number)
+            weights = tensorhub.open(model, replica=name, shard=place.shard, shards=place.shards, **options)
+            weights.register(tensors_of(module), dtype=dtype, boxes=boxes or {})
+            if held >= 0:
+                weights.replicate(held)
+            else:
+                weights.publish(number)
+            if publishes:
+                publisher.weights = weights
+            else:  # it serves nobody: nobody would ask before this rank's next step
+                weights.close()
     publisher.version, publisher.next_version = number, max(after, number + 1)
     return publisher
 
@@ -88,8 +95,8 @@ class Publisher:
     version: int | None = None  # what the module is a version of; None while it is none
     next_version: int = 0  # what the next step publishes, unless it says another number
 
-    def __init__(self, module: "torch.nn.Module", ranks: "Ranks", said: dict[str, str], *, publishes: bool) -> None:
-        self._module, self._ranks, self._said, self._publishes = module, ranks, said, publishes
+    def __init__(self, module: "torch.nn.Module", ranks: "Ranks") -> None:
+        self._module, self._ranks = module, ranks
         self._known = _facts(module)
 
     def __enter__(self) -> "Publisher":
@@ -121,53 +128,33 @@ class Publisher:
             with self._ranks.agreeing(f"step({version}) could not begin"):
                 self._check_same()  # and so no rank is left with gathered parameters if it raises in the block
                 if self.weights is not None:
-                    said = {**(metadata or {}), **self._said}
-                    stack.enter_context(self.weights.mutating(version=version, metadata=said, timeout=timeout))
+                    stack.enter_context(self.weights.mutating(version=version, metadata=metadata, timeout=timeout))
             self.version = None
             with self._ranks.agreeing(f"step({version}) failed, and nothing was published"):
                 yield version
                 self._check_same()
         self.version, self.next_version = version, version + 1
 
-    def _open(self, weights: "tensorhub.Weights", dtype: "torch.dtype | str | None") -> None:
-        self.weights = weights
-        weights.register(tensors_of(self._module), dtype=dtype)
-
-    def _begin(self, held: int, number: int) -> None:
-        assert self.weights is not None
-        if held >= 0:
-            self.weights.replicate(held)
-        else:
-            self.weights.publish(number, metadata=self._said)
-        if not self._publishes:  # it serves nobody: nobody would ask before this rank's next step
-            self.weights.close()
-            self.weights = None
-
     def _check_same(self) -> None:
         now = _facts(self._module)
         wrong = sorted(name for name in self._known.keys() | now.keys() if self._known.get(name) != now.get(name))
         if wrong:
-            text = (
-                f"{len(wrong)} tensors of the module are no longer those that were registered: {', '.join(wrong[:5])}"
-            )
-            raise tensorhub.UsageError(text, hint="change parameters in place, or close() and attach() again")
+            text = f"{len(wrong)} tensors of the module are no longer those that were registered"
+            hint = "change parameters in place, or close() and attach() again"
+            raise tensorhub.UsageError(f"{text}: {', '.join(wrong[:5])}", hint=hint)
 
 
-def tensors_of(module: "torch.nn.Module") -> "dict[str, torch.Tensor]":
-    """This rank's part of each parameter and persistent buffer, where it lies, sorted by name."""
-    return {name: value.to_local() if _is_cut(value) else value for name, value in _state(module)}
-
-
-def _state(module: "torch.nn.Module") -> "list[tuple[str, Any]]":
+def tensors_of(module: "torch.nn.Module") -> dict[str, Any]:
+    """This rank's parameters and persistent buffers, sorted by name, as other replicas have whole tensors too."""
     import torch
 
     with torch.no_grad():
         found = module.state_dict()
-    return sorted((name, value) for name, value in found.items() if isinstance(value, torch.Tensor))
+    return {name: value for name, value in sorted(found.items()) if isinstance(value, torch.Tensor)}
 
 
 def _facts(module: "torch.nn.Module") -> dict[str, tuple[object, ...]]:
-    found = tensors_of(module).items()
+    found = [(name, value.to_local() if _is_cut(value) else value) for name, value in tensors_of(module).items()]
     return {
         name: (each.data_ptr() if each.numel() else 0, each.dtype, each.shape, each.stride()) for name, each in found
     }
@@ -195,15 +182,14 @@ def _place(module: "torch.nn.Module", ranks: "Ranks", shard: int | None, shards:
     """What this rank is of the replica."""
     if shard is not None or shards is not None:
         return _Place(ranks.rank if shard is None else shard, ranks.count if shards is None else shards, 0)
-    found = [value for _, value in _state(module) if _is_cut(value)]
+    found = [value for value in tensors_of(module).values() if _is_cut(value)]
     if not found:
         return _Place(0, 1, ranks.rank)
     mesh = max((value.device_mesh for value in found), key=lambda each: each.ndim)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise tensorhub.UsageError(
-            f"rank {ranks.rank} is not in the mesh of the module", hint="give shard= and shards="
-        )
+        text = f"rank {ranks.rank} is not in the mesh of the module"
+        raise tensorhub.UsageError(text, hint="give shard= and shards=")
     here, count, copy = 0, 1, 0
     for along, (at, size) in enumerate(zip(coordinate, mesh.shape, strict=True)):
         if any(not each.placements[along].is_replicate() for each in found if each.device_mesh == mesh):
@@ -211,17 +197,3 @@ def _place(module: "torch.nn.Module", ranks: "Ranks", shard: int | None, shards:
         else:
             copy = copy * size + at
     return _Place(here, count, copy)
-
-
-def _cut(module: "torch.nn.Module", shards: int) -> str:
-    """How the shards are put together again, as far as a reader can that knows no boxes."""
-
-    def letter(value: Any) -> str:
-        found = [(along, each) for along, each in enumerate(value.placements) if not each.is_replicate()]
-        if not found:
-            return "r"
-        along, placement = found[0]
-        is_plain = len(found) == 1 and type(placement).__name__ == "Shard" and value.device_mesh.size(along) == shards
-        return str(placement.dim % value.ndim) if is_plain else "?"
-
-    return "".join(letter(value) if _is_cut(value) else "r" for _, value in _state(module))

@@ -52,7 +52,7 @@ class StagedPublisher:
                     self._copy(coming)
             else:
                 made = {name: self._staged(tensor) for name, tensor in coming}
-                self._weights.register(dict(sorted(made.items())))
+                self._weights.register(dict(sorted(made.items())), boxes={})  # the order in which others have them
                 self._tensors = made
                 self._weights.publish(number, metadata=metadata)
             return number

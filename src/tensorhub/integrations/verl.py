@@ -98,10 +98,10 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         if self._tensors:
             await self._weights.update(self._version)
         else:
-            (layout,) = (await self._view.layout(self._model, self._version)).shards
-            empty = ((each.name, tensorhub.empty(each.shape, dtype=each.dtype)) for each in layout)
+            (found,) = (await self._view.layout(self._model, self._version)).shards
+            empty = ((each.name, tensorhub.empty(each.shape, dtype=each.dtype)) for each in found)
             self._tensors = {name: torch.as_tensor(tensor) for name, tensor in empty}
-            await self._weights.register(self._tensors)
+            await self._weights.register(self._tensors, boxes={})
             await self._weights.replicate(self._version)
         for name, tensor in self._tensors.items():
             yield name, tensor

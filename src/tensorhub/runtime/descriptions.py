@@ -36,12 +36,19 @@ AGAIN_S = 0.3
 
 async def layout_of(options: Options, model: str, spec: Spec, deadline: float) -> LayoutView:
     """The layout of every shard of one version; of one with boxes that of the whole, as `load` gives it."""
-    laid = await layouts_of(options, model, spec, deadline)
-    version, layouts = laid.version, laid.layouts
-    if laid.cut_by:
-        layouts = [await whole_layout_of(options, model, laid, deadline)]
-    shards = tuple(tuple(TensorView(t.name, t.dtype, t.shape) for t in layout.tensors) for layout in layouts)
-    return LayoutView(model, version, sum(layout.size_bytes for layout in layouts), shards)
+    while True:
+        laid = await layouts_of(options, model, spec, deadline)
+        version, layouts, is_whole = laid.version, laid.layouts, bool(laid.cut_by)
+        try:
+            if is_whole:
+                layouts = [await whole_layout_of(options, model, laid, deadline)]
+        except SourceLost:  # its replicas come and go
+            if time.monotonic() + AGAIN_S >= deadline:
+                raise
+            await asyncio.sleep(AGAIN_S)
+            continue
+        shards = tuple(tuple(TensorView(t.name, t.dtype, t.shape) for t in layout.tensors) for layout in layouts)
+        return LayoutView(model, version, sum(layout.size_bytes for layout in layouts), shards, is_whole)
 
 
 class Laid(NamedTuple):

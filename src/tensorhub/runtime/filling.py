@@ -68,7 +68,7 @@ async def _fill(
     *,
     boxes: "Mapping[str, Sequence[Box]] | None" = None,
 ) -> list[Filled]:
-    made = await allocated(layouts, boxes)
+    made = await _allocated(layouts, boxes)
     replica, clients = f"load-{uuid4().hex[:12]}", list[Client]()
     leave_s = min(LEAVE_S, LEAVE_SHARE * (deadline - time.monotonic()))
     try:
@@ -85,7 +85,7 @@ async def _fill(
     return [Filled(tensors, version, words) for (tensors, _), words in zip(made, said, strict=True)]
 
 
-async def allocated(
+async def _allocated(
     layouts: list[Layout], boxes: "Mapping[str, Sequence[Box]] | None" = None
 ) -> "list[tuple[dict[str, type_of_tensor], Registration]]":
     """Uninitialised tensors for each shard, and what `register` makes of them."""
