@@ -153,9 +153,9 @@ MUTANTS = (
     ),
     Mutant(
         "two reads write at once",
-        "        return self.offer is not None and is_wanted and self.reading is None and now < self.trust_until\n",
+        "        return is_complete and is_wanted and self.reading is None and now < self.trust_until\n",
         "        is_free = self.reading is None or self.is_stopping\n"
-        "        return self.offer is not None and is_wanted and is_free and now < self.trust_until\n",
+        "        return is_complete and is_wanted and is_free and now < self.trust_until\n",
         "a new read starts only after the old one has ended",
     ),
     Mutant(
@@ -1049,6 +1049,18 @@ MUTANTS = (
         "        over=tuple(worker.slot.parts.over),\n",
         "        over=(),\n",
         "a source is let go when its own part of a read across ends",
+    ),
+    Mutant(
+        "a read across begins with what it gets",
+        "        return bool(self.granted) and len(self.granted) == self.granted[0].parts\n",
+        "        return bool(self.granted)\n",
+        "a read across begins with a source for each line",
+    ),
+    Mutant(
+        "a read across that begins anew is thought to have what the one before had",
+        "        crossing.done.clear()",
+        "        pass",
+        "what begins anew gets a source for each line",
     ),
     Mutant(
         "what has brought all is given another source",

@@ -50,6 +50,7 @@ class Crossing:
         self.one = effect.grants[0]
         self.root: Digest | None = None  # of what it will be here; None: not known yet
         self.is_started = False
+        self.lacking = 0  # parts that ended without what was wanted of them, and were not replaced
 
     @property
     def done(self) -> int:
@@ -74,6 +75,9 @@ class Crossing:
             self.root = root_of(contents.pop(), self.player.cut, self.player.me.shard)
             self.player.stage.contents[self.root] = values_of(self.root, self.chunks)
             events.append(AcrossOpened(self.ticket, self.root))
+        elif self.root is None and shards and self.lacking == 0:
+            text = f"no source has what is in shard {min(set(range(count)) - set(shards))} of {count}"
+            events.append(ReadEnded(self.ticket, failure=Failure("layout-mismatch", text)))
         return events
 
     def start(self, effect: StartAcross) -> None:
@@ -84,13 +88,17 @@ class Crossing:
     def add(self, effect: AddPart) -> list[Event]:
         """One more source; it may not be needed."""
         self.parts[effect.grant.ticket] = effect.grant
+        self.lacking = max(0, self.lacking - 1)
         if self.root is None:
             return self.open()
         return self._look(effect.grant.ticket) or self._brought()
 
     def stop(self, effect: StopPart) -> list[Event]:
         """Nothing more from that source."""
-        return [PartEnded(self.ticket, effect.part)] if self.parts.pop(effect.part, None) is not None else []
+        if self.parts.pop(effect.part, None) is None:
+            return []
+        self.lacking += 1
+        return [PartEnded(self.ticket, effect.part)]
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
@@ -138,6 +146,7 @@ class Crossing:
     def fail(self, part: Ticket, code: str, message: str) -> None:
         """One part is over; the others go on."""
         grant = self.parts.pop(part)
+        self.lacking += 1
         self.player.stage.say(f"{self.player.name} fails {self.player.stage.words.ticket(part)}: {code}: {message}")
         self.player.tell(PartEnded(self.ticket, part, failure=Failure(code, message)))
         assert grant.ticket not in self.parts
@@ -155,6 +164,7 @@ class Crossing:
         if served is not None and grant.endpoints:
             return []
         del self.parts[part]
+        self.lacking += 1
         failure = Failure("source-lost", f"{name_of(grant.source)} does not serve version {grant.version}")
         self.player.stage.say(f"{self.player.name} fails {self.player.stage.words.ticket(part)}: {failure.message}")
         return [PartEnded(self.ticket, part, failure=failure)]

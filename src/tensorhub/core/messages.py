@@ -313,8 +313,7 @@ class Report(_Message, frozen=True, tag="report"):
 class Grant(_Message, frozen=True):
     """Permission to read one version of one shard from one source: from its buffer or its host copy, into either.
 
-    `shares`: both are host copies on one host. Map the source's, which is whole, rather than make another; where that
-    cannot be, read it at once as any other.
+    `shares`: both are host copies on one host. Map the source's, which is whole, or read it at once where that cannot be.
     """
 
     ticket: Ticket
@@ -328,6 +327,7 @@ class Grant(_Message, frozen=True):
     to_host: bool = False
     is_cross_site: bool = False  # the source is in another site
     shares: bool = False
+    parts: int = 0  # a read across begins with so many, one for each line of a cut; 0: this one is a whole read
 
 
 class Answer(_Message, frozen=True):

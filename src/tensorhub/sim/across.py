@@ -42,6 +42,7 @@ class SimAcross:
         self.grant = grants[0]
         self.parts: dict[Ticket, SimPart] = {}
         self.tickets: dict[Ticket, WorkerId] = {}
+        self.lacking = 0  # parts that ended without what was wanted of them, and were not replaced
         self.began = plane.world.now
         self.root = Digest("")
         self.is_only_opened = True
@@ -79,6 +80,7 @@ class SimAcross:
 
     def add(self, grant: Grant) -> None:
         self._add(grant)
+        self.lacking = max(0, self.lacking - 1)
         if self.root and not self._needs(self.parts[grant.ticket]):
             self._later(self.plane.pace(self.reader), lambda: self._part_over(grant.ticket, brought=True))
 
@@ -99,6 +101,7 @@ class SimAcross:
         if part is None:
             return
         part.is_stopped = True
+        self.lacking += 1
         if not part.is_busy:
             self._later(self.plane.pace(self.reader), lambda: self._part_over(ticket))
 
@@ -115,6 +118,9 @@ class SimAcross:
         shards = {part.grant.source.shard: part for part in self.parts.values() if not part.is_stopped}
         wants = next((part.source.hello.shards for part in shards.values() if part.source is not None), 0)
         silent = any(part.heard_at < self.plane.world.now for part in shards.values())
+        if wants and len(shards) < wants and not silent and self.lacking == 0:
+            self.end(Failure("layout-mismatch", f"of {wants} shards of the sources only {sorted(shards)} are granted"))
+            return
         if not wants or len(shards) < wants or silent:
             self._later(LOOK_S, self._open)
             return
@@ -159,6 +165,7 @@ class SimAcross:
         if part is not None and not self.is_ended and self.reader.is_alive:
             part.is_ended = True
             brought = brought and not part.is_stopped
+            self.lacking += not (brought or part.is_stopped)  # who was told to stop lacks since then
             self.reader.tell(PartEnded(self.ticket, ticket, brought, None if part.is_stopped else failure))
 
     # --- bytes --------------------------------------------------------------------------------------------------------

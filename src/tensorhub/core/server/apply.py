@@ -97,6 +97,7 @@ def _give(state: State, give: Give) -> None:
         to_host=give.to_host,
         is_cross_site=source.hello.site != reader.hello.site,
         shares=give.shares,
+        parts=0 if give.part is None or reader.crossing is None else len(reader.crossing.cut),
     )
     done, chunks, _ = reader.filled(record.version, to_host=give.to_host)
     read = OpenRead(grant, reader.worker, reader.line, looked_at=now, began_at=now, had=done / max(chunks, done, 1))

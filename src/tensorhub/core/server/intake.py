@@ -217,8 +217,7 @@ def _exists_by(state: State, replica: Replica, buffer: Holding | Withdrawing | V
 def take_reads(state: State, member: Member, before: Report) -> None:
     """What the worker reads, what it does not read any more, and what has failed."""
     report, worker = member.report, member.worker
-    if report.across is not None:
-        parts.take_across(state, member, report.across)
+    parts.take_across(state, member, report.across)
     close_reads(state, member, report.closed, report.over)
     reading = report.reading
     if reading is not None and state.is_recovering and _may_adopt(state, worker, report):

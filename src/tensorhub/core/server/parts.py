@@ -13,12 +13,16 @@ from .state import State
 from .watches import sources_of
 
 
-def take_across(state: State, member: Member, across: Across) -> None:
-    """The worker reads that."""
+def take_across(state: State, member: Member, across: Across | None) -> None:
+    """The worker reads that across; None: nothing."""
+    crossing = member.crossing
+    if crossing is not None and (across is None or crossing.version != across.version):
+        crossing.done.clear()  # whatever it reads next across needs every line of the cut anew
+    if across is None:
+        return
     if state.is_recovering:
         _adopt(state, member, across)
     mine = {read.ticket: read for read in state.reads.of(member.worker)}
-    crossing = member.crossing
     for ticket in across.brought:
         read = mine.get(ticket)
         if read is not None and read.part is not None and crossing is not None and crossing.version == read.version:

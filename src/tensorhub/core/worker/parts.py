@@ -29,6 +29,11 @@ class Parts:
         fresh = [grant for grant in granted if grant.ticket > closed and grant.ticket not in self.over]
         self.granted = tuple(self.open.get(grant.ticket, grant) for grant in fresh)
 
+    @property
+    def are_complete(self) -> bool:
+        """A read can begin with what is granted: every line of a cut is in it."""
+        return bool(self.granted) and len(self.granted) == self.granted[0].parts
+
     def begin(self) -> Ticket:
         """All that is granted is read from now on. Returns the ticket by which the whole is known."""
         self.open = {grant.ticket: grant for grant in self.granted}

@@ -83,8 +83,9 @@ class ReadSlot:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def may_start(self, *, is_wanted: bool, now: float) -> bool:
-        """What is granted is wanted, nothing is open, and the lease lasts."""
-        return self.offer is not None and is_wanted and self.reading is None and now < self.trust_until
+        """All that one read needs is granted and wanted, nothing is open, and the lease lasts."""
+        is_complete = self.grant is not None or self.parts.are_complete
+        return is_complete and is_wanted and self.reading is None and now < self.trust_until
 
     @property
     def is_into_buffer(self) -> bool:

@@ -21,10 +21,10 @@ class StallJudge(Judge):
     def look(self, life: Life) -> None:
         """It has been ready to read for a while, and nobody lets it."""
         version = self._waits_for(life)
+        if version != life.idle_for:
+            life.idle_for, life.idle_since = version, self.now
         if version is None:
-            life.idle_since = inf
             return
-        life.idle_since = min(life.idle_since, self.now)
         patience_s = 0.4 + 12 * self.conditions.delay_s
         since = max(life.idle_since, life.heard_since)
         if self.now < since + patience_s or not self._can_talk(life, since):

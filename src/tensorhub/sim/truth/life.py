@@ -123,7 +123,8 @@ class Life:
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server
     heard_since: float = inf  # when that life of the server first heard it
-    idle_since: float = inf  # it is ready to read, and reads nothing
+    idle_for: Version | None = None  # it is ready to read that, and reads nothing
+    idle_since: float = inf  # so long
     is_connected: bool = True  # as far as the server could know
     bad_until: float = 0.0  # a message of its own was lost or is late
     layout: Digest = Digest("")
