@@ -1051,6 +1051,12 @@ MUTANTS = (
         "a source is let go when its own part of a read across ends",
     ),
     Mutant(
+        "what was told to go before it was whole counts as whole",
+        "        if copy.number in member.releasing and copy.number in unfinished:\n",
+        "        if False:\n",
+        "nothing is established by a copy that is about to go",
+    ),
+    Mutant(
         "a read across begins with what it gets",
         "        return bool(self.granted) and len(self.granted) == self.granted[0].parts\n",
         "        return bool(self.granted)\n",

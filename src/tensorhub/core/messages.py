@@ -313,7 +313,7 @@ class Report(_Message, frozen=True, tag="report"):
 class Grant(_Message, frozen=True):
     """Permission to read one version of one shard from one source: from its buffer or its host copy, into either.
 
-    `shares`: both are host copies on one host. Map the source's, which is whole, or read it at once where that cannot be.
+    `shares`: both are host copies on one host. Map the source's, which is whole; where that cannot be, read it at once.
     """
 
     ticket: Ticket

@@ -163,9 +163,15 @@ def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
 
 
 def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:
-    """Its host copies. One with other content than its version counts as not whole. A whole one makes it exist."""
+    """Its host copies. A whole one makes its version exist.
+
+    One with other content than its version counts as not whole; so does one that was told to go before it was whole.
+    """
     found = []
+    unfinished = [copy.number for copy in member.content.copies if not copy.whole]
     for copy in member.report.copies[:MAX_COPIES]:
+        if copy.number in member.releasing and copy.number in unfinished:
+            copy = replace(copy, whole=False)
         if copy.whole and not copy.leaving:
             if not evidence.accepts(state, model, member, copy.version, copy.root, copy.layout):
                 state.counters["conflicting_holders"] += 1

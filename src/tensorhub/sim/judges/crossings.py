@@ -31,7 +31,7 @@ class CrossingJudge(Judge):
         version, theirs = read.grant.version, other.read
         held, copy = other.held, other.copies.get(version)
         is_held = held is not None and held.version == version and held.since < settled and held.is_served
-        if is_held and not self._makes_way(other, read):
+        if is_held and not self._makes_way(other, read, settled):
             return True
         if copy is not None and copy.since < settled:
             return True
@@ -50,10 +50,10 @@ class CrossingJudge(Judge):
         spans = (*other.starved, (other.fed_at, inf))
         return any(since + self.settings.stalled_s <= began and settled < until for since, until in spans)
 
-    def _makes_way(self, other: Life, read: Read) -> bool:
-        """Its caller wanted another version, and knew which, when the read began: it takes no reader any more."""
-        call = other.call
-        return call is not None and call.resolved not in (None, read.grant.version) and call.resolved_at < read.began
+    def _makes_way(self, other: Life, read: Read, settled: float) -> bool:
+        """Its caller wanted another version, and knew which, when the read began, or did so till lately, in vain."""
+        calls = [call for call in (*other.past, other.call) if call is not None and call.ended > settled]
+        return any(call.resolved not in (None, read.grant.version) and call.resolved_at < read.began for call in calls)
 
     def _is_between(self, other: Life, reader: Life, settled: float) -> bool:
         """A fault stood between the two, or between one of them and the server."""
