@@ -58,7 +58,7 @@ class ProgressJudge(Judge):
 
         None that was to bring that version has failed, and it has lasted for less than a quarter of the calm: whoever
         hangs is not excused. Where a host stays slow for ever, a call may take all of its time. Or that version has
-        come while it rested between two calls.
+        come while it rested between two calls, or during one that has just brought what was the newest before.
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
         since = self.conditions.storm_s + self.conditions.calm_s / 2
@@ -68,7 +68,8 @@ class ProgressJudge(Judge):
         begun = [call for call in calls if call.began >= since]
         if any(call.error is not None and call.resolved == newest for call in calls):
             return False
-        if made is not None and not begun and self.now - made.exists < MOST_REST_S:
+        ended = max((call.ended for call in calls if call.ended < inf and call.error is None), default=-inf)
+        if made is not None and not begun and self.now - max(made.exists, ended) < MOST_REST_S:
             return True
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
         most_s = inf if is_hindered else self.conditions.calm_s / 4
