@@ -1051,6 +1051,12 @@ MUTANTS = (
         "a source is let go when its own part of a read across ends",
     ),
     Mutant(
+        "what is established is forgotten while all who have it are away",
+        "        retained.update(dict.fromkeys(established[:1]))",
+        "        retained.update({})",
+        "who comes back first keeps its share of what is established",
+    ),
+    Mutant(
         "what was told to go before it was whole counts as whole",
         "        if copy.number in member.releasing and copy.number in unfinished:\n",
         "        if False:\n",

@@ -279,12 +279,13 @@ class Model:
     def _look(self, key: tuple[object, ...]) -> "Glance":
         existing = [version for version in reversed(self._ascending) if self.versions[version].exists]
         available = tuple(version for version in existing if not self.is_lost(self.versions[version]))
-        established = (version for version in available if self.versions[version].is_established)
-        newest_established = next(established, None) if self.keeps_established else None
+        established = [v for v in existing if self.keeps_established and self.versions[v].is_established]
+        newest_established = next((version for version in established if version in available), None)
         newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
         retained = dict(newest)
         if newest_established is not None:
             retained[newest_established] = None
+        retained.update(dict.fromkeys(established[:1]))  # it may be lost only because all who have it were away
         for pins in self.pins.values():
             retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
         return Glance(key, available, newest_established, newest, retained)

@@ -24,6 +24,8 @@ class RetentionJudge(Judge):
             return
         if made.root_of(life.shard) is None or self._was_lost(life, version):
             return
+        if not self._had_room(life, where) and self._were_all_away(life, version):
+            return
         if any(other.hello.reliable for other in truth.holders(life.shard, version) if other is not life):
             return
         if life in truth.holders(life.shard, version):
@@ -93,6 +95,18 @@ class RetentionJudge(Judge):
         return (
             any(not self.truth.holders(shard, version) for shard in shards)
             or self.truth.lost.get((model, version), -inf) >= since
+        )
+
+    def _were_all_away(self, life: Life, version: Version) -> bool:
+        """All who have some other shard of it have hardly come back from where the server could not hear them."""
+        lately = self.now - FLEETING_S - 8 * self.conditions.delay_s
+        shards = [(life.shard[0], shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
+        return any(
+            all(
+                not self.truth.is_in_session(other) or other.away_until > lately
+                for other in self.truth.holders(shard, version)
+            )
+            for shard in shards
         )
 
     def _was_left_lately(self, life: Life, version: Version) -> bool:

@@ -123,6 +123,7 @@ class Life:
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server
     heard_since: float = inf  # when that life of the server first heard it
+    away_until: float = -inf  # for about a lease before that the server had not heard it
     idle_for: Version | None = None  # it is ready to read that, and reads nothing
     idle_since: float = inf  # so long
     is_connected: bool = True  # as far as the server could know

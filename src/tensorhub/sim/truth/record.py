@@ -15,6 +15,7 @@ from .life import BAR, Call, Copied, Held, Life, Read
 from .troubles import Troubles
 
 MOST_PAST = 20  # calls of one process that are remembered
+MOST_OF_A_LEASE = 0.75  # who was heard of within that is in session, however clocks drift
 
 
 @dataclass(eq=False)
@@ -192,7 +193,7 @@ class Truth:
 
     # --- what the server must know ------------------------------------------------------------------------------------
 
-    def is_in_session(self, life: Life, slack: float = 0.75) -> bool:
+    def is_in_session(self, life: Life, slack: float = MOST_OF_A_LEASE) -> bool:
         """This life of the server has heard it, and its lease cannot be over."""
         lease_s = self.plan.settings.lease_s * slack
         return life.is_alive and life.heard_by == self.server_life and self.now < life.heard_at + lease_s
@@ -346,6 +347,8 @@ class Truth:
             return
         if life.heard_by != self.server_life:
             life.heard_since = self.now
+        if self.now > life.heard_at + MOST_OF_A_LEASE * self.plan.settings.lease_s:
+            life.away_until = self.now
         life.heard, life.heard_at, life.heard_by, life.is_connected = report, self.now, self.server_life, True
 
     def ordered(self, life: Life, orders: Orders) -> None:
