@@ -864,8 +864,8 @@ MUTANTS = (
     ),
     Mutant(
         "nobody waits for what is yet to come",
-        " and not (call.waits and _may_come(model, call.spec))\n",
-        "\n",
+        " and not (call.waits and _may_come(model, call.spec)):\n",
+        ":\n",
         "replicate(n, wait=True) waits until n is published",
     ),
     Mutant(
