@@ -118,6 +118,23 @@ def test_a_part_that_no_shard_has_is_named_before_anything_is_published(replica)
     assert "no shard of the replica that publishes has 'layer/0.w'[299:300, 0:128]" in str(found[0])
 
 
+def test_a_shard_whose_sibling_has_failed_and_left_hears_so_at_once(replica):
+    (first, _, _), (second, _, _) = replica("trainer", (0, 100, 299), 0)  # a row is missing
+    with pytest.raises(tensorhub.LayoutMismatch):
+        first.publish(1)
+    first.close()
+    text = r"shard 0 of trainer could not make its last call, and has left: no shard of .* has 'layer/0.w'\[299:300"
+    with pytest.raises(tensorhub.GroupIncomplete, match=text):
+        second.publish(1, timeout=60)
+
+
+def test_a_shard_that_is_not_there_is_waited_for_as_long_as_a_lease(server):
+    with contextlib.closing(tensorhub.open("m", replica="t", shard=1, shards=3, server=server.address)) as weights:
+        weights.register({"w": np.zeros(4, np.float32)}, boxes={})
+        with pytest.raises(tensorhub.GroupIncomplete, match=r"shards \[0, 2\] of t were not there within 2 s"):
+            weights.publish(1, timeout=60)
+
+
 def test_shards_of_another_dtype_are_named(replica):
     publish(replica("trainer", (0, ROWS), 0), 1)
     ((engine, array, _),) = replica("engine", (0, COLUMNS), 1, kind=np.float16)
@@ -190,8 +207,8 @@ def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
     trainer, engine = replica("trainer", (0, 100, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
     real, asked = cutting.fetch_cuts, []
 
-    async def fetch(options, model, deadline):
-        found = await real(options, model, deadline)
+    async def fetch(options, model, deadline, *, replica):
+        found = await real(options, model, deadline, replica=replica)
         asked.append(found)
         if len(asked) == 1:
             only = tuple(view for view in found.shards if view.replica == "trainer")

@@ -46,6 +46,21 @@ def test_who_wants_to_publish_is_a_trainer_though_nothing_came_of_it_yet() -> No
         assert group.publishes is is_trainer
 
 
+def test_who_waits_for_a_shard_that_could_not_make_the_call_hears_why() -> None:
+    group, why = replica(), Failure("layout-mismatch", "no shard has 'w'[299:300]")
+    group.arrive(ZERO, called(1, "publish", 7), now=0.0)
+    group.note_ended(ONE, 1, 0, missed=why)
+    assert group.call is not None
+    assert group.call.error is not None
+    assert group.call.error.code == "group-incomplete"
+    assert group.call.error.message.endswith("before all shards were done: no shard has 'w'[299:300]")
+    assert group.missed == (ONE, why)
+    group.note_ended(ONE, 1, 0, missed=why)  # as it goes on to report
+    assert group.missed == (ONE, why)
+    group.note_ended(ZERO, 2, 0)
+    assert group.missed is None
+
+
 def test_the_stored_answer_is_everybodys() -> None:
     group = replica()
     group.arrive(ZERO, called(1), now=0.0)

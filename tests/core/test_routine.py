@@ -54,6 +54,7 @@ NEWS: dict[str, Any] = {
     "stops": True,
     "across": Across(ONE),
     "over": (Ticket(4),),
+    "missed": Failure("layout-mismatch", "no shard has it"),
 }
 
 

@@ -261,15 +261,14 @@ class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
     `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the highest
-    orders number ever seen. `ended` is the position of the last call that ended here, `finished` that of the last
-    one that ended well. No ticket up to and including `closed` is being read any more. `newest` is the highest version
-    ever heard of: with it `latest` survives a restart of the server. `failures` are those of the current call,
-    newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not be made left
-    `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`: it wants to
-    leave, nothing that it holds can be relied on. `stops`: it was told that nobody reads from its buffer any more, and
-    stops serving it. `roster` is the newest that it was told, for as long as its own lease lasts. Of a read out of
-    sources that are cut in another way `across` tells, and `reading` says nothing; `over` are tickets above `closed`
-    that are not being read any more either.
+    orders number ever seen. `ended` is the position of the last call that ended here (`missed`: why it was never made),
+    `finished` that of the last one that ended well. No ticket up to and including `closed` is being read any more.
+    `newest` is the highest version ever heard of: with it `latest` survives a restart of the server. `failures` are of
+    the current call, newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not
+    be made left `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`:
+    it wants to leave, nothing that it holds can be relied on. `stops`: it was told that nobody reads from its buffer
+    any more, and stops serving it. `roster` is the newest that it was told, while its own lease lasts. Of a read out of
+    sources that are cut in another way `across` tells, and not `reading`; `over` are tickets above `closed` that ended.
     """
 
     number: int
@@ -305,6 +304,7 @@ class Report(_Message, frozen=True, tag="report"):
     roster: Roster | None = None
     across: Across | None = None
     over: tuple[Ticket, ...] = ()
+    missed: Failure | None = None
 
 
 # --- from the server --------------------------------------------------------------------------------------------------

@@ -184,3 +184,6 @@ class CutsView(msgspec.Struct, frozen=True):
 
     shards: tuple[ShardView, ...] = ()
     boxes: tuple[bytes, ...] = ()  # as `LayoutInfo` has them
+    here: tuple[int, ...] = ()  # of the replica that asks: its shards that live and do not leave
+    missed: str = ""  # who of it could not make its last call and has left, and why
+    patience_s: float | None = None  # for how long a shard of it may not be there; None: the server has to listen first

@@ -107,7 +107,8 @@ class Answers:
             model = _model(request)
         except KeyError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
-        found = cuts_of(self._machine.state, model)
+        asker = ReplicaName(request.query.get("replica", ""))
+        found = cuts_of(self._machine.state, model, asker)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
     async def _answer(

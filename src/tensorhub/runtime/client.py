@@ -208,8 +208,8 @@ class Client:
             known = content.manifest if content is not None and held == content.version else None
             manifest = await self._hashed(known, deadline, said)
             self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
-        except BaseException:
-            self.driver.miss(called)
+        except BaseException as error:
+            self.driver.miss(called, error)
             raise
         self.driver.data.prepare(manifest)
         self.driver.data.unserved = None

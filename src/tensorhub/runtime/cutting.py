@@ -22,6 +22,7 @@ from .questions import fetch_cuts
 
 AGAIN_S = 0.05  # the first time; a sibling registers soon
 MOST_AGAIN_S = 1.0
+EVERYBODY = "see that every shard runs, then call again on all of them"
 
 
 async def cut(
@@ -29,7 +30,8 @@ async def cut(
 ) -> Callable[[], TiledVersion]:
     """What has to be done, in a thread, to know what is registered now. Asks the server how all others are cut.
 
-    Raises `GroupIncomplete` for siblings that have registered nothing, `GroupMismatch` for those that have no boxes.
+    Raises `GroupIncomplete` for siblings that are not there, or have registered nothing with boxes, and `GroupMismatch`
+    for those that say another number of shards.
     """
     found = await _siblings(options, me, shards, registration, deadline)
     mine = {view.shard: found.boxes[view.boxes] for view in found.shards if view.replica == me.replica}
@@ -53,14 +55,20 @@ async def _siblings(
     options: Options, me: WorkerId, shards: int, registration: Registration, deadline: float
 ) -> CutsView:
     """How all are cut, once the server has heard of every shard of this replica, and of this one as it is now."""
-    pause_s, began = AGAIN_S, time.monotonic()
+    pause_s, began, absent_since = AGAIN_S, time.monotonic(), time.monotonic()
     while True:
-        found = await fetch_cuts(options, me.model, deadline)
+        found = await fetch_cuts(options, me.model, deadline, replica=me.replica)
         mine = {view.shard: view for view in found.shards if view.replica == me.replica}
         is_heard = me.shard in mine and found.boxes[mine[me.shard].boxes] == registration.boxes
         missing = [shard for shard in range(shards) if shard not in mine]
         if is_heard and not missing:
             break
+        absent = [shard for shard in missing if shard not in found.here]
+        if not absent or found.patience_s is None:
+            absent_since = time.monotonic()
+        elif found.missed or time.monotonic() >= absent_since + found.patience_s:
+            why = found.missed or f"shards {absent} of {me.replica} were not there within {found.patience_s:.3g} s"
+            raise GroupIncomplete(f"publish of {me}: {why}", hint=EVERYBODY)
         if time.monotonic() + pause_s >= deadline:
             what = f"shards {missing} of it have registered no tensors with boxes" if missing else "it was not heard"
             text = f"publish of {me}: {what} within {time.monotonic() - began:.3g} s"

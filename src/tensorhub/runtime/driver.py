@@ -152,10 +152,12 @@ class Driver:
             raise failed(self._with_circumstances(finished.error))
         return finished.version
 
-    def miss(self, called: Called) -> None:
+    def miss(self, called: Called, why: BaseException) -> None:
         """That call has failed before the machine heard of it. It counts all the same, as the siblings' does."""
         if self.broken is None:
-            self.feed(Called(called.verb, called.spec, self._loop.time()))
+            code = why.code if isinstance(why, TensorHubError) else TensorHubError.code
+            missed = Failure(code, str(why) or type(why).__name__).bounded()
+            self.feed(Called(called.verb, called.spec, self._loop.time(), missed=missed))
 
     def _with_circumstances(self, failure: Failure) -> Failure:
         """With what only this process knows of why time ran out."""

@@ -141,10 +141,10 @@ async def wait_for_description(
     return found, decode_layout(found.layout)
 
 
-async def fetch_cuts(options: Options, model: str, deadline: float) -> CutsView:
-    """How the living replicas of a model are cut. Raises `ServerUnreachable`."""
+async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: str = "") -> CutsView:
+    """How the living replicas of a model are cut, and who of one replica is there. Raises `ServerUnreachable`."""
     asked = _Asked(options, f"how {model} is cut", deadline)
-    found = await asked.until("/v1/cuts", {"model": model}, _cuts, lambda _: True)
+    found = await asked.until("/v1/cuts", {"model": model, "replica": replica}, _cuts, lambda _: True)
     if found is None:
         text = f"no reference server at {options.server}: {asked.why or 'it does not answer'}"
         raise ServerUnreachable(text, hint=START)

@@ -114,6 +114,7 @@ class Replica:
     former: GroupCall | None = None  # a member may not have heard yet how it ended
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
+    missed: tuple[Shard, Failure] | None = None  # who never made the call at that highest position, and why
     publishes: bool = False  # it has published, or wanted to: a trainer, for whom nothing is fetched ahead
 
     @property
@@ -127,9 +128,16 @@ class Replica:
             return []
         return [shard for shard in range(self.shards) if Shard(shard) not in arrived]
 
-    def note_ended(self, shard: Shard, ended: int, finished: int, *, seen: int = ALL) -> None:
-        """One shard's caller has got its answer for the calls up to `ended`. `seen`: the highest number heard."""
+    def note_ended(
+        self, shard: Shard, ended: int, finished: int, *, seen: int = ALL, missed: Failure | None = None
+    ) -> None:
+        """One shard's caller has got its answer for the calls up to `ended`. `seen`: the highest number heard.
+
+        `missed`: why the last of them was never made.
+        """
         call = self.call
+        if ended > self.ended:
+            self.missed = (shard, missed.bounded()) if missed is not None else None
         self.ended, self.finished = max(self.ended, ended), max(self.finished, finished)
         if call is None or call.is_over or call.number > ended:
             return
@@ -137,6 +145,7 @@ class Replica:
             call.finish()  # as a server before this one had said
             return
         text = f"shard {shard} of {self.name} gave up {call} before all shards were done"
+        text = f"{text}: {missed.message}" if missed is not None else text
         call.leave(shard, text, seen)
 
     def arrive(

@@ -314,7 +314,7 @@ def take_call(state: State, replica: Replica, member: Member, *, is_first: bool)
     report = member.report
     former = replica.call
     was_over, was_ended = former is None or former.is_over, replica.ended
-    replica.note_ended(member.shard, report.ended, report.finished, seen=report.seen)
+    replica.note_ended(member.shard, report.ended, report.finished, seen=report.seen, missed=report.missed)
     if report.call is not None:
         is_put = report.ended != report.call.number - 1
         seen, last = report.seen, state.numbers.last

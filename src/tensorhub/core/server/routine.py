@@ -146,7 +146,7 @@ def _is_same_else(report: Report, before: Report) -> bool:
     return (
         report.session == before.session
         and (report.prefetch, report.claim, report.stops) == (before.prefetch, before.claim, before.stops)
-        and (report.across, report.over) == (before.across, before.over)
+        and (report.across, report.over, report.missed) == (before.across, before.over, before.missed)
         and (report.failures, report.copy_error, report.copies_left)
         == (before.failures, before.copy_error, before.copies_left)
         and report.size_bytes == before.size_bytes

@@ -51,6 +51,7 @@ class Called:
     waits: bool = False  # of a replicate
     metadata: Digest = Digest("")  # of a publish: of what it says beside its tensors
     grid: Digest = Digest("")  # of a publish: of the tiles that it has cut
+    missed: Failure | None = None  # why it is none: it failed before it was made, and counts all the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ def report_of(worker: WorkerState) -> Report:
         call=worker.call.for_report() if worker.call is not None else None,
         ended=worker.ended,
         finished=worker.finished,
+        missed=worker.missed,
         reading=worker.reading if not worker.slot.is_across else None,
         across=across_of(worker),
         over=tuple(worker.slot.parts.over),

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from ..messages import Buffer, Reading, Refusal
+from ..messages import Buffer, Failure, Reading, Refusal
 from ..names import Number, Version, WorkerId
 from .buffer import RegisteredMemory
 from .call import Call
@@ -42,6 +42,7 @@ class WorkerState:
     claim: Version | None = None  # what the last unpublish has claimed, until it is published
     ended: int = 0  # position of the last call that ended here
     finished: int = 0  # and of the last one that ended well
+    missed: Failure | None = None  # why the last one was never made
 
     # what it knows from the server
     connected: bool = False
