@@ -60,11 +60,11 @@ class Director:
 
         late = f"rollout-{rollouts}"
         self._acts = [
-            *self._kill_one_start_one(late, lambda: start_rollout(rollouts, "--from-rollouts")),
+            *self._kill_one_start_one(late, lambda: start_rollout(rollouts, "--from-rollouts"), join_at=JOIN_AT),
             *self._restart_server(RESTART_AT),
         ]
 
-    def _kill_one_start_one(self, late: str, start_late: Callable[[], None]) -> list[Act]:
+    def _kill_one_start_one(self, late: str, start_late: Callable[[], None], *, join_at: float) -> list[Act]:
         """A rollout is killed, another one joins late, and the trainer waits for it if need be."""
         killed = "rollout-1"
 
@@ -78,7 +78,7 @@ class Director:
 
         return [
             Act(lambda: self._progress.is_past(KILL_AT) and self._progress.has_sampled(killed), kill_rollout),
-            Act(lambda: self._progress.is_past(JOIN_AT), start),
+            Act(lambda: self._progress.is_past(join_at), start),
             Act(lambda: self._progress.has_joined(late), lambda: self._processes.let_go_on(TRAINER)),
         ]
 

@@ -9,7 +9,7 @@ from ..processes import Processes, free_address
 from ..progress import Progress
 
 RANKS = 2
-HOLD_AT, REFILL_AT, RESTART_AT = 0.55, 0.65, 0.85  # of all steps
+JOIN_AT, HOLD_AT, REFILL_AT, RESTART_AT = 0.22, 0.55, 0.65, 0.85  # of all steps; an engine takes long to start
 
 
 class EngineDirector(Director):
@@ -46,7 +46,7 @@ class EngineDirector(Director):
         for index in range(rollouts):
             start_engine(index)
         self._acts = [
-            *self._kill_one_start_one(f"rollout-{rollouts}", lambda: start_engine(rollouts)),
+            *self._kill_one_start_one(f"rollout-{rollouts}", lambda: start_engine(rollouts), join_at=JOIN_AT),
             Act(lambda: self._progress.is_past(REFILL_AT), kill_trainer),
             *self._restart_server(RESTART_AT),
         ]
