@@ -169,6 +169,22 @@ def test_a_part_that_two_shards_have_published_with_different_content_is_named_a
             reader.replicate("latest", timeout=20)
 
 
+def test_a_tensor_stored_in_too_different_an_order_of_dimensions_is_named_at_once(server):
+    """Element by element, and from six dimensions to six: more rows than one read may ask for."""
+    shape, order = (32, 32, 16, 16, 2, 4), (5, 3, 1, 4, 2, 0)
+    there = np.zeros([shape[dim] for dim in order], np.uint16)
+    strides = [there.strides[order.index(dim)] // 2 for dim in range(6)]
+    with (
+        contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as trainer,
+        contextlib.closing(tensorhub.open("m", replica="r", server=server.address)) as reader,
+    ):
+        trainer.register({"w": np.zeros(shape, np.uint16)}, boxes={})
+        trainer.publish(1)
+        reader.register({"w": there}, boxes={"w": [Box("w", shape, (0,) * 6, shape, 0, tuple(strides))]})
+        with pytest.raises(tensorhub.UsageError, match=r"'w'\[0:32, .* are the limit: its dimensions are stored"):
+            reader.replicate(timeout=60)
+
+
 def test_boxes_that_cannot_be(join):
     weights, _ = join()
     for boxes, text in (

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...core.errors import UsageError
 from ...transport.base import ByteStream
 from ...transport.parcels import MAX_ROWS, Parcels, Scatter
 from ...transport.rows import Rows
@@ -52,6 +53,7 @@ def orders_of(
     """All that a plan wants of one source, whose stream has so many bytes; `stream` is the reader's."""
     mine = np.flatnonzero(plan.source == source)
     rows = _counts(plan.copies, len(plan))[mine]
+    _check_rows(plan, mine, rows)
     at = 0
     ends = np.cumsum(rows)
     while at < len(mine):
@@ -59,6 +61,17 @@ def orders_of(
         stop = max(at + 1, int(np.searchsorted(ends, before + MAX_ROWS, "right")))
         yield _order(plan, mine[at:stop], source_bytes, stream, parcel_bytes)
         at = stop
+
+
+def _check_rows(plan: Plan, fetches: Ints, rows: Ints) -> None:
+    """Raises `UsageError`, naming the tile, for one that no order has room for: another source would not help."""
+    if len(rows) and int(rows.max()) > MAX_ROWS:
+        text = plan.tiles.text(int(plan.tile[fetches[int(rows.argmax())]]))
+        raise UsageError(
+            f"{text} lies in {int(rows.max())} series of runs at its source and here, where {MAX_ROWS} are the limit:"
+            " its dimensions are stored in too different an order",
+            hint="store it in the same order of dimensions on both sides, or in one that keeps some of them together",
+        )
 
 
 def _order(plan: Plan, fetches: Ints, source_bytes: int, stream: ByteStream, parcel_bytes: int) -> Order:
