@@ -18,6 +18,7 @@ from tensorhub.memory.tiles.derive import Source, derive_manifest, digests_of
 from tensorhub.memory.tiles.grid import Grid, grid_of
 from tensorhub.memory.tiles.overlaps import check_disjoint
 from tensorhub.memory.tiles.plan import plan_reads
+from tensorhub.memory.tiles.tiled import grid_for
 from tensorhub.memory.tiles.wire import decode_grid, decode_table, encode_grid, encode_table
 
 from .cutting import Shard
@@ -304,3 +305,12 @@ def test_odd_tables_and_grids_from_peers_are_refused() -> None:
         changed = [*plain[:index], value, *plain[index + 1 :]]
         with pytest.raises(UsageError, match="malformed"):
             decode_grid(zlib.compress(msgspec.msgpack.encode(changed)))
+
+
+def test_what_a_reader_has_said_that_is_no_table_of_boxes_makes_no_cuts(caplog):
+    """Else whoever publishes would suffer for it."""
+    mine = encode_table(shard_of({"w": np.zeros((8, 8), np.float32)}).table)
+    assert encode_grid(grid_for([mine], [b"from another release"])) == encode_grid(grid_for([mine], []))
+    assert "the boxes of a reader are left out of account: malformed layout" in caplog.text
+    with pytest.raises(UsageError, match="malformed layout"):
+        grid_for([b"from another release"], [])

@@ -10,6 +10,7 @@ of the stream, as of every export.
 Never: take digests from a source whose root is not the one that the server named.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,8 @@ from .exported import Cut, decode_cut, publish_cut, tile_digests
 from .grid import Cutting, Grid
 from .table import BoxTable
 from .wire import decode_table, grid_digest, layout_digest
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -106,6 +109,7 @@ def grid_for(publisher: Sequence[bytes], others: Sequence[bytes]) -> Grid:
     """The grid of a version, from the boxes of all shards of its publisher and of all that are to read it.
 
     Raises `LayoutMismatch` if the publisher's shards do not cover every tensor, or mean different ones by one name.
+    What a reader has said that is no table of boxes makes no cuts: nobody else is to suffer for that.
     """
     tables = [decode_table(each) for each in publisher]
     cutting = Cutting()
@@ -113,7 +117,12 @@ def grid_for(publisher: Sequence[bytes], others: Sequence[bytes]) -> Grid:
         cutting.add_publisher(table)
     check_coverage(tables, who="the replica that publishes")
     for each in sorted(set(others) - set(publisher)):
-        cutting.add_other(decode_table(each))
+        try:
+            table = decode_table(each)
+        except UsageError as error:
+            _log.warning("the boxes of a reader are left out of account: %s", error)
+            continue
+        cutting.add_other(table)
     return cutting.grid()
 
 
