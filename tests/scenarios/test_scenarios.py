@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorhub.core.server.rules import crossing
+
 from .script import COMMANDS, ScriptError, run_script
 
 HERE = Path(__file__).parent
@@ -33,6 +35,14 @@ def test_the_title_says_the_promise_in_a_sentence(file: Path) -> None:
     title = file.read_text(encoding="utf-8").splitlines()[0]
     assert title.startswith("# ")
     assert title.endswith("."), title
+
+
+def test_a_version_in_more_shards_than_are_read_at_once_is_an_error_that_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(crossing, "MAX_PARTS", 1)
+    begin = "server\nworker trainer of 2 cut fsdp\nworker a cut tp\ncall trainer publish 7\n"
+    said = " ".join(run_script(f"{begin}call a replicate latest\n").split())
+    assert "a/0 RAISES layout-mismatch: version 7 of policy is cut in 2 shards, and policy/a[0] in another way" in said
+    assert "no read is made out of more than 1 shards at once" in said
 
 
 def test_every_promise_has_a_scenario() -> None:

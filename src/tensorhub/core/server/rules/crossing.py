@@ -46,8 +46,10 @@ def _is_of_its_cut(model: Model, record: VersionRecord, line: Line) -> bool:
 
 def why_unreadable(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
     """Why nobody could ever read the version into the tensors that this worker has registered; None if somebody may."""
-    if not member.report.layout or may_fit(model, record, member):
+    if not member.report.layout:
         return None
+    if may_fit(model, record, member):
+        return _why_too_wide(model, record, member)
     line, layouts = member.line, record.layouts
     name = f"version {record.version} of {model.name}"
     if record.roots and line.is_boxed != any(each.is_boxed for each in record.roots):
@@ -66,6 +68,19 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
         return Failure("layout-mismatch", text, "say with boxes what each shard has, on both sides")
     text = difference or f"the tensors of {member.worker} differ from those of {name}"
     return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")
+
+
+def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failure | None:
+    """It could be read across if it were cut in fewer shards. (Who is cut as the member is has it from elsewhere.)"""
+    line = member.line
+    if not line.is_boxed or line in record.layouts or not can_cross(record, line):
+        return None
+    cuts = [cut for cut in model.cuts if line not in cut and all(is_readable(record, each) for each in cut)]
+    if not cuts or any(len(cut) <= MAX_PARTS for cut in cuts):
+        return None
+    text = f"version {record.version} of {model.name} is cut in {min(map(len, cuts))} shards, and {member.worker} in"
+    text = f"{text} another way: no read is made out of more than {MAX_PARTS} shards at once"
+    return Failure("layout-mismatch", text, "publish it from fewer ranks, each with more of it")
 
 
 def _difference(state: State, record: VersionRecord, member: Member, layout: Digest) -> str | None:
