@@ -309,3 +309,28 @@ def test_a_box_that_is_not_in_a_list_is_an_error_that_names_the_tensor(server):
         box = Box("w", (4,), (0,), (4,))
         with pytest.raises(tensorhub.UsageError, match="boxes of tensor 'w' are one Box, not a list"):
             weights.register({"w": np.zeros(4, np.float32)}, boxes={"w": box})
+
+
+def test_tied_tensors_are_tied_in_what_is_loaded_and_whoever_holds_one_name_may_hold_both(server):
+    """Also where a shard has no part of them; not where another shard has two memories."""
+    shape, memory = (4, 3), np.arange(12, dtype=np.float32).reshape(4, 3)
+    rows = memory[:2].copy(), memory[2:].copy()
+    view = tensorhub.connect(server.address)
+    boxes = [{name: [Box(name, shape, (at, 0), (2, 3))] for name in ("embed", "head")} for at in (0, 2)]
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(tensorhub.open("m", replica="t", shard=n, shards=2, server=server.address))
+            for n in range(2)
+        ]
+        for weights, mine, said in zip(both, rows, boxes, strict=True):
+            weights.register({"embed": mine, "head": mine, "other": np.zeros(1)}, boxes=said)
+        in_threads(*(lambda weights=weights: weights.publish(1) for weights in both))
+        assert view.layout("m").tied == (("embed", "head"),)
+        found = tensorhub.load("m@1", server=server.address, timeout=20)
+        assert (np.asarray(found["head"]) == memory).all()
+        assert found["head"].data_ptr() == found["embed"].data_ptr()
+        in_threads(*(lambda weights=weights: weights.unpublish() for weights in both))
+        both[1].register({"embed": rows[1], "head": rows[1].copy(), "other": np.zeros(1)}, boxes=boxes[1])
+        in_threads(*(lambda weights=weights: weights.publish(2) for weights in both))
+        assert view.layout("m").tied == ()
+        assert (np.asarray(tensorhub.load("m@2", server=server.address, timeout=20)["head"]) == memory).all()

@@ -94,11 +94,12 @@ class Engine:
         self.llm.collective_rpc("spoil", args=(after,))
 
     def sources(self):
-        """Where the weights came from."""
-        return self.llm.collective_rpc("sources")[0]
+        """Where the weights of all ranks came from."""
+        return sorted({name for found in self.llm.collective_rpc("sources") for name in found})
 
-    def on_host(self):
-        return self.llm.collective_rpc("on_host")
+    def padding(self):
+        """Of all ranks."""
+        return self.llm.collective_rpc("padding")
 
     def spoil_fetch(self, rank):
         """Let the next fetch fail, on one rank only."""
@@ -113,14 +114,18 @@ class Spoiled:
     """What a test adds to vLLM's ranks."""
 
     def sources(self):
-        """Of what is on the host, and of what is in place."""
-        engine = self.weight_transfer_engine
-        workers = [each for each in (engine._whole.weights, engine._ours) if each is not None]
-        return sorted({source for worker in workers for source in worker.statistics()["bytes_by_source"]})
+        """Replicas."""
+        return sorted(self.weight_transfer_engine._way.weights.statistics()["bytes_by_source"])
 
-    def on_host(self):
-        """Tensors that this rank keeps on the host."""
-        return len(self.weight_transfer_engine._whole)
+    def padding(self):
+        """What lies in rows of this rank's vocabulary that are no word."""
+        found = []
+        for module in self.model_runner.get_model().modules():
+            if type(module).__name__ in ("VocabParallelEmbedding", "ParallelLMHead"):
+                indices = module.shard_indices
+                words = indices.org_vocab_end_index - indices.org_vocab_start_index
+                found.append(module.weight[words:].float().flatten().tolist())
+        return found
 
     def spoil(self, after):
         model = self.model_runner.get_model()
@@ -140,14 +145,14 @@ class Spoiled:
         model.load_weights = load_weights
 
     def spoil_fetch(self, rank):
-        whole = self.weight_transfer_engine._whole
+        way = self.weight_transfer_engine._way
 
-        def update(*_, **__):
-            del whole.update
+        def fetch(*_, **__):
+            del way.fetch
             raise ValueError("a fetch that fails")
 
         if self.rank == rank:
-            whole.update = update
+            way.fetch = fetch
 
 
 def main():

@@ -5,12 +5,14 @@ import statistics
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tensorhub.integrations import fsdp
 
+from .tiny import tiny_llama
+
 LONG = [7 * place % 120 + 3 for place in range(140)]  # more than a block, so that its beginning is cached
 PROMPTS = [[5, 9, 2, 40, 17, 3], [90, 91, 92], LONG]
+VOCABULARY = 126  # which vLLM fills up to 128
 ROUNDED = 2.0  # how far vLLM may be from float32, in units of how far transformers' own bfloat16 is: on the average
 FAR = 20.0  # in the same units: how far two versions are apart, at least
 
@@ -18,23 +20,22 @@ FAR = 20.0  # in the same units: how far two versions are apart, at least
 class Judge:
     """A Llama of transformers: what answers have to be."""
 
-    def __init__(self, folder):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=128,
+    def __init__(self, folder, *, tied=False):
+        module = tiny_llama(
+            vocab_size=VOCABULARY,
             hidden_size=128,
             intermediate_size=256,
-            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=512,
             initializer_range=0.15,
-            tie_word_embeddings=False,
+            tie_word_embeddings=tied,
             bos_token_id=1,
             eos_token_id=2,
         )
-        self.module = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        self.module = module.to(torch.bfloat16).eval()
         self.path = str(folder / "llama")
+        config = self.module.config
         config.architectures = ["LlamaForCausalLM"]
         config.torch_dtype = "bfloat16"
         config.save_pretrained(self.path)

@@ -87,7 +87,7 @@ class Rank:
         """One step of training. The rank `fails` raises in it, or is killed."""
         torch.manual_seed(1000 * (version or 77) + (0 if "tp" in self.kind else dist.get_rank()))
         if self.kind == "llama":
-            tokens = torch.randint(3, 128, (2, 16))
+            tokens = torch.randint(3, self.module.config.vocab_size, (2, 16))
             self.module(input_ids=tokens, labels=tokens).loss.backward()
         else:
             self.module(torch.randn(3, 4)).square().sum().backward()

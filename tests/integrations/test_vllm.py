@@ -5,13 +5,6 @@ own. After each version the engine's log-probabilities are as near to those of t
 own in bfloat16, and far from those of the version before.
 """
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
@@ -19,77 +12,12 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-engines")
 
 import tensorhub
-from tensorhub.integrations import fsdp
 
-from .engine import UNPACKED
-from .kit import ROOT, Job, eventually
+from .engines import is_reading, started, stopped
+from .kit import Job, eventually
 from .llama import PROMPTS, Judge, Trainer
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
-
-
-class Engine:
-    """One vLLM in a process."""
-
-    def __init__(self, folder, name, **environ):
-        self.name, self.log = name, folder / f"{name}.log"
-        command = [sys.executable, "-m", "tests.integrations.engine"]
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environ}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-
-    def ask(self, do, **arguments):
-        """What it answered: a mapping; None if it died."""
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else None
-
-    def begin(self, do, **arguments):
-        """The same, in a thread: `join()` returns the answer."""
-        thread = threading.Thread(target=lambda: setattr(thread, "answer", self.ask(do, **arguments)))
-        thread.start()
-        return thread
-
-    def call(self, do, **arguments):
-        found = self.ask(do, **arguments)
-        assert "value" in (found or {}), f"{do} of {self.name}: {found}\n{self.log.read_text()[-6000:]}"
-        return found["value"]
-
-    def end(self):
-        with_it = os.getpgid(self.process.pid) if self.process.poll() is None else None
-        if with_it is not None:
-            os.killpg(with_it, signal.SIGKILL)
-        self.process.wait(20)
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-
-@contextlib.contextmanager
-def stopped(job):
-    """The job's processes stand still."""
-    for rank in job.ranks:
-        os.kill(rank.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for rank in job.ranks:
-            if rank.poll() is None:
-                os.kill(rank.pid, signal.SIGCONT)
-
-
-def is_reading(server, replica):
-    """Whether it has a source, and waits for it."""
-    return any(each.target == replica and not each.is_void for each in tensorhub.connect(server).transfers())
 
 
 @pytest.fixture
@@ -100,16 +28,8 @@ def server():
 
 @pytest.fixture
 def start(tmp_path):
-    """`start("rollout-0")` starts the process of an engine, without vLLM yet."""
-    engines = []
-
-    def begin(name, **environ):
-        engines.append(Engine(tmp_path, name, **environ))
-        return engines[-1]
-
-    yield begin
-    for engine in engines:
-        engine.end()
+    with started(tmp_path) as begin:
+        yield begin
 
 
 @pytest.fixture
@@ -234,39 +154,3 @@ def test_a_load_that_fails_half_way_is_refused_and_mended_by_the_next(trainer, s
     refused = engine.ask("answer", prompts=PROMPTS)
     assert refused is None or "kind" in refused, "never a mixture"
     assert "the weights are no version" in engine.log.read_text()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_in_place_engines_of_one_layout_fill_each_other(trainer, server, start, figures, ranks):
-    """The first reloads; the second, which came later, reads the first one's parameters over its own."""
-    first, late = start("rollout-0", **{UNPACKED: "1"}), start("rollout-1", **{UNPACKED: "1"})
-    options = {"path": trainer.path, "server": server, "in_place": True, "ranks": ranks}
-    first.call("start", replica="rollout-0", **options)
-    assert first.call("attach") == 0
-    trainer.step(1)
-    assert first.call("update") == 1
-    trainer.check(first)
-    trainer.publisher.close(timeout=10)
-    late.call("start", replica="rollout-1", **options)
-    assert late.call("attach") == 1, "the trainer has gone"
-    trainer.check(late)
-    assert late.call("sources") == ["rollout-0"]
-    assert late.call("on_host") == [0] * ranks, "no copy on the host"
-    with fsdp.attach(trainer.module, "policy", replica="trainer", server=server, fill=False) as trainer.publisher:
-        version = trainer.publisher.version + 1
-        trainer.step(version)
-        assert first.call("update") == version
-        assert late.call("update") == version
-        trainer.check(late)
-        trainer.check(first)
-        seconds = late.call("held")[2]
-    assert late.call("on_host") == [0] * ranks
-    figures(f"vLLM in place, TP{ranks}: a new engine filled itself from another, update {seconds:.2f} s")
-
-
-def test_weights_that_vllm_packs_are_refused_in_place(trainer, server, start):
-    engine = start("rollout-0")
-    engine.call("start", path=trainer.path, replica="rollout-0", server=server, in_place=True)
-    refused = engine.ask("attach")
-    assert refused["kind"] == "TensorHubError"
-    assert "processed copies" in refused["message"]

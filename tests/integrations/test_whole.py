@@ -136,3 +136,13 @@ def test_what_cannot_join_leaves_nothing_behind(server, publish):
     assert whole.update(timeout=30) == 1
     assert torch.equal(dict(whole)["w"], torch.tensor([0.0] * 4 + [1.0] * 4))
     whole.close()
+
+
+def test_tied_tensors_share_memory(server, publish):
+    both = torch.arange(6.0)
+    publish(1, [({"embed": both, "head": both}, {})])
+    with Whole("policy", replica="rollout-0", server=server) as whole:
+        whole.update()
+        found = dict(whole)
+    assert torch.equal(found["head"], both)
+    assert found["head"].data_ptr() == found["embed"].data_ptr()

@@ -1,15 +1,23 @@
-"""A language model with random weights and its tokenizer, small enough to be made on the spot and trained on a CPU."""
+"""Language models with random weights, small enough to be made on the spot and trained on a CPU, and a tokenizer."""
 
 from pathlib import Path
 
 WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789 "]
 
 
-def save_tiny_llama(folder: Path) -> str:
-    """Two layers, 64 wide, one token for each letter. Returns the path that `from_pretrained` takes."""
+def tiny_llama(**config):
+    """Two layers; the same one every time."""
     import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **config))
+
+
+def save_tiny_llama(folder: Path) -> str:
+    """64 wide, one token for each letter. Returns the path that `from_pretrained` takes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", "<pad>", *WORDS])}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -18,12 +26,10 @@ def save_tiny_llama(folder: Path) -> str:
         tokenizer_object=plain, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
     )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    model = tiny_llama(
         vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
@@ -33,6 +39,6 @@ def save_tiny_llama(folder: Path) -> str:
         pad_token_id=2,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

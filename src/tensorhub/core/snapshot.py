@@ -168,6 +168,7 @@ class LayoutView(msgspec.Struct, frozen=True):
     size_bytes: int
     shards: tuple[tuple[TensorView, ...], ...]
     is_whole: bool = False  # published with boxes: `shards` is one, of the whole tensors
+    tied: tuple[tuple[str, ...], ...] = ()  # of those, names for the same memory
 
 
 class ShardView(msgspec.Struct, frozen=True):

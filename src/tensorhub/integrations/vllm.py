@@ -11,12 +11,13 @@ version before it begins to serve.
 Rules:
 1. Each of vLLM's ranks is a replica of its own that holds the whole model on the host, by the names of the trainer's
    `state_dict()`: it serves others, also while vLLM computes. vLLM's layerwise reload fuses and cuts for its rank.
-2. First all ranks fetch the version, then all load it. A fetch that fails on any rank changes nothing that vLLM
-   computes with. While ranks fetch, vLLM goes on; only the loading pauses it.
-3. No rank raises, since vLLM would then mistake what the other ranks answer for answers to the next call: whether all
-   have a version, and have loaded it, is asked of the reference server.
-4. In place, an engine that finds its version with others of its layout reads it over the parameters it computes with.
-5. A load that fails half-way leaves a mixture. That rank then refuses to compute, until a load has succeeded.
+2. Or `in_place`: the ranks are the shards of one replica, over the parameters that vLLM computes with. They read what
+   their parts are made of, from the trainer's shards and from engines with any number of ranks.
+3. First all ranks fetch the version, then all load it. A fetch that fails on any rank changes nothing that vLLM
+   computes with. While ranks fetch, vLLM goes on; only the loading pauses it. In place, to load is to read.
+4. No rank raises in an update, since vLLM would then mistake what the other ranks answer for answers to the next call:
+   whether all have a version, and have loaded it, is asked of the reference server.
+5. A load that fails half-way leaves a mixture. All ranks then refuse to compute, until a load has succeeded.
 
 It must never: let two ranks load different versions, or import vLLM before it is used.
 """
@@ -48,27 +49,32 @@ def attach(
 ) -> "Updater":
     """Let the engine's ranks join `model`, and load a first version; returns when it is in.
 
-    `engine` is a `vllm.LLM` or the address of a server. `in_place`: engines of the same layout read what one of them
-    has loaded over the parameters that they compute with; a model whose weights vLLM processes into copies refuses.
-    `options` are those of `tensorhub.open`, plain values.
+    `engine` is a `vllm.LLM` or the address of a server. `in_place`: versions are read over the parameters that the
+    engine computes with; refused, naming a parameter, where vLLM computes with something else, or they are no plain
+    copies of what is published. `options` are those of `tensorhub.open`, plain values.
     """
-    updater = Updater(_Server(engine) if isinstance(engine, str) else _Offline(engine), model, replica, options)
+    deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
+    driven = _Server(engine) if isinstance(engine, str) else _Offline(engine)
+    updater = Updater(driven, model, replica, options, in_place=in_place)
+    newest_version(updater._view, model, deadline)  # by which ranks know what there is to be read
     try:
         updater.engine.init({"model": model, "replica": replica, "in_place": in_place, "options": options})
     except Exception as error:  # vLLM tells what its ranks raised, but not of which class it was
         text = f"the engine could not join {model} as {replica}: {error}"
         raise tensorhub.TensorHubError(text, hint="the engine's log says more") from error
-    updater.update(timeout=timeout)
+    updater.update(timeout=max(1.0, deadline - time.monotonic()))
     return updater
 
 
 class Updater:
     """Brings an engine to newer versions. Made by `attach`."""
 
-    def __init__(self, engine: "_Offline | _Server", model: str, replica: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, engine: "_Offline | _Server", model: str, replica: str, options: dict[str, Any], *, in_place: bool = False
+    ) -> None:
         self.engine, self.model, self.replica = engine, model, replica
-        count = engine.ranks()
-        self._ranks = {replica} if count == 1 else {f"{replica}.{rank}" for rank in range(count)}
+        count = 1 if in_place else engine.ranks()
+        self._ranks = {replica} if count == 1 else {f"{replica}.{rank}" for rank in range(count)}  # as replicas
         self.version: int | None = None  # what the engine computes with; None: nothing that may be used
         self._view = tensorhub.connect(options.get("server"), token=options.get("token"))
 
@@ -99,15 +105,9 @@ class Updater:
         return wanted
 
     def _is_held(self, version: int) -> bool:
-        """Whether all ranks have it, on the host or, where the ranks are shards of the engine, in place."""
-        return self._ranks <= self._holders(self.model, version) or any(
-            self.replica in self._holders(model, version)
-            for model in self._view.models()
-            if model.startswith(f"{self.model}.vllm-")
-        )
-
-    def _holders(self, model: str, version: int) -> set[str]:
-        return {name for each in self._view.versions(model) if each.version == version for name in each.holders}
+        """Whether all ranks have it."""
+        versions = self._view.versions(self.model)
+        return self._ranks <= {name for each in versions if each.version == version for name in each.holders}
 
 
 def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:

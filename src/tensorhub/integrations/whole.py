@@ -81,10 +81,13 @@ class Whole:
         import torch
 
         view = tensorhub.connect(self._options.get("server"), token=self._options.get("token"))
-        tensors = {
-            each.name: torch.as_tensor(tensorhub.empty(each.shape, dtype=each.dtype))
-            for each in whole_tensors(view, self.model, deadline)
-        }
+        layout = layout_of_whole(view, self.model, deadline)
+        first = {name: names[0] for names in layout.tied for name in names}
+        tensors: dict[str, torch.Tensor] = {}
+        for each in layout.shards[0]:
+            tied = tensors.get(first.get(each.name, ""))
+            made = tensorhub.empty(each.shape, dtype=each.dtype) if tied is None else tied
+            tensors[each.name] = torch.as_tensor(made)
         weights = tensorhub.open(self.model, replica=self.replica, **self._options)
         try:
             weights.register(tensors, boxes={})
@@ -94,11 +97,11 @@ class Whole:
         self.weights, self._tensors = weights, tensors
 
 
-def whole_tensors(view: "tensorhub.View", model: str, deadline: float) -> Any:
-    """Names, dtypes and shapes of the newest version's tensors, whole. Waits for a first version."""
+def layout_of_whole(view: "tensorhub.View", model: str, deadline: float) -> Any:
+    """What the newest version is made of, in whole tensors. Waits for a first version."""
     while True:
         try:
-            found = view.layout(model)
+            found = view.layout(model, timeout=max(POLL_S, deadline - time.monotonic()))
             break
         except tensorhub.VersionUnavailable:
             if time.monotonic() + POLL_S >= deadline:
@@ -107,4 +110,4 @@ def whole_tensors(view: "tensorhub.View", model: str, deadline: float) -> Any:
     if not found.is_whole:
         text = f"{model}@{found.version} was published without boxes: nobody knows what its tensors are parts of"
         raise tensorhub.UsageError(text, hint="publish with fsdp.attach(), or with register(..., boxes={})")
-    return found.shards[0]
+    return found

@@ -18,7 +18,7 @@ from ..core.messages import Spec
 from ..core.metadata import Json, decode_metadata
 from ..core.names import Digest, is_tiled
 from ..core.snapshot import DescribedView, LayoutView, TensorView
-from ..memory.tiles.whole import whole_layout
+from ..memory.tiles.whole import tied, whole_layout
 from ..transport.base import ByteStream, Sink
 from ..transport.parcels import Parcels
 from ..transport.tcp_reader import TcpRead
@@ -48,7 +48,8 @@ async def layout_of(options: Options, model: str, spec: Spec, deadline: float) -
             await asyncio.sleep(AGAIN_S)
             continue
         shards = tuple(tuple(TensorView(t.name, t.dtype, t.shape) for t in layout.tensors) for layout in layouts)
-        return LayoutView(model, version, sum(layout.size_bytes for layout in layouts), shards, is_whole)
+        ties = tied(layouts[0]) if is_whole else ()
+        return LayoutView(model, version, sum(layout.size_bytes for layout in layouts), shards, is_whole, ties)
 
 
 class Laid(NamedTuple):

@@ -1,0 +1,130 @@
+"""In place: the trainer's shards are read over the parameters that vLLM computes with.
+
+Which part of what goes where the model's own `load_weights` tells (`vllm_plan`). So nothing is staged, gathered or
+loaded, and all ranks of an engine are the shards of one replica, which engines with any number of ranks read from.
+
+That is only right where parameters are what vLLM computes with. Packed, quantized and absorbed ones are told by vLLM
+itself: its processing after a load is begun once more, and whatever it would touch is refused by name, untouched.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+import tensorhub
+
+from .vllm_plan import planned, refuse
+
+ONCE = "_already_called_process_weights_after_loading"  # vLLM's mark for layers that it must not process twice
+
+
+class InPlace:
+    """One rank of an engine: a shard of a replica, over the model's own parameters."""
+
+    weights: "tensorhub.Weights | None" = None
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, published: Any, name: str, **where: Any) -> None:
+        """`published`: `layout()` of it. Raises `UsageError` naming a parameter that cannot be read in place."""
+        if wrong := processed(model, dtype):
+            refuse(wrong)
+        self._plan = planned(model, published.shards[0], published.tied)
+        self._name, self._where = name, where
+        self._timeout: float | None = None
+
+    def fetch(self, version: int, timeout: float | None) -> None:
+        """Nothing moves yet: what is there is what vLLM computes with. Raises if the version never comes."""
+        if self.weights is None:
+            weights = tensorhub.open(self._name, reliable=False, **self._where)
+            weights.register(self._plan.tensors, boxes=self._plan.boxes)
+            self.weights = weights
+        self.weights.wait_for(version, timeout=timeout)
+        self._timeout = timeout
+
+    def load(self, version: int) -> None:
+        """Read it, verified, over the one before."""
+        assert self.weights is not None, "fetched before"
+        found = self.weights.update(version, timeout=self._timeout)
+        if found != version:
+            raise tensorhub.UsageError(f"version {version} was asked for, and {found} is held already")
+
+    def holds(self, version: int | None) -> bool:
+        """Whether that is what the parameters are, whole."""
+        return version is not None and self.weights is not None and self.weights.version == version
+
+    def close(self, timeout: float) -> None:
+        """Leave, until the next `fetch`."""
+        weights, self.weights = self.weights, None
+        if weights is not None:
+            weights.close(timeout=timeout)
+
+
+def processed(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, str]:
+    """The parameters that vLLM makes something else of after it has loaded them, and how that shows."""
+    why = "vLLM computes with a processed copy of it"
+    found = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in found.items()}
+    wrong = {name: why for name, parameter in found.items() if not parameter.numel()}
+    for at, layer in model.named_modules():
+        prefix = f"{at}." if at else ""
+        before, _ = get_layerwise_info(layer).restore_metadata
+        for name, meta in before.items():
+            now = getattr(layer, name, None)
+            if now is None or (now.shape, now.dtype, now.stride()) != (meta.shape, meta.dtype, meta.stride()):
+                wrong[names.get(id(now), prefix + name)] = why
+        if hasattr(layer, ONCE):
+            wrong |= {prefix + name: why for name, _ in layer.named_parameters()}
+    if wrong:
+        return wrong
+    for _, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        watched = _Watching(found)
+        with watched.until_touched():
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(layer)
+            elif is_deferred_attention_layer(layer):
+                layer.process_weights_after_loading(dtype)
+            elif layer is model and hasattr(model, "process_weights_after_loading"):
+                model.process_weights_after_loading()
+        wrong |= {name: f"vLLM's processing after a load reads it ({how})" for name, how in watched.touched.items()}
+    moved = [name for name, parameter in model.named_parameters() if parameter is not found.get(name)]
+    return wrong | dict.fromkeys(moved, why)
+
+
+class _Touched(BaseException):
+    """Ends what vLLM has begun, before it has done anything; no `except Exception` of its may keep it."""
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops the first operation on the memory of a parameter that is not a mere view of it."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {each.untyped_storage().data_ptr(): name for name, each in parameters.items()}
+        self.touched: dict[str, str] = {}
+
+    @contextmanager
+    def until_touched(self) -> Iterator[None]:
+        """A block that ends where a parameter is touched."""
+        try:
+            with self, torch.no_grad():
+                yield
+        except _Touched:
+            pass
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: "Mapping[str, Any] | None" = None
+    ) -> Any:
+        if not func.is_view:
+            for each in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if isinstance(each, torch.Tensor) and not each.is_meta and each.numel():
+                    name = self._names.get(each.untyped_storage().data_ptr())
+                    if name is not None:
+                        self.touched[name] = func.overloadpacket.__name__
+                        raise _Touched(name)
+        return func(*args, **(kwargs or {}))

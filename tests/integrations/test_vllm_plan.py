@@ -1,0 +1,198 @@
+"""What a model's `load_weights` would copy where, followed with tensors without memory, beside what it does copy.
+
+The models are stand-ins that load as vLLM's do: they fuse, cut, pad, transpose, stack and tie. vLLM is not needed.
+"""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tensorhub
+from tensorhub.integrations.vllm_plan import planned
+
+RANKS, HIDDEN, VOCAB, PADDED = 2, 6, 10, 16
+
+
+class Model(torch.nn.Module):
+    """`loaders`: of each published tensor, what is done with it. Parameters begin as -1."""
+
+    def __init__(self, loaders, **shapes):
+        super().__init__()
+        self.loaders = loaders
+        for name, shape in shapes.items():
+            parameter = torch.nn.Parameter(torch.full(shape, -1.0), requires_grad=False)
+            self.register_parameter(name, parameter)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name in self.loaders:
+                self.loaders[name](self, tensor)
+
+
+def named(tensors):
+    return [SimpleNamespace(name=n, shape=tuple(t.shape), dtype=str(t.dtype)[6:]) for n, t in tensors.items()]
+
+
+def numbered(**shapes):
+    """Published tensors in which every number is another one."""
+    found, at = {}, 0
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        found[name] = torch.arange(at, at + count, dtype=torch.float32).reshape(shape)
+        at += count
+    return found
+
+
+def by_boxes(plan, tensors):
+    """Parameters as the boxes fill them, by plain indexing; -1 where no box is."""
+    found = {}
+    for name, boxes in plan.boxes.items():
+        like = plan.tensors[name]
+        memory = torch.full_like(like, -1.0)
+        for box in boxes:
+            part = tensors[box.name][tuple(slice(a, a + n) for a, n in zip(box.at, box.size, strict=True))]
+            memory.as_strided(box.size, box.strides, box.offset + memory.storage_offset()).copy_(part)
+        found[name] = memory
+    return found
+
+
+def check(model, tensors):
+    plan = planned(model, named(tensors))
+    for name, parameter in model.named_parameters():
+        assert (parameter == -1).all(), f"{name} was touched"
+    found = by_boxes(plan, tensors)
+    model.load_weights(iter(tensors.items()))
+    wanted = {name: parameter.data for name, parameter in model.named_parameters()}
+    assert {*found} == {*wanted}
+    for name in wanted:
+        assert torch.equal(torch.where(wanted[name] == 0, -1, wanted[name]), found[name]), name
+    return plan
+
+
+def cut(rank, dim, into, first=0):
+    """As vLLM's loaders of tensor parallelism: the rank's part of what is published, into rows of a fused parameter."""
+
+    def load(model, tensor):
+        size = tensor.shape[dim] // RANKS
+        data = getattr(model, into).data
+        part = tensor.narrow(dim, rank * size, size)
+        rows = data.narrow(0, first, size) if dim == 0 else data
+        assert rows.shape == part.shape
+        rows.copy_(part)
+
+    return load
+
+
+def whole(into):
+    return lambda model, tensor: getattr(model, into).data.copy_(tensor)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_fused_cut_and_padded_as_tensor_parallelism_has_it(rank):
+    def embed(model, tensor):
+        first, size = rank * PADDED // RANKS, PADDED // RANKS
+        mine = tensor.narrow(0, min(first, VOCAB), max(0, min(VOCAB - first, size)))
+        model.embed[: len(mine)].data.copy_(mine)
+        model.embed[len(mine) :].data.fill_(0)
+
+    loaders = {
+        "q": cut(rank, 0, "qkv"),
+        "k": cut(rank, 0, "qkv", first=4),
+        "v": cut(rank, 0, "qkv", first=6),
+        "o": cut(rank, 1, "out"),
+        "norm": whole("norm_weight"),
+        "embed": embed,
+    }
+    shapes = {"qkv": (8, HIDDEN), "out": (HIDDEN, 4), "norm_weight": (HIDDEN,), "embed": (PADDED // RANKS, HIDDEN)}
+    published = numbered(
+        q=(8, HIDDEN), k=(4, HIDDEN), v=(4, HIDDEN), o=(HIDDEN, 8), norm=(HIDDEN,), embed=(VOCAB, HIDDEN), unused=(3,)
+    )
+    published = {name: tensor + 1 for name, tensor in published.items()}  # no zero: that is what padding has
+    plan = check(Model(loaders, **shapes), published)
+    assert {name: len(boxes) for name, boxes in plan.boxes.items()} == {
+        "qkv": 3,
+        "out": 1,
+        "norm_weight": 1,
+        "embed": 1,
+    }
+
+
+def test_transposed_stacked_split_and_merged():
+    loaders = {
+        "turned": lambda model, tensor: model.turned.data.copy_(tensor.t()),
+        "expert": lambda model, tensor: [model.experts.data[at].copy_(tensor[at].t()) for at in range(3)],
+        "flat": lambda model, tensor: model.flat.data.copy_(tensor.reshape(-1)),
+        "split": lambda model, tensor: model.split.data.copy_(tensor.view(4, 2, 5)),
+        "one": lambda model, tensor: model.one.data.copy_(tensor.reshape(1)),
+        "moved": lambda model, tensor: model.moved.data.copy_(tensor.to(model.moved.device).contiguous()),
+    }
+    shapes = {"turned": (5, 4), "experts": (3, 5, 4), "flat": (12,), "split": (4, 2, 5), "one": (1,), "moved": (2, 3)}
+    published = numbered(turned=(4, 5), expert=(3, 4, 5), flat=(3, 4), split=(8, 5), one=(), moved=(2, 3))
+    check(Model(loaders, **shapes), {name: tensor + 1 for name, tensor in published.items()})
+
+
+def test_heads_that_alternate_are_boxes_of_their_own():
+    """Three kinds of heads in turn in what is published, one kind after the other in the parameter."""
+
+    def load(model, tensor):
+        for kind in range(3):
+            model.heads.data[8 * kind :][:8].view(4, 2, 5).copy_(tensor.view(4, 3, 2, 5)[:, kind])
+
+    plan = check(Model({"heads": load}, heads=(24, 5)), {"heads": numbered(heads=(24, 5))["heads"] + 1})
+    assert len(plan.boxes["heads"]) == 12
+
+
+def test_tied_weights_are_two_boxes_of_one_memory():
+    model = Model({"embed": whole("embed"), "head": whole("embed")}, embed=(4, 3))
+    tensors = numbered(embed=(4, 3))
+    plan = planned(model, named({**tensors, "head": tensors["embed"]}))
+    assert [(box.name, box.offset) for box in plan.boxes["embed"]] == [("embed", 0), ("head", 0)]
+
+
+def test_what_is_left_out_because_it_is_tied_is_said_to_be_there():
+    tensors = {**numbered(embed=(4, 3)), "head": torch.zeros(4, 3)}
+    plan = planned(Model({"embed": whole("embed")}, embed=(4, 3)), named(tensors), [["embed", "head"]])
+    assert [(box.name, box.offset) for box in plan.boxes["embed"]] == [("embed", 0), ("head", 0)]
+
+
+def test_buffers_count_where_something_is_copied_into_them():
+    model = Model({"mean": whole("mean")})
+    model.register_buffer("mean", torch.zeros(3))
+    model.register_buffer("cache", torch.zeros(5), persistent=False)
+    assert list(planned(model, named(numbered(mean=(3,)))).boxes) == ["mean"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (lambda model, tensor: model.w.data.copy_(tensor * 2), "what the loader copies into it was computed first"),
+        (lambda model, tensor: model.w.data.copy_(tensor.half()), "was computed first"),
+        (lambda model, tensor: model.w.data.copy_(torch.cat([tensor[:2], tensor[2:]])), "was computed first"),
+        (lambda model, tensor: model.w.data.mul_(2), "the loader changes it by mul_"),
+        (lambda model, tensor: model.w.data[:3].copy_(tensor[:3]), "12 of its 16 elements come from what is published"),
+        (lambda model, tensor: None, "0 of its 16 elements"),
+        (lambda model, tensor: model.w.data.copy_(tensor[:1]), "not copied into it element by element"),
+        (lambda model, tensor: tensor.sum().item(), "load_weights cannot be followed at 'w'"),
+        (lambda model, tensor: torch.zeros(4, 4).copy_(tensor), "'w' is copied into what is no parameter"),
+    ],
+)
+def test_what_is_no_plain_copy_is_refused_by_name(loader, why):
+    model = Model({"w": loader}, w=(4, 4))
+    with pytest.raises(tensorhub.UsageError, match=re.escape(why)) as caught:
+        planned(model, named(numbered(w=(4, 4))))
+    assert "'w'" in str(caught.value)
+    assert (model.w == -1).all()
+
+
+def test_another_dtype_is_refused_by_name():
+    model = Model({"w": whole("w")}, w=(4, 4)).bfloat16()
+    with pytest.raises(tensorhub.UsageError, match="it is bfloat16, and 'w' is published as float32"):
+        planned(model, named(numbered(w=(4, 4))))
+
+
+def test_parameters_that_gave_up_their_memory_are_refused_by_name():
+    model = Model({"w": whole("w")}, w=(4, 4), packed=(0,))
+    with pytest.raises(tensorhub.UsageError, match="'packed' cannot be read in place: vLLM computes with a processed"):
+        planned(model, named(numbered(w=(4, 4))))
