@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from tensorhub.core.errors import HostMemoryFull
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.fill import FillSink
 from tensorhub.memory.hostmemory import HostMemory
 from tensorhub.memory.registration import register
 from tensorhub.memory.room import MIB, SPARE_BYTES, STEP_BYTES, Footing, Room, copies_that_fit, room
@@ -156,6 +158,21 @@ def test_a_copy_that_ran_short_is_not_kept_for_the_next() -> None:
     left[0] = 1 << 40
     pool.give(pool.take())
     assert pool.used_bytes == size_bytes
+
+
+def test_what_a_transport_writes_by_itself_is_counted_too() -> None:
+    """Else a copy that is filled by the mover would be looked at once, and its process killed."""
+    left = [1 << 40]
+    size_bytes = 3 * STEP_BYTES
+    tensors = register({"w": untouched(size_bytes)})
+    manifest = build_manifest(tensors, STEP_BYTES, verify="none", salt="one")
+    pool = HostMemory(tensors, None, look=lambda: Room(left[0], "a test's limit"))
+    fill = FillSink(pool.take(), manifest.root(), verify="none")
+    fill.begin(manifest.encode())
+    fill.told(MIB)
+    left[0] = 0
+    with pytest.raises(HostMemoryFull, match="a test's limit leaves"):
+        fill.told(STEP_BYTES)
 
 
 @pytest.mark.parametrize(("copies", "fits"), [(1, False), (2, True)])

@@ -5,11 +5,13 @@ import pytest
 
 from memory.cutting import Shard
 from tensorhub.core.messages import Failure
-from tensorhub.core.names import Ticket
+from tensorhub.core.names import Digest, Ticket
 from tensorhub.core.worker.events import ReadTouched
+from tensorhub.core.worker.events_across import AcrossOpened, PartEnded
+from tensorhub.memory.room import Room
 from tensorhub.runtime import tile_plane, tiled
 
-from .fleet import Fleet, told
+from .fleet import Fleet, V, told
 
 
 def reader_of(fleet, *boxes, dtype=np.uint8, shape=(8, 8)):
@@ -109,6 +111,23 @@ def test_a_part_that_two_sources_have_with_other_content():
         assert found.code == "version-conflict"
         assert "'layers/0.w'[" in found.message
         assert "has other content at m/other[0] than at m/t[0]" in found.message
+
+    told(story, Fleet.of_rows)
+
+
+def test_a_host_copy_for_which_there_is_no_room_any_more_ends_the_read_and_blames_no_source():
+    """Whoever writes on is killed."""
+
+    async def story(fleet):
+        fleet.publish()
+        (reader,) = fleet.readers
+        reader.open(fleet.tickets(), to_host=True)
+        await reader.until(AcrossOpened)
+        reader.data.copies.content(V, Digest("")).registration.stream._footing._look = lambda: Room(0, "a test's limit")
+        reader.start(1)
+        ended = await reader.ended()
+        assert ended.failure.code == "host-memory-full"
+        assert not any(each.failure for each in reader.of(PartEnded))
 
     told(story, Fleet.of_rows)
 

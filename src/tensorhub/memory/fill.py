@@ -153,7 +153,8 @@ class FillSink:
         return Terms(digests, self.progress, (self._gate,))
 
     def told(self, size_bytes: int) -> None:
-        """More has come, was judged as the terms say, and is marked."""
+        """More has come, was judged as the terms say, and is marked. Raises `HostMemoryFull` if that was the last."""
+        self._registration.took(size_bytes)
         with self._telling:
             with self._lock:
                 if self._verify == "full":

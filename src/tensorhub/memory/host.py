@@ -104,6 +104,9 @@ class HostStream:
         """The registered memory itself: a byte is in place as soon as it is written."""
         return nullcontext(self.views(start, stop))
 
+    def took(self, size_bytes: int) -> None:
+        """So much more of it has been written by whoever enters no blocks."""
+
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Bytes [start, stop) of the stream, in order, none of them empty."""
         first, last = self._span(start, stop)

@@ -140,6 +140,10 @@ class CopyStream(HostStream):
         self._footing.step(stop - start)
         return super().writing(start, stop)
 
+    def took(self, size_bytes: int) -> None:
+        """Raises `HostMemoryFull` where there is no room to go on: whoever has written that much stops there."""
+        self._footing.step(size_bytes)
+
 
 class SharedStream(HostStream):
     """Memory of another worker's copy."""

@@ -83,6 +83,11 @@ class Registration:
         """What the registered module holds by now in place of a registered tensor, in words that name the tensor."""
         return self._module.replaced() if self._module is not None else []
 
+    def took(self, size_bytes: int) -> None:
+        """A transport has written so much by itself. Raises `HostMemoryFull` where it may not go on."""
+        if isinstance(self.stream, HostStream):
+            self.stream.took(size_bytes)
+
     def check_fillable(self) -> None:
         """Raises `LayoutMismatch`, naming two boxes, if what there is to read could not fill both."""
         if self.shares is not None:

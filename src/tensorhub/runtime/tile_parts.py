@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Protocol
 
-from ..core.errors import TensorHubError
+from ..core.errors import HostMemoryFull, TensorHubError, UsageError
 from ..core.messages import Failure, Grant
 from ..core.names import Ticket, Version, WorkerId
 from ..core.worker.events import Event
@@ -19,6 +19,8 @@ from .legs import Trusted
 from .open_read import Received
 from .routes import Meter, Routes
 from .trust import Lease
+
+OUR_OWN = (UsageError, HostMemoryFull)  # errors for which no source is to blame, and that no other one would mend
 
 
 class Plane(Protocol):

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..core.errors import LayoutMismatch, SessionLost, SourceLost, TensorHubError, TransportMissing, UsageError
+from ..core.errors import LayoutMismatch, SessionLost, SourceLost, TensorHubError, TransportMissing
 from ..core.messages import Failure, Grant
 from ..core.names import Ticket
 from ..core.worker.events import ReadEnded, ReadOpened
@@ -29,7 +29,7 @@ from .content import key_of
 from .legs import Looking, Touch, TrustedLeg
 from .loops import in_thread
 from .routes import MEASURE_EVERY_S, Meter
-from .tile_parts import Part, Plane, State, failure_of, known
+from .tile_parts import OUR_OWN, Part, Plane, State, failure_of, known
 from .tile_telling import Telling
 
 T = TypeVar("T")
@@ -285,7 +285,7 @@ class TileReading(Telling):
             self._stopped(part, brought=not left and not part.legs)
         elif isinstance(error, SessionLost):
             self._lose()
-        elif isinstance(error, UsageError):
+        elif isinstance(error, OUR_OWN):
             self._end_soon(complete=False, failure=failure_of(error))
         elif error is not None or left:
             self._failed(part, error or SourceLost(f"{part.grant.source} ended the read before its last piece"))

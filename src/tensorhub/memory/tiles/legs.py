@@ -133,6 +133,7 @@ class Leg:
 
     def told(self, size_bytes: int) -> None:
         self.note()
+        self._fill.registration.took(size_bytes)
 
     def check(self) -> None:
         self._fill.check()
