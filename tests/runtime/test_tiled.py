@@ -1,12 +1,14 @@
 """Reads of tiles as a data plane carries them out: several real sources of one cut, readers of another, no server."""
 
 import asyncio
+import threading
 
 import pytest
 
 from tensorhub.core.names import Ticket
 from tensorhub.core.worker.events import ReadAdvanced, ReadEnded, ReadOpened, ReadTouched, ServingStopped
 from tensorhub.core.worker.events_across import AcrossOpened, PartEnded, PartMeasured, StopPart
+from tensorhub.memory.tiles import across
 from tensorhub.runtime import tiled
 from tensorhub.transport.local import LocalTransport
 from tensorhub.transport.tcp import TcpTransport
@@ -193,6 +195,33 @@ def test_a_source_that_shows_something_else_is_refused_before_a_byte_moves():
         reader.add(1, 7, wrong)
         await reader.until(AcrossOpened)
         assert not reader.shard.arrays["w"].any()
+
+    told(story, Fleet.of_rows)
+
+
+def test_nobody_waits_for_a_plan(monkeypatch):
+    """The loop asks what is open while a thread plans: all workers of a process share it, and it keeps their leases."""
+    real, planning, goes_on = across.plan_reads, threading.Event(), threading.Event()
+
+    def slowly(*arguments):
+        planning.set()
+        assert goes_on.wait(20)
+        return real(*arguments)
+
+    async def story(fleet):
+        fleet.publish()
+        reader = await opened(fleet)
+        monkeypatch.setattr(across, "plan_reads", slowly)
+        reader.start(1)
+        await reader.seen(planning.is_set)
+        timer = threading.Timer(5, goes_on.set)  # so that a loop that does wait is found out, and not waited for
+        timer.start()
+        assert reader.data.incoming.fill.open == reader.data.incoming.fill.missing > 0
+        assert not goes_on.is_set()
+        timer.cancel()
+        goes_on.set()
+        assert (await reader.ended()).complete
+        assert reader.shard.wrong(fleet.model) == []
 
     told(story, Fleet.of_rows)
 

@@ -93,21 +93,26 @@ class Across:
             return int(np.count_nonzero(self._is_open))
 
     def legs(self, sources: Sequence[Source]) -> list[Leg]:
-        """Reads that bring all that is missing and not on its way already. Raises as `plan_reads` does."""
+        """Reads that bring all that is missing and not on its way already. Raises as `plan_reads` does.
+
+        One thread at a time plans, and nobody waits for it: what is open stays so, and more may become open meanwhile.
+        """
         with self._lock:
             self.check()
             mine = np.flatnonzero(self._is_open)
-            if not len(mine):
-                return []
-            plan = plan_reads(self.tiles.only(mine), sources)
-            stream = self.registration.stream
-            found = [
-                Leg(self, source, number, plan, order, mine)
-                for number, source in enumerate(sources)
-                for order in orders_of(plan, number, source.table.size_bytes, stream, parcel_bytes=self._parcel_bytes)
-            ]
-            self._is_open[:] = False
-            return found
+        if not len(mine):
+            return []
+        plan = plan_reads(self.tiles.only(mine), sources)
+        stream = self.registration.stream
+        found = [
+            Leg(self, source, number, plan, order, mine)
+            for number, source in enumerate(sources)
+            for order in orders_of(plan, number, source.table.size_bytes, stream, parcel_bytes=self._parcel_bytes)
+        ]
+        with self._lock:
+            self.check()
+            self._is_open[mine] = False
+        return found
 
     def ended(self, leg: Leg) -> int:
         """The transport has done with it. Returns how many tiles it leaves missing."""
