@@ -44,7 +44,7 @@ class StallJudge(Judge):
         buffer, reported = report.buffer, report.call
         is_free = isinstance(buffer, Empty) or (isinstance(buffer, Poisoned) and buffer.version is None)
         is_ready = is_free or (isinstance(buffer, Filling) and buffer.version == call.resolved)
-        is_told = reported is not None and reported.number == call.number and report.reading is None
+        is_told = reported is not None and reported.number == call.resolved_as and report.reading is None
         if call.resolved_at < self.truth.troubles.server_back and not self._knows_it(life, call.resolved):
             return None  # a former server had resolved it: this one has to learn first what the newest is
         has_part = any(copy.version == call.resolved for copy in report.copies)

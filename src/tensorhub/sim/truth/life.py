@@ -81,6 +81,7 @@ class Call:
     number: int = 0  # its position, once that was said
     resolved: Version | None = None
     resolved_at: float = inf  # when a server first said so, wherever that got
+    resolved_as: int = 0  # at which position: where that fails for want of the version, the library tries once more
     refused_at: float = inf  # when a server first answered it with an error, wherever that got
     ended: float = inf
     outcome: Finished | None = None

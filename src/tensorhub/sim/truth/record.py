@@ -356,6 +356,7 @@ class Truth:
         call, answer = life.call, orders.answer
         if call is not None and answer is not None and answer.number == call.number and answer.version is not None:
             call.resolved, call.resolved_at = answer.version, min(call.resolved_at, self.now)
+            call.resolved_as = answer.number
         if call is not None and answer is not None and answer.number == call.number and answer.error is not None:
             call.refused_at = min(call.refused_at, self.now)
         for copy in life.said.copies if life.said is not None else ():
