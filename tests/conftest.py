@@ -18,7 +18,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 FIRST = ("tests/tidy/",)  # seconds, and they explain what others only suffer from
 LAST = "processes"  # the mark of tests with real processes: minutes
 
-KEPT = ("TENSORHUB_BLESS", "TENSORHUB_NATIVE")  # what is blessed, and by which of two ways bytes move in these tests
+# What is blessed; by which of two ways bytes move in these tests; how large models are that are cut in several ways.
+KEPT = ("TENSORHUB_BLESS", "TENSORHUB_NATIVE", "TENSORHUB_TEST_MODEL")
 for name in [name for name in os.environ if name.startswith("TENSORHUB_") and name not in KEPT]:
     del os.environ[name]  # here, so that subprocesses of tests do not see them either
 
