@@ -12,6 +12,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -95,10 +96,11 @@ class Actor:
         for array in self.arrays.values():
             array[:8] = np.frombuffer(seed.to_bytes(8, "little"), dtype=np.uint8)
 
-    def digest(self) -> str:
+    def digest(self, start: int = 0, stop: int | None = None) -> str:
+        """Of each tensor, or of those bytes of each."""
         hasher = xxhash.xxh3_128()
         for array in self.arrays.values():
-            hasher.update(memoryview(array))
+            hasher.update(memoryview(array)[start:stop])
         return hasher.hexdigest()
 
     def _whole(self) -> np.ndarray:
@@ -256,13 +258,23 @@ class Actor:
 
     # --- the public API -----------------------------------------------------------------------------------------------
 
-    def open(self, name: str = "", transports: str = "", **options: object) -> None:
-        """Open and register. `name` tells several of one process apart."""
+    def open(
+        self,
+        name: str = "",
+        transports: str = "",
+        boxes: dict[str, list[dict[str, Any]]] | None = None,
+        **options: object,
+    ) -> None:
+        """Open and register. `name` tells several of one process apart; `boxes`: the arguments of each box."""
         if transports:
             os.environ["TENSORHUB_TRANSPORTS"] = transports
         weights = tensorhub.open(**options)  # type: ignore[arg-type]
         self.weights[name] = weights
-        weights.register(self.tensors)
+        made = {
+            tensor: [tensorhub.Box(**{k: v if k == "name" else tuple(v) for k, v in box.items()}) for box in each]
+            for tensor, each in (boxes or {}).items()
+        }
+        weights.register(self.tensors, boxes=made or None)
 
     def call(self, verb: str, name: str = "", **arguments: object) -> dict[str, float]:
         """A call of `Weights`, timed."""
@@ -309,6 +321,15 @@ class Actor:
                 return time.monotonic()
             time.sleep(0.001)
         raise TimeoutError(f"not {share:.0%} in place within {within_s} s")
+
+    def await_received(self, size_bytes: int, name: str = "", within_s: float = 60.0) -> float:
+        """Wait until so much has come. Progress counts chunks without a gap, and a read across has gaps."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            if sum(_by_source(self.weights[name]).values()) >= size_bytes:
+                return time.monotonic()
+            time.sleep(0.001)
+        raise TimeoutError(f"not {size_bytes} B received within {within_s} s")
 
 
 def _by_source(weights: tensorhub.Weights) -> dict[str, int]:
