@@ -62,6 +62,23 @@ def test_updates_leave_nothing_for_the_garbage_collector(join, kind, boxes):
     eventually(lambda: max((ours() - before).values(), default=0) < 10, "fewer objects of each kind than updates")
 
 
+@pytest.mark.usefixtures("no_collector")
+def test_what_is_closed_holds_no_memory_though_somebody_holds_it(join):
+    """Tensors and host copies: who keeps a closed `Weights` around is not to pay for that."""
+    trainer, _ = join("t", 1.0)
+    rollout, _ = join("r", prefetch="always")
+    trainer.publish(1)
+    rollout.replicate()
+    with trainer.mutating(version=2):
+        pass
+    data = rollout._aio._client.driver.data
+    eventually(lambda: data.copies.used_bytes, "version 2 is fetched ahead")
+    rollout.close()
+    assert data.copies.used_bytes == 0
+    assert not data.copies._contents
+    assert (data.registration, data.content, data.incoming, data.vacated) == (None, None, None, None)
+
+
 def test_torch_state_dicts_are_filled_in_place(server):
     torch.manual_seed(1)
     ours, theirs = torch.nn.Linear(30, 20).bfloat16(), torch.nn.Linear(30, 20).bfloat16()

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 
 import pytest
 
@@ -222,6 +223,22 @@ def test_nobody_waits_for_a_plan(monkeypatch):
         goes_on.set()
         assert (await reader.ended()).complete
         assert reader.shard.wrong(fleet.model) == []
+
+    told(story, Fleet.of_rows)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_what_was_not_told_to_stop_ends_with_its_worker():
+    """As where a worker ends by a bug of ours: else its timers, and with them its tensors, would be there for good."""
+
+    async def story(fleet):
+        fleet.publish()
+        reader = await opened(fleet)
+        reading = weakref.ref(reader.data.tiles.reading)
+        await asyncio.to_thread(reader.close)
+        reader.data.tiles.let_go()
+        reader.data.incoming = None
+        assert reading() is None
 
     told(story, Fleet.of_rows)
 

@@ -118,6 +118,11 @@ class HostCopies:
         with self._copying:
             pass
 
+    def let_go(self) -> None:
+        """It was closed, and nobody reads: all memory is given back."""
+        self._pool, self._former = None, []
+        self._contents, self._uncounted, self._counted_bytes = {}, {}, {}
+
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
     def copy_out(self, held: Content, *, is_ahead: bool = False) -> None:

@@ -205,7 +205,10 @@ class Driver:
         except TimeoutError:
             _log.warning("%s: its transports have not ended after %.1f s", self.me, patience_s)
         else:
-            self.data.registration = self.data.content = None  # the tensors are the caller's alone
+            data = self.data  # from now on the tensors are the caller's alone, and host memory is free
+            data.registration = data.content = data.incoming = data.vacated = None
+            data.tiles.let_go()
+            data.copies.let_go()
 
     # --- the machine --------------------------------------------------------------------------------------------------
 

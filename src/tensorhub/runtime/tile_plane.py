@@ -156,6 +156,12 @@ class TilePlane:
         if self.reading is not None and self.reading.ticket == ticket:
             self.reading = None
 
+    def let_go(self) -> None:
+        """All is closed: what was not told to stop has ended too."""
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading.let_go()
+
     def _stored(self, content: Content | None) -> None:
         """In a transport's thread."""
         reading = self.reading

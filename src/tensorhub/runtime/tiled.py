@@ -15,6 +15,7 @@ plan over a part that has ended, or tell the machine anything from within a call
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from ..core.errors import LayoutMismatch, SessionLost, SourceLost, TensorHubError, TransportMissing
@@ -144,8 +145,8 @@ class TileReading(Telling):
                 self.plane.export(self.content, tiled, self._exported)
             except TensorHubError as no_room:
                 _log.info("%s: version %d is not fetched ahead: %s", self.plane.me, self._grant.version, no_room)
-                failure = failure_of(no_room)
-                self.timers["end"] = self.loop.call_later(NO_ROOM_S, self._end_with, failure)
+                ending = partial(self._end_soon, complete=False, failure=failure_of(no_room))
+                self.timers["end"] = self.loop.call_later(NO_ROOM_S, ending)
                 return
         if error is not None:
             self._end_soon(complete=False, failure=failure_of(error))
@@ -237,8 +238,7 @@ class TileReading(Telling):
         try:
             part.ways = part.ways or self.plane.routes.to(part.grant)
             way = part.way = part.ways.pop(0)
-            part.sink, part.counted_bytes = sink, 0
-            grant, me = part.grant, self.plane.me
+            part.sink, part.counted_bytes, grant, me = sink, 0, part.grant, self.plane.me
             key = key_of(me.model, grant.version, grant.source.shard, on_host=grant.from_host)
             transport = self.plane.transports[way.scheme]
             part.read = transport.read(
@@ -302,8 +302,7 @@ class TileReading(Telling):
     # --- how parts end ------------------------------------------------------------------------------------------------
 
     def _failed(self, part: Part, error: TensorHubError) -> None:
-        source, version = part.grant.source, part.grant.version
-        _log.info("%s: reading version %d from %s: %s", self.plane.me, version, source, error)
+        _log.info("%s: reading version %d from %s: %s", self.plane.me, part.grant.version, part.grant.source, error)
         self._part_over(part, failure=failure_of(error))
 
     def _stopped(self, part: Part, *, brought: bool = False) -> None:
@@ -334,9 +333,6 @@ class TileReading(Telling):
         self._touch.bar()
         self._end_soon(complete=False, failure=None)
 
-    def _end_with(self, failure: Failure) -> None:
-        self._end_soon(complete=False, failure=failure)
-
     def _end_soon(self, *, complete: bool, failure: Failure | None) -> None:
         """As soon as nothing runs any more."""
         if self._is_done:
@@ -357,16 +353,20 @@ class TileReading(Telling):
                 self._give_up(part.legs.popleft())
         if self._ending[0] and not self._touch.is_touched:  # there was no byte to write: it is there all the same
             self._touched()
-        self.state = State.OVER
-        self._touch.let_go()
-        for timer in self.timers.values():
-            timer.cancel()
+        self.let_go()
         self.tell_progress()
         self.plane.forget(self.ticket)
         complete, failure = self._ending
         if failure is not None:
             _log.info("%s: reading version %d: %s", self.plane.me, self._grant.version, failure.message)
         self.tell(ReadEnded(self.ticket, complete, failure))
+
+    def let_go(self) -> None:
+        """Nothing of it runs any more, and nobody holds it."""
+        self.state = State.OVER
+        self._touch.let_go()
+        for timer in self.timers.values():
+            timer.cancel()
 
     def _touched(self) -> None:
         """In the loop, once."""
@@ -389,7 +389,7 @@ class TileReading(Telling):
                 if not self._is_done or found is not None:
                     then(found, error)
             except Exception as wrong:  # noqa: BLE001 - the same
-                self._end_with(failure_of(known(wrong, self._grant.version)))
+                self._end_soon(complete=False, failure=failure_of(known(wrong, self._grant.version)))
             if self.state is State.ENDING:
                 self._advance()
 
