@@ -106,9 +106,9 @@ def test_a_long_request_lives_through_an_update(tmp_path, hub, figures):
         assert places(trainer.module, prompt, first) == [True] * 8, "the first version was in before it served"
         weights = vllm.attach(server.url, "policy", replica="rollout-0", server=hub)
         assert weights.version == 0
+        trainer.step(1)  # before the request, which would end meanwhile where cores are few
         asked = server.complete(prompt, TOKENS)
         said = [next(asked) for _ in range(4)]
-        trainer.step(1)
         assert weights.update() == 1
         assert json.loads(server.get("/weight_info")) == {"weight_version": "1"}
         said += list(asked)
