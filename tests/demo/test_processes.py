@@ -77,6 +77,15 @@ def test_a_failure_is_told_with_its_last_words(processes: Processes) -> None:
         wait_until(processes.check)
 
 
+def test_several_are_killed_before_any_hears_of_the_others(processes: Processes, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        processes.start(name, STUBBORN)
+    pids = [pid_of(tmp_path, name) for name in ("one", "two")]
+    processes.kill("one", "two")
+    assert not any(is_alive(pid) for pid in pids)
+    processes.check()
+
+
 def test_who_died_before_being_killed_is_told(processes: Processes, tmp_path: Path) -> None:
     processes.start("one", LASTING)
     os.kill(pid_of(tmp_path, "one"), signal.SIGTERM)

@@ -3,8 +3,8 @@
 import pytest
 
 from tensorhub import VersionUnavailable
-from tensorhub.core.snapshot import ModelView, ReplicaView, Status, VersionView
-from tensorhub.demo.rollout import from_rollouts
+from tensorhub.core.snapshot import ModelView, ReplicaView, Status, VersionView, WorkerView
+from tensorhub.demo.rollout import from_rollouts, received_by
 
 
 def status(*replicas: str, held: dict[int, str], copied: dict[int, str] | None = None) -> Status:
@@ -57,3 +57,31 @@ def test_what_some_hold_serves_once_the_trainer_has_left_it():
 def test_nothing_that_the_trainer_might_have_to_send(found: Status):
     with pytest.raises(VersionUnavailable):
         from_rollouts(found, "rollout-3")
+
+
+def worker(shard: int, received: dict[str, int]) -> WorkerView:
+    return WorkerView(
+        shard=shard,
+        state="holding",
+        version=7,
+        done=1,
+        chunks=1,
+        size_bytes=1,
+        session=1,
+        lease_left_s=1.0,
+        connected=True,
+        readers=0,
+        endpoints=(),
+        host="here",
+        site="",
+        reliable=False,
+        received_bytes=received,
+    )
+
+
+def test_what_a_replica_received_is_of_all_its_workers_and_of_nobody_else():
+    both = (worker(0, {"trainer": 3, "rollout-1": 4}), worker(1, {"trainer": 5}))
+    mine = ReplicaView(name="rollout-0", shards=2, workers=both, call=None)
+    other = ReplicaView(name="rollout-1", shards=1, workers=(worker(0, {"trainer": 100}),), call=None)
+    assert received_by("rollout-0", [other, mine]) == {"trainer": 8, "rollout-1": 4}
+    assert received_by("rollout-2", [other, mine]) == {}

@@ -52,14 +52,17 @@ class Processes:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             )
 
-    def kill(self, name: str) -> None:
-        """SIGKILL: it has no chance to say goodbye to anybody."""
-        process = self._running.pop(name)
-        process.kill()
-        status = process.wait()
-        _close_input(process)
-        if status != -signal.SIGKILL:
-            raise ProcessFailed(f"{name} had ended with status {status} before it was killed\n{self._last_words(name)}")
+    def kill(self, *names: str) -> None:
+        """SIGKILL, to all of them at once: they have no chance to say goodbye to anybody."""
+        killed = {name: self._running.pop(name) for name in names}
+        for process in killed.values():
+            process.kill()
+        for name, process in killed.items():
+            status = process.wait()
+            _close_input(process)
+            if status != -signal.SIGKILL:
+                text = f"{name} had ended with status {status} before it was killed"
+                raise ProcessFailed(f"{text}\n{self._last_words(name)}")
 
     def let_go_on(self, name: str) -> None:
         """Tell it that what it may wait for has happened."""

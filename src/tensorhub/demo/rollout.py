@@ -6,7 +6,7 @@ on with the version it holds. It never runs a policy that is no whole, verified 
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch
 import tensorhub
 from tensorhub import SessionLost, TransferError, Unavailable, VersionUnavailable
 
-from ..core.snapshot import Status
+from ..core.snapshot import ReplicaView, Status
 from . import grpo, task
 from .events import TRAINER, Ended, Generated, Kept, Updated
 from .logs import EventLog, now
@@ -192,6 +192,16 @@ def from_rollouts(status: Status, replica: str) -> int:
     if not found:
         raise VersionUnavailable("the rollouts hold different versions, of which the trainer has the only idle copy")
     return max(found)
+
+
+def received_by(name: str, replicas: Sequence[ReplicaView]) -> dict[str, int]:
+    """What all workers of a replica have received, by source, as far as the reference server has heard."""
+    total: dict[str, int] = {}
+    for replica in replicas:
+        for worker in replica.workers if replica.name == name else ():
+            for source, size_bytes in worker.received_bytes.items():
+                total[source] = total.get(source, 0) + size_bytes
+    return total
 
 
 def main() -> None:

@@ -37,8 +37,7 @@ class EngineDirector(Director):
             self._run("vllm.engine", replica, *chosen, *switches)
 
         def kill_trainer() -> None:
-            for name in self._ranks:
-                self._processes.kill(name)
+            self._processes.kill(*self._ranks)
             self._note(TRAINER, "killed")
             self._start_trainer("--seed", str(seed), "--again")
             self._note(TRAINER, "restarted")

@@ -20,7 +20,7 @@ from .. import grpo, task
 from ..events import Sampled
 from ..logs import EventLog, now
 from ..parent import Parent
-from ..rollout import RETRY_S, RETRYABLE, Rollout, work
+from ..rollout import RETRY_S, RETRYABLE, Rollout, received_by, work
 from ..samples import Batch, PatientOutbox
 from ..sharded import MODEL
 from .model import fingerprint, unfused
@@ -115,6 +115,7 @@ class EngineWeights:
         self.stall_s = 0.0
         self._replica = replica
         self._view = tensorhub.connect(server)
+        self._received: dict[str, int] = {}
         self._updater = tensorhub_vllm.attach(llm, MODEL, replica=replica, server=server, timeout=PATIENCE_S)
 
     @property
@@ -141,13 +142,13 @@ class EngineWeights:
                 self.stall_s = time.monotonic() - began
 
     def bytes_by_source(self) -> dict[str, int]:
-        """How much the reference server has heard that this replica received, from whom."""
-        total: dict[str, int] = {}
-        for replica in self._view.replicas(MODEL):
-            for worker in replica.workers if replica.name == self._replica else ():
-                for source, size_bytes in worker.received_bytes.items():
-                    total[source] = total.get(source, 0) + size_bytes
-        return total
+        """What this replica has received, from whom, as the reference server last said."""
+        try:
+            replicas = self._view.replicas(MODEL)
+        except RETRYABLE:
+            return self._received
+        self._received = received_by(self._replica, replicas) or self._received
+        return self._received
 
 
 class EngineRollout(Rollout):
