@@ -113,6 +113,23 @@ def test_a_job_that_is_cut_in_another_way_goes_on_from_the_rollouts(start, serve
             check(whole, again, version)
 
 
+@pytest.mark.parametrize("has_rollout", [True, False])
+def test_a_job_that_is_back_at_once_does_not_wait_for_its_former_self(start, server, has_rollout):
+    """The server still believes that the killed trainer holds its last version, which nobody else has."""
+    job, again = start(2), start(2)  # both have loaded torch
+    job.call("build")
+    job.call("attach", model="policy")
+    again.call("build", seed=1)
+    with Whole("policy", replica="rollout-0", server=server) as whole:
+        if has_rollout:
+            check(whole, job, 0)
+        job.call("step", version=1)
+        job.end()
+        assert again.call("attach", model="policy") == (0 if has_rollout else 2), "filled by the rollout, or published"
+        assert again.call("step") == (2 if has_rollout else 3), "1 was published"
+        check(whole, again, 2 if has_rollout else 3)
+
+
 def test_a_rank_is_killed_in_its_step_and_the_job_goes_on_from_the_rollouts(start, server, figures):
     job = start()
     job.call("build")

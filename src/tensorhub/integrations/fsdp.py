@@ -53,7 +53,7 @@ def attach(
 ) -> "Publisher":
     """Register this rank's part of the module, and publish what it holds now, as `version` or the next free number.
 
-    Where somebody holds a version of the model already, the module is filled with the newest one instead, unless
+    Where somebody else holds a version of the model, the module is filled with the newest of those instead, unless
     `fill=False`. `Publisher.version` says which it is. `dtype` is what is published ("bfloat16"), where the optimizer
     works on another; `boxes` are those of `register`, of plain tensors that are parts. `options` are those of
     `tensorhub.open`. On all ranks at once; raises as `open`, `register`, `publish` and `replicate` do, and
@@ -64,7 +64,7 @@ def attach(
     with ranks.agreeing("attach() failed"):
         place = _place(module, ranks, shard, shards)
         view = tensorhub.connect(options.get("server"), token=options.get("token"))
-        held = max((each.version for each in view.versions(model) if each.holders), default=-1) if fill else -1
+        held = _held_by_others(view.versions(model), replica) if fill else -1
         after = max(view.next_version(model), held + 1)
     held, after = ranks.told(held, after)
     number = max(version, after) if held < 0 else held
@@ -86,6 +86,11 @@ def attach(
                 weights.close()
     publisher.version, publisher.next_version = number, max(after, number + 1)
     return publisher
+
+
+def _held_by_others(versions: Sequence[Any], replica: str) -> int:
+    """The newest version that somebody else holds, -1 for none. A former self that was killed may still be believed."""
+    return max((each.version for each in versions if set(each.holders) - {replica}), default=-1)
 
 
 class Publisher:
