@@ -786,8 +786,8 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released in the first lease",
-        "    if not member.content.copies or state.is_recovering:  # there is no way back\n",
-        "    if not member.content.copies or not model.roll.is_over:\n",
+        "    return tuple(number for number in found if number in old or not state.is_recovering)\n",
+        "    return tuple(found)\n",
         "in the first lease nothing is given up for which there is no way back",
     ),
     Mutant(

@@ -8,6 +8,7 @@ from .catalog import Model, VersionRecord
 from .groups import GroupCall, Replica
 from .lines import Line
 from .membership import Member
+from .open_reads import OpenRead
 from .state import State
 
 FILLS = ("replicate", "update")
@@ -97,3 +98,15 @@ def wanted_version(replica: Replica, member: Member) -> Version | None:
     if isinstance(buffer, Filling) and buffer.version != call.version:
         return None
     return call.version
+
+
+def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
+    """The source has to keep what these read.
+
+    A source that can cut its readers off waits neither for those whose read was taken back (they have another source,
+    or none can help them) nor for those who seem to be gone. Any other source waits until each of them has stopped.
+    """
+    if not source.hello.revocable:
+        return bool(reads)
+    readers = [state.members.get(read.reader) for read in reads if not read.is_void]
+    return any(reader is not None and is_here(state, reader) for reader in readers)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ...messages import Holding, Poisoned, Withdrawing
 from ...names import Version
+from .. import facts
 from ..catalog import Model, VersionRecord
 from ..membership import Member
 from ..state import State
@@ -48,7 +49,7 @@ def _has_readers(state: State, source: Member, version: Version) -> bool:
 
     A reader that has only opened there what comes next reads nothing of what the buffer has now.
     """
-    return retention.must_wait(state, source, state.reads.from_buffer(source.worker, version))
+    return facts.must_wait(state, source, state.reads.from_buffer(source.worker, version))
 
 
 def is_last_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:

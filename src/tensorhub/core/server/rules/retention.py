@@ -25,7 +25,6 @@ from ..catalog import Model, VersionRecord
 from ..groups import Replica
 from ..lines import Line
 from ..membership import Member
-from ..open_reads import OpenRead
 from ..state import State
 from . import covered, crossing, election, established, resting, witness
 
@@ -49,10 +48,17 @@ def host_copy_orders(state: State, model: Model, replica: Replica, member: Membe
 
 
 def copies_to_let_go(state: State, model: Model, replica: Replica, member: Member) -> tuple[int, ...]:
-    """Its host copies, by number, that are not needed any more. What it was once told to let go never counts again."""
-    if not member.content.copies or state.is_recovering:  # there is no way back
+    """Its host copies, by number, that are not needed any more. What it was once told to let go never counts again.
+
+    There is no way back. So in the first lease after a restart only such may go as nobody can want who comes back by
+    then: they are older than a version which those that have answered show to be established.
+    """
+    copies, newest = member.content.copies, model.newest_established
+    if not copies or not model.roll.is_over:
         return ()
-    return tuple(_not_needed(state, model, replica, member))
+    old = [copy.number for copy in copies if newest is not None and copy.version < newest]
+    found = _not_needed(state, model, replica, member)
+    return tuple(number for number in found if number in old or not state.is_recovering)
 
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
@@ -67,26 +73,14 @@ def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, 
 
 
 def _is_read(state: State, member: Member, copy: HostCopy) -> bool:
-    return must_wait(state, member, state.reads.from_copy(member.worker, copy.version))
-
-
-def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
-    """The source has to keep what these read.
-
-    A source that can cut its readers off waits neither for those whose read was taken back (they have another source,
-    or none can help them) nor for those who seem to be gone. Any other source waits until each of them has stopped.
-    """
-    if not source.hello.revocable:
-        return bool(reads)
-    readers = [state.members.get(read.reader) for read in reads if not read.is_void]
-    return any(reader is not None and facts.is_here(state, reader) for reader in readers)
+    return facts.must_wait(state, member, state.reads.from_copy(member.worker, copy.version))
 
 
 def _ahead(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy ahead, while it holds it: when all leave it at once, nobody may have the time."""
     if established.is_keeper(model, member):
         return model.newest_established
-    return resting.version_to_copy(model, member) if not state.is_recovering else None
+    return resting.version_to_copy(model, member) if model.roll.is_over else None
 
 
 def _not_needed(state: State, model: Model, replica: Replica, member: Member, *, unread: bool = False) -> list[int]:
