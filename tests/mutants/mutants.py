@@ -1051,6 +1051,12 @@ MUTANTS = (
         "a source is let go when its own part of a read across ends",
     ),
     Mutant(
+        "an update that is made once more may go back",
+        "    if floor is None or version >= floor:\n",
+        "    if True:\n",
+        "update never goes back, whatever is lost meanwhile",
+    ),
+    Mutant(
         "what is established is forgotten while all who have it are away",
         "        retained.update(dict.fromkeys(established[:1]))",
         "        retained.update({})",

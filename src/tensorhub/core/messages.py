@@ -17,8 +17,7 @@ PROTOCOL = "tensorhub/3"
 MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; of a read across 100 for each source
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
-MAX_HINT = 500  # and of its hint
-MAX_WORDS = 500  # characters of each text in a report: why a read failed, how one goes
+MAX_HINT = MAX_WORDS = 500  # of its hint; of each text in a report: why a read failed, how one goes
 
 MAX_FAILURES = 4  # ticket failures in one report
 MAX_SOURCES = 16  # replicas that a worker names in what it received; what came from others is one sum
@@ -178,6 +177,7 @@ class CallReport(_Message, frozen=True):
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
     grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
+    floor: Version | None = None  # of an update that is made once more: what was held when its caller began to wait
 
 
 class Reading(_Message, frozen=True):

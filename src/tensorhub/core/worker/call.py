@@ -29,6 +29,8 @@ class Call:
     waits: bool = False  # of a replicate: for a number that nobody has published yet
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
+    had: Version | None = None  # of an update: what was held when the caller called
+    floor: Version | None = None  # of one that is made once more: the same
 
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)
@@ -78,7 +80,8 @@ class Call:
 
     def again(self) -> "Call":
         """The same call as the replica's next one."""
-        return Call(self.verb, self.spec, self.root, self.started, self.deadline, waits=self.waits)
+        had = self.had
+        return Call(self.verb, self.spec, self.root, self.started, self.deadline, waits=self.waits, had=had, floor=had)
 
     def for_report(self) -> CallReport | None:
         """As a report says it."""
@@ -87,4 +90,5 @@ class Call:
         return CallReport(
             *(self.number, self.verb, self.spec, self.root, self.resolved, self.claim, self.waits, self.metadata),
             self.grid,
+            self.floor,
         )

@@ -6,9 +6,8 @@
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from ...messages import Empty, Failure, Holding, Poisoned, Spec, Vacated, Withdrawing
+from ...messages import Empty, Failure, Holding, Poisoned, Vacated, Withdrawing
 from ...names import Shard, Version
-from ...version_spec import PREFETCHED
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..decisions import AcceptPublish, Admit, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
@@ -16,7 +15,7 @@ from ..groups import GroupCall, Replica, some_shards
 from ..lines import Line
 from ..membership import Member
 from ..state import State
-from . import across, claims, crossing, retention, witness
+from . import across, claims, crossing, resolving, retention, witness
 
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
 STATUS_SAYS = "see `tensorhub status` for who holds it"
@@ -237,13 +236,7 @@ def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> D
     missing = _missing(replica) if call.verb == "update" and len(replica.members) < replica.shards else None
     if missing is not None:
         return Wait(call, missing)  # an update never goes back, and what they all hold is not known yet
-    held = _held_by_all(state, replica)
-    if call.spec == PREFETCHED:
-        version, failure = _prefetched(state, model, replica, held)
-    else:
-        version, failure = model.resolve(call.spec)
-    if call.verb == "update" and held is not None and _is_enough(call.spec, held, version):
-        version, failure = held, None
+    version, failure = resolving.meant_by(state, model, replica, call)
     if version is None:
         assert failure is not None
         if isinstance(call.spec, int) and not (call.waits and _may_come(model, call.spec)):
@@ -268,34 +261,6 @@ def _why_unreadable(state: State, model: Model, replica: Replica, record: Versio
 def _may_come(model: Model, number: int) -> bool:
     """Numbers only rise: one that a newer one has passed by is never published."""
     return model.newest is None or model.newest < number
-
-
-def _is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
-    """What is held needs no update: nothing newer was asked for, or there is nothing newer."""
-    if version is None and isinstance(spec, int):
-        return held >= spec  # a number that was never published is not to be had, whatever is held
-    return version is None or held >= version
-
-
-def _prefetched(
-    state: State, model: Model, replica: Replica, held: Version | None
-) -> tuple[Version | None, Failure | None]:
-    """The newest version of which each shard of the replica has a whole copy; or what they hold; or the latest."""
-    members = [state.known(worker) for worker in replica.members.values()]  # all of them: it is of an update
-    for version in sorted(model.versions, reverse=True):  # what somebody has a whole copy of exists
-        if all(member.fills_itself(version) for member in members):
-            return version, None
-    return (held, None) if held is not None else model.resolve("latest")
-
-
-def _held_by_all(state: State, replica: Replica) -> Version | None:
-    """The version that each shard of the replica holds, if it is one."""
-    held = []
-    for worker in replica.members.values():
-        member = state.members.get(worker)
-        buffer = member.content.buffer if member is not None else None
-        held.append(buffer.version if isinstance(buffer, Holding) else None)
-    return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
 
 
 def _can_serve(member: Member, version: Version) -> bool:

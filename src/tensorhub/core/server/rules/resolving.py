@@ -1,0 +1,75 @@
+"""Which version a call means by now. An update never goes back: not behind what is held, nor what was held before.
+
+What was held before counts where a call is made once more: the version that it was to bring was lost after a part of it
+had been written over the former one. Its caller still waits in one and the same call.
+"""
+
+from ...messages import Failure, Holding, Spec
+from ...names import Version
+from ...version_spec import PREFETCHED
+from ..catalog import Model
+from ..groups import GroupCall, Replica
+from ..state import State
+
+
+def meant_by(
+    state: State, model: Model, replica: Replica, call: GroupCall
+) -> tuple[Version, None] | tuple[None, Failure]:
+    """The version, or why there is none now."""
+    held = _held_by_all(state, replica)
+    if call.spec == PREFETCHED:
+        version, failure = _prefetched(state, model, replica, held)
+    else:
+        version, failure = model.resolve(call.spec)
+    if call.verb == "update" and held is not None and _is_enough(call.spec, held, version):
+        return held, None
+    if version is None:
+        assert failure is not None
+        return None, failure
+    floor = _had_by_all(state, replica, call)
+    if floor is None or version >= floor:
+        return version, None
+    newer = [each for each in model.available() if each >= floor]
+    if newer:
+        return newer[-1], None
+    text = f"nothing as new as version {floor} of {model.name} is left, which {replica.name} had when it called"
+    hint = 'an update never goes back; replicate("latest") takes what there is'
+    return None, Failure("version-unavailable", text, hint)
+
+
+def _is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
+    """What is held needs no update: nothing newer was asked for, or there is nothing newer."""
+    if version is None and isinstance(spec, int):
+        return held >= spec  # a number that was never published is not to be had, whatever is held
+    return version is None or held >= version
+
+
+def _prefetched(
+    state: State, model: Model, replica: Replica, held: Version | None
+) -> tuple[Version | None, Failure | None]:
+    """The newest version of which each shard of the replica has a whole copy; or what they hold; or the latest."""
+    members = [state.known(worker) for worker in replica.members.values()]  # all of them: it is of an update
+    for version in sorted(model.versions, reverse=True):  # what somebody has a whole copy of exists
+        if all(member.fills_itself(version) for member in members):
+            return version, None
+    return (held, None) if held is not None else model.resolve("latest")
+
+
+def _held_by_all(state: State, replica: Replica) -> Version | None:
+    """The version that each shard of the replica holds, if it is one."""
+    held = []
+    for worker in replica.members.values():
+        member = state.members.get(worker)
+        buffer = member.content.buffer if member is not None else None
+        held.append(buffer.version if isinstance(buffer, Holding) else None)
+    return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
+
+
+def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | None:
+    """The version that each shard of the replica held when its caller began to wait, if it is one."""
+    had = []
+    for worker in replica.members.values():
+        member = state.members.get(worker)
+        asked = member.report.call if member is not None else None
+        had.append(asked.floor if asked is not None and asked.number == call.number else None)
+    return had[0] if len(had) == replica.shards and had.count(had[0]) == len(had) else None
