@@ -76,12 +76,13 @@ def test_error_text_is_one_line_and_a_hint() -> None:
 
 def test_demo_says_its_true_defaults() -> None:
     """They stand in the help as text, so that showing it loads no torch."""
-    from tensorhub.demo.orchestrate import Options
+    from tensorhub.demo.orchestrate import usual
 
     _, out, _ = run("demo", "--help")
     for name in ("steps", "rollouts", "seed", "out"):
         line = next(line for line in out.splitlines() if f"--{name} " in line)
-        assert f"({getattr(Options(), name)})" in line
+        plain, engines = (getattr(usual(engine), name) for engine in ("", "vllm"))
+        assert f"({plain})" in line or (f"({plain}" in line and f"{engines})" in line and plain != engines)
 
 
 def test_demo_refuses_what_it_cannot_show() -> None:

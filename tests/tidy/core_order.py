@@ -53,7 +53,8 @@ ROWS: dict[str, tuple[str, ...]] = {
             "rules.sources",
             "rules.progress",
         ),
-        *("rules.sharing", "rules.moving", "rules.across", "rules.grants", "rules.interests", "rules.calls"),
+        *("rules.sharing", "rules.moving", "rules.across", "rules.grants", "rules.interests"),
+        *("rules.resolving", "rules.calls"),
         *("rules.numbering", "rules.held", "rules.cuts", "rules.described"),
         # what changes the state, and the machine, which alone says when
         *(

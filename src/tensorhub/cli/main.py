@@ -179,12 +179,11 @@ def demo(
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         raise TensorHubError(f"the demo needs {' and '.join(missing)}", hint=hint)
-    from ..demo.orchestrate import Options, run_demo
+    from ..demo.orchestrate import run_demo, usual
 
-    usual = Options(engine=engine, rollouts=2, out=Path("out/demo-vllm")) if engine else Options()
     given = {"steps": steps, "rollouts": rollouts, "seed": seed, "out": out}
     chosen = {name: value for name, value in given.items() if value is not None}
-    raise typer.Exit(run_demo(replace(usual, updates=updates, **chosen)))  # type: ignore[arg-type]
+    raise typer.Exit(run_demo(replace(usual(engine), updates=updates, **chosen)))  # type: ignore[arg-type]
 
 
 @app.command()

@@ -38,6 +38,11 @@ class Options:
     out: Path = Path("out/demo")
 
 
+def usual(engine: str) -> Options:
+    """What it is where the user chooses nothing but the engine."""
+    return Options(engine=engine, rollouts=2, out=Path("out/demo-vllm")) if engine else Options()
+
+
 def run_demo(options: Options) -> int:
     """Run it, write the report, print a table. Returns the exit status: 0 if every check holds."""
     if options.steps < LEAST_STEPS or options.rollouts < 2:
