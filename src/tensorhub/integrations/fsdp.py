@@ -25,7 +25,7 @@ It must never: gather a parameter, or wait for a rank that has raised.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import tensorhub
 
@@ -62,7 +62,8 @@ def attach(
     module = _bare(module)
     ranks = Ranks(options.get("call_timeout") or WAIT_S)
     with ranks.agreeing("attach() failed"):
-        place = _place(module, ranks, shard, shards)
+        cut = [value for value in tensors_of(module).values() if _is_cut(value)]
+        place = ranks.place(cut, shard, shards)
         view = tensorhub.connect(options.get("server"), token=options.get("token"))
         held = _held_by_others(view.versions(model), replica) if fill else -1
         after = max(view.next_version(model), held + 1)
@@ -175,30 +176,3 @@ def _bare(module: "torch.nn.Module") -> "torch.nn.Module":
 
 def _is_cut(value: "torch.Tensor") -> bool:
     return hasattr(value, "device_mesh")
-
-
-class _Place(NamedTuple):
-    shard: int
-    shards: int
-    copy: int  # 0: publishes
-
-
-def _place(module: "torch.nn.Module", ranks: "Ranks", shard: int | None, shards: int | None) -> _Place:
-    """What this rank is of the replica."""
-    if shard is not None or shards is not None:
-        return _Place(ranks.rank if shard is None else shard, ranks.count if shards is None else shards, 0)
-    found = [value for value in tensors_of(module).values() if _is_cut(value)]
-    if not found:
-        return _Place(0, 1, ranks.rank)
-    mesh = max((value.device_mesh for value in found), key=lambda each: each.ndim)
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        text = f"rank {ranks.rank} is not in the mesh of the module"
-        raise tensorhub.UsageError(text, hint="give shard= and shards=")
-    here, count, copy = 0, 1, 0
-    for along, (at, size) in enumerate(zip(coordinate, mesh.shape, strict=True)):
-        if any(not each.placements[along].is_replicate() for each in found if each.device_mesh == mesh):
-            here, count = here * size + at, count * size
-        else:
-            copy = copy * size + at
-    return _Place(here, count, copy)

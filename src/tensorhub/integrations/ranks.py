@@ -1,18 +1,27 @@
-"""What the ranks of one job agree on: a value that rank 0 says, and whether something went well on all of them.
+"""What the ranks of one job agree on: a value that rank 0 says, whether something went well on all of them; and what
+each of them is of a replica.
 
 On a gloo group of its own, so that a vote never meets a collective of the job. It must never wait for a rank that has
 failed, or is gone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorhub
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class Place(NamedTuple):
+    """What a rank is of a replica."""
+
+    shard: int
+    shards: int
+    copy: int  # which rank with the same shard; 0: it publishes
 
 
 class Ranks:
@@ -79,3 +88,22 @@ class Ranks:
         group, self._group, self._last = self._group, None, None
         if group is not None:
             dist.destroy_process_group(group)
+
+    def place(self, cut: Sequence[Any], shard: int | None, shards: int | None) -> Place:
+        """Of this rank. `cut`: its DTensors, from whose mesh it follows where neither `shard` nor `shards` is given."""
+        if shard is not None or shards is not None:
+            return Place(self.rank if shard is None else shard, self.count if shards is None else shards, 0)
+        if not cut:
+            return Place(0, 1, self.rank)
+        mesh = max((value.device_mesh for value in cut), key=lambda each: each.ndim)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            text = f"rank {self.rank} is not in the mesh of the module"
+            raise tensorhub.UsageError(text, hint="give shard= and shards=")
+        here, count, copy = 0, 1, 0
+        for along, (at, size) in enumerate(zip(coordinate, mesh.shape, strict=True)):
+            if any(not each.placements[along].is_replicate() for each in cut if each.device_mesh == mesh):
+                here, count = here * size + at, count * size
+            else:
+                copy = copy * size + at
+        return Place(here, count, copy)
