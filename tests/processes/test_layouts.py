@@ -120,7 +120,7 @@ def test_from_a_trainer_to_engines_to_a_trainer_and_back_when_it_has_died(figure
         judge(second.tell(do="fill"), 1, sources={"tp2"})  # of its own layout: nothing from anybody else
         sent = sum(trainer.tell(do="sent"))
         figures(f"trainer sent {sent / size:.2f} of its bytes for three layouts", sent=sent, size=size)
-        assert sent <= 1.2 * 3 * size  # replicated KV heads, norms and tied tensors count once for each rank
+        assert sent <= 1.1 * 3 * size  # replicated KV heads, norms and tied tensors count once for each rank
         assert trainer.tell(do="publish", version=2) == [2, 2, 2]
         for found in fill_all(*engines, second, verb="update"):
             judge(found, 2)
