@@ -9,7 +9,7 @@ import time
 from statistics import median
 
 from .fan_out import LinkedWorkers
-from .links import Links, NoLinks, why_not
+from .links import Links, on_links
 from .processes import Child, Failed
 from .section import Goal, Options, Section, seconds_text, size_text
 
@@ -19,16 +19,7 @@ CHUNK_BYTES = 4 << 20
 
 def run(options: Options) -> list[Section]:
     """The part."""
-    section = Section("faults", "A source that is killed")
-    problem = why_not()
-    if problem is not None:
-        section.skipped = problem
-        return [section]
-    try:
-        return [_measured(options, section)]
-    except NoLinks as error:
-        section.skipped = str(error)
-        return [section]
+    return on_links(Section("faults", "A source that is killed"), options, _measured)
 
 
 def _measured(options: Options, section: Section) -> Section:

@@ -9,7 +9,7 @@ import signal
 from contextlib import ExitStack
 from statistics import median
 
-from .links import Links, NoLinks, why_not
+from .links import Links, on_links
 from .processes import Child, Failed, Server
 from .section import Goal, Options, Section, seconds_text, size_text
 
@@ -21,16 +21,7 @@ CHUNK_BYTES = 4 << 20
 
 def run(options: Options) -> list[Section]:
     """The part."""
-    section = Section("faults_across", "A source of a read across that is killed")
-    problem = why_not()
-    if problem is not None:
-        section.skipped = problem
-        return [section]
-    try:
-        return [_measured(options, section)]
-    except NoLinks as error:
-        section.skipped = str(error)
-        return [section]
+    return on_links(Section("faults_across", "A source of a read across that is killed"), options, _measured)
 
 
 def _measured(options: Options, section: Section) -> Section:

@@ -7,9 +7,13 @@
 `tensorhub.lab.network` makes and removes them; this is its plainest case.
 """
 
+from collections.abc import Callable
+
 from tensorhub.lab.network import Network, NoLinks, Place, why_not
 
-__all__ = ["Links", "NoLinks", "why_not"]
+from .section import Options, Section
+
+__all__ = ["Links", "NoLinks", "on_links", "why_not"]
 
 SITE = "lab"
 
@@ -59,3 +63,15 @@ class Links:
     def remove(self) -> None:
         """Idempotent; links go with their namespaces."""
         self._network.remove()
+
+
+def on_links(section: Section, options: Options, measure: Callable[[Options, Section], Section]) -> list[Section]:
+    """The part, or why it was skipped: links want root, and what the kernel has to have."""
+    problem = why_not()
+    if problem is None:
+        try:
+            return [measure(options, section)]
+        except NoLinks as error:
+            problem = str(error)
+    section.skipped = problem
+    return [section]

@@ -177,7 +177,7 @@ class CallReport(_Message, frozen=True):
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
     grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
-    floor: Version | None = None  # of an update that is made once more: what was held when its caller began to wait
+    floor: Version | None = None  # of an update: what was held when its caller began to wait, which may be gone by now
 
 
 class Reading(_Message, frozen=True):

@@ -204,16 +204,22 @@ def received_by(name: str, replicas: Sequence[ReplicaView]) -> dict[str, int]:
     return total
 
 
-def main() -> None:
-    """`python -m tensorhub.demo.rollout`"""
-    parser = argparse.ArgumentParser(description=__doc__)
+def rollout_arguments(description: str | None) -> argparse.ArgumentParser:
+    """What every rollout's process is told, whatever generates."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--replica", required=True)
     parser.add_argument("--server", required=True)
     parser.add_argument("--samples", required=True, help="address of the trainer's inbox")
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--from-rollouts", action="store_true", help="join with a version that others have")
     parser.add_argument("--no-updates", action="store_true", help="keep the first version for ever")
+    return parser
+
+
+def main() -> None:
+    """`python -m tensorhub.demo.rollout`"""
+    parser = rollout_arguments(__doc__)
+    parser.add_argument("--from-rollouts", action="store_true", help="join with a version that others have")
     given = parser.parse_args()
     Parent()
     torch.set_num_threads(1)

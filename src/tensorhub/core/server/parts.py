@@ -16,7 +16,12 @@ from .watches import sources_of
 def take_across(state: State, member: Member, across: Across | None) -> None:
     """The worker reads that across; None: nothing."""
     crossing = member.crossing
-    if crossing is not None and (across is None or crossing.version != across.version):
+    is_of_plan = (
+        crossing is not None
+        and across is not None
+        and (crossing.version, crossing.to_host) == (across.version, across.to_host)
+    )
+    if crossing is not None and not is_of_plan:
         crossing.done.clear()  # whatever it reads next across needs every line of the cut anew
     if across is None:
         return
@@ -25,7 +30,7 @@ def take_across(state: State, member: Member, across: Across | None) -> None:
     mine = {read.ticket: read for read in state.reads.of(member.worker)}
     for ticket in across.brought:
         read = mine.get(ticket)
-        if read is not None and read.part is not None and crossing is not None and crossing.version == read.version:
+        if read is not None and read.part is not None and crossing is not None and is_of_plan:
             crossing.done[read.part] = None
     for part in across.parts:
         read = mine.get(part.ticket)

@@ -29,8 +29,7 @@ class Call:
     waits: bool = False  # of a replicate: for a number that nobody has published yet
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
-    had: Version | None = None  # of an update: what was held when the caller called
-    floor: Version | None = None  # of one that is made once more: the same
+    floor: Version | None = None  # of an update: what was held when the caller called
 
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)
@@ -80,8 +79,8 @@ class Call:
 
     def again(self) -> "Call":
         """The same call as the replica's next one."""
-        had = self.had
-        return Call(self.verb, self.spec, self.root, self.started, self.deadline, waits=self.waits, had=had, floor=had)
+        former = self.verb, self.spec, self.root, self.started, self.deadline
+        return Call(*former, waits=self.waits, floor=self.floor)
 
     def for_report(self) -> CallReport | None:
         """As a report says it."""

@@ -16,7 +16,7 @@ def take(worker: WorkerState, event: events.Called) -> None:
         worker.want(events.Finished(0, error=wrong))
         return
     worker.call = Call(event.verb, event.spec, event.root, worker.now, event.deadline, event.claim)
-    worker.call.had = worker.memory.held if event.verb == "update" else None
+    worker.call.floor = worker.memory.held if event.verb == "update" else None
     worker.missed = event.missed
     worker.call.waits, worker.call.metadata, worker.call.grid = event.waits, event.metadata, event.grid
     worker.slot.forget_failures()

@@ -3,10 +3,8 @@
 It may join at any time and be killed at any time. When the trainer goes, it waits until there is one again.
 """
 
-import argparse
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from .. import grpo, task
 from ..events import Sampled
 from ..logs import EventLog, now
 from ..parent import Parent
-from ..rollout import RETRY_S, RETRYABLE, Rollout, received_by, work
+from ..rollout import RETRY_S, RETRYABLE, Rollout, received_by, rollout_arguments, work
 from ..samples import Batch, PatientOutbox
 from ..sharded import MODEL
 from .model import fingerprint, unfused
@@ -176,14 +174,8 @@ class EngineRollout(Rollout):
 
 def main() -> None:
     """`python -m tensorhub.demo.vllm.engine`"""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replica", required=True)
-    parser.add_argument("--server", required=True)
-    parser.add_argument("--samples", required=True, help="address of the trainer's inbox")
-    parser.add_argument("--events", type=Path, required=True)
+    parser = rollout_arguments(__doc__)
     parser.add_argument("--policy", required=True, help="folder of the model's shape and tokenizer")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--no-updates", action="store_true", help="keep the first version for ever")
     given = parser.parse_args()
     Parent()
     os.environ.update(SETTINGS)  # before vLLM is imported
