@@ -189,7 +189,7 @@ def demo(
 @app.command()
 def lab(
     scenario: Annotated[
-        str, typer.Argument(help="standalone, elastic, cross-site, storm, sites, slow-relay or established.")
+        str, typer.Argument(help="standalone, elastic, cross-site, storm, sites, slow-relay, established or ettr.")
     ],
     strategies: Annotated[
         str, typer.Option(help="Only these, by name: hub-always,hub,ring,star,…", show_default="all of the scenario")
@@ -202,13 +202,19 @@ def lab(
     ] = None,
     versions: Annotated[int | None, typer.Option(min=1, help="Versions published after the first.")] = None,
     seconds: Annotated[float | None, typer.Option(min=5.0, help="Of an elastic run, and of the storm.")] = None,
+    step: Annotated[
+        float | None, typer.Option(min=0.05, help="Seconds of a training step, of ettr.", show_default="0.5 and 2")
+    ] = None,
     interpreter: Annotated[
         Literal["busy", "idle"], typer.Option(help="While a worker computes: held for half of the time, or idle.")
     ] = "busy",
     seed: Annotated[int | None, typer.Option(help="Of generation times and of faults.", show_default="1")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="out/lab")] = None,
 ) -> None:
-    """The paper's workloads on shaped links of this machine, beside what a user would otherwise take. Needs root."""
+    """The paper's workloads on shaped links of this machine, beside what a user would otherwise take.
+
+    Needs root, but for ettr.
+    """
     from ..lab.run import Options, run_scenario
 
     given = {
@@ -219,6 +225,7 @@ def lab(
         "rate_mbit": mbit,
         "versions": versions,
         "seconds": seconds,
+        "step_s": step,
         "is_idle": interpreter == "idle",
         "seed": seed,
         "out": out,

@@ -8,7 +8,7 @@ Role = Literal["trainer", "rollout", "store", "watcher"]
 MODEL = "policy"
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag="worker"):
     """Who a process is, whom it talks to, how long it computes between updates. Sizes in bytes, times in seconds."""
 
     name: str  # also of its replica

@@ -15,15 +15,16 @@ from typing import NoReturn
 
 import msgspec
 
+from .ettr.plan import Task
 from .job import Job
 from .namespaces import die_with_parent, enter
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Start a worker in a network namespace; its output goes to a file."""
+    """Start a worker in a network namespace, or where the nursery is; its output goes to a file."""
 
-    job: Job
-    namespace: str
+    job: Job | Task
+    namespace: str  # "": none
     log: str
 
 
@@ -39,6 +40,7 @@ def main() -> None:
     """Until standard input ends."""
     die_with_parent(signal.SIGKILL)
     from . import worker  # everything that a worker needs
+    from .ettr import worker as ettr_worker
 
     if "torch" in sys.argv[1:]:
         import torch
@@ -65,7 +67,7 @@ def main() -> None:
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
-                    _live(start, worker.main)
+                    _live(start, ettr_worker.main if isinstance(start.job, Task) else worker.main)
                 names[pid] = start.job.name
                 _tell(News(start.job.name, pid))
 
@@ -93,7 +95,8 @@ def _live(start: Start, work: "object") -> NoReturn:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for here, standard in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(here, standard)
-        enter(start.namespace)
+        if start.namespace:
+            enter(start.namespace)
         assert callable(work)
         work(start.job)
         status = 0

@@ -13,6 +13,7 @@ from types import TracebackType
 import msgspec
 
 from ..demo.processes import LAST_LINES, ProcessFailed
+from .ettr.plan import Task
 from .job import Job
 from .network import Place
 from .nursery import News, Start
@@ -52,10 +53,14 @@ class Nursery:
     ) -> None:
         self.end()
 
-    def start(self, job: Job, place: Place) -> None:
-        """Fork a worker into a namespace, and wait until it is there. Raises `ProcessFailed`."""
+    def start(self, job: Job | Task, place: Place | None = None) -> None:
+        """Fork a worker, into a namespace, and wait until it is there. Raises `ProcessFailed`.
+
+        One of that name may have lived before, and is gone.
+        """
         assert self._process.stdin is not None, "no pipe"
-        start = Start(job, place.path, str(self._logs / f"{job.name}.log"))
+        self._awaited.discard(job.name)
+        start = Start(job, place.path if place else "", str(self._logs / f"{job.name}.log"))
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._process.stdin.flush()
         deadline = time.monotonic() + LEAVE_S
@@ -90,6 +95,14 @@ class Nursery:
         """SIGKILL."""
         self._awaited.add(name)
         os.kill(self._pids[name], signal.SIGKILL)
+
+    def wait_gone(self, *names: str) -> None:
+        """Until those have ended, who were killed or told to leave. Raises `ProcessFailed`."""
+        deadline = time.monotonic() + LEAVE_S
+        while left := [name for name in names if name in self._pids]:
+            self._listen(max(0.0, deadline - time.monotonic()))
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"{', '.join(left)} did not end within {LEAVE_S:.0f} s")
 
     def check(self) -> None:
         """Hear who has ended. Raises `ProcessFailed` if one has that nobody had told to."""

@@ -17,6 +17,7 @@ from ..core.errors import UsageError
 from ..demo.parent import ended_in_order
 from ..demo.processes import ProcessFailed
 from .director import Ground, Run, ground_of
+from .ettr import run as ettr
 from .faults import ElasticRun, SeedKilledRun
 from .goals import Finding, judge
 from .network import NoLinks, why_not
@@ -44,6 +45,7 @@ class Options:
     versions: int | None = None
     seconds: float | None = None
     is_idle: bool = False  # the interpreter of who computes
+    step_s: float | None = None  # of a training step, in `ettr`
     seed: int | None = None
     out: Path = Path("out/lab")
 
@@ -53,6 +55,8 @@ def run_scenario(name: str, options: Options) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)  # a file has room for the whole table
+    if name == ettr.NAME:
+        return ettr.run_ettr(choice_of(options), options.out, console, machine())
     scenario = scenario_of(name, options)
     problem = why_not()
     if problem is not None:
@@ -80,10 +84,29 @@ def run_scenario(name: str, options: Options) -> int:
     return status
 
 
+def choice_of(options: Options) -> ettr.Choice:
+    """What `ettr` knows of a user's changes. Raises `UsageError`: it has no links and no set time."""
+    given = {"--mbit": options.rate_mbit, "--sites": options.sites, "--seconds": options.seconds}
+    strange = [option for option, value in given.items() if value is not None]
+    if strange:
+        raise UsageError(f"{ettr.NAME} has no {strange[0]}", hint="--step and --versions say how long it lasts")
+    return ettr.Choice(
+        ways=options.strategies,
+        step_s=options.step_s,
+        steps=options.versions,
+        rollouts=options.rollouts,
+        size_bytes=options.size_bytes,
+        held_share=0.0 if options.is_idle else None,
+        seed=options.seed,
+    )
+
+
 def scenario_of(name: str, options: Options) -> Scenario:
     """The scenario with a user's changes. Raises `UsageError`."""
     if name not in SCENARIOS:
-        raise UsageError(f"no scenario {name!r}", hint=f"one of {', '.join(SCENARIOS)}")
+        raise UsageError(f"no scenario {name!r}", hint=f"one of {', '.join([*SCENARIOS, ettr.NAME])}")
+    if options.step_s is not None:
+        raise UsageError(f"{name} has no --step", hint=f"that is of {ettr.NAME}")
     scenario = SCENARIOS[name]
     unknown = [each for each in options.strategies if each not in STRATEGIES]
     if unknown:

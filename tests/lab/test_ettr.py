@@ -1,0 +1,224 @@
+"""Effective training time: the schedule of failures, the arithmetic over events made up, what may be asked."""
+
+from dataclasses import replace
+
+import pytest
+
+from tensorhub import UsageError
+from tensorhub.lab.content import fingerprint
+from tensorhub.lab.ettr.content import Weights, expected
+from tensorhub.lab.ettr.events import AnyEvent, Began, Done, Ended, Held, Kept, Killed, Listening, Saved, Started
+from tensorhub.lab.ettr.plan import Failure, Plan, Role, draw_failures
+from tensorhub.lab.ettr.run import UNDISTURBED, Choice, judge, plans_of
+from tensorhub.lab.ettr.summary import Outcome, Recovery, summarise
+from tensorhub.lab.run import Options, choice_of, scenario_of
+
+STEP_S = 2.0
+STEPS = 4
+HASHES = [f"hash of {step}" for step in range(STEPS + 1)]
+TRAINER, ROLLOUT, SERVER = "trainer", "rollout-0", "server"
+
+
+def started(time: float, process: str, *, is_again: bool = True) -> Started:
+    return Started(time=time, process=process, is_again=is_again)
+
+
+def killed(time: float, process: str, step: int) -> Killed:
+    roles: dict[str, Role] = {TRAINER: "trainer", ROLLOUT: "rollout", SERVER: "server"}
+    return Killed(time=time, process=process, step=step, role=roles[process])
+
+
+def step(time: float, number: int) -> list[AnyEvent]:
+    """Computed by the trainer from that time on, and published a tenth of a second later."""
+    ended = time + STEP_S + 0.1
+    return [
+        Began(time=time, process=TRAINER, step=number),
+        Done(time=ended, process=TRAINER, step=number, version=number, publish_s=0.1),
+    ]
+
+
+def held(time: float, process: str, number: int, *, is_first: bool = False, sha256: str = "") -> Held:
+    return Held(
+        time=time,
+        process=process,
+        step=number,
+        version=number,
+        sha256=sha256 or HASHES[number],
+        is_first=is_first,
+        source="peers",
+    )
+
+
+def a_run() -> list[AnyEvent]:
+    """Four steps in 30 s. The trainer dies in step 3, of which it had computed 1.5 s, and step 2 is lost with it."""
+    return [
+        *(started(10.0, name, is_again=False) for name in (SERVER, TRAINER, ROLLOUT)),
+        held(11.0, TRAINER, 0, is_first=True),
+        held(11.5, ROLLOUT, 0, is_first=True),
+        *step(12.0, 1),
+        *step(15.0, 2),
+        Began(time=18.0, process=TRAINER, step=3),
+        killed(19.5, TRAINER, 3),
+        started(19.5, TRAINER),
+        held(22.0, TRAINER, 1, is_first=True),
+        *step(23.0, 2),
+        *step(26.0, 3),
+        killed(28.5, SERVER, 4),
+        started(28.6, SERVER),
+        Listening(time=29.5, process=SERVER),
+        *step(37.9, 4),
+        Saved(time=41.0, process=TRAINER, step=4, seconds=0.25),
+        held(41.0, TRAINER, 4),
+        held(41.5, ROLLOUT, 4),
+        Ended(time=42.0, process=TRAINER),
+        Ended(time=42.0, process=ROLLOUT),
+    ]
+
+
+def summary_of(events: list[AnyEvent]) -> Outcome:
+    return summarise(events, title="a way", step_s=STEP_S, start_s=1.0, steps=STEPS, expected=HASHES)
+
+
+def test_the_ratio_is_new_steps_over_all_the_time() -> None:
+    outcome = summary_of(a_run())
+    assert outcome.wall_s == pytest.approx(30.0), "from the first start to the last step"
+    assert (outcome.steps, outcome.useful_s) == (4, 8.0)
+    assert outcome.ratio == pytest.approx(8 / 30)
+    assert (outcome.steps_repeated, outcome.repeated_s) == (1, 2.0), "step 2"
+    assert outcome.cut_s == pytest.approx(1.5), "step 3, the first time"
+    assert outcome.other_s == pytest.approx(30 - 8 - 2 - 1.5)
+    assert outcome.restarts == {"trainer": 1, "rollout": 0, "server": 1}
+    assert (outcome.publish_s, outcome.saved_s) == ([0.1] * 5, 0.25)
+
+
+def test_work_that_is_done_twice_counts_once() -> None:
+    events = a_run()
+    without = [each for each in events if not (isinstance(each, Began | Done) and each.step == 2 and each.time > 20)]
+    assert summary_of(without).ratio == summary_of(events).ratio
+    assert summary_of(without).steps_repeated == 0
+
+
+def test_a_step_that_is_missing_lowers_the_ratio() -> None:
+    events = [each for each in a_run() if not (isinstance(each, Began | Done) and each.step == 3)]
+    assert summary_of(events).ratio == pytest.approx(6 / 30)
+
+
+def test_going_on_is_a_step_that_nobody_had_done() -> None:
+    of_trainer, of_server = summary_of(a_run()).recoveries
+    assert of_trainer.next_step_s == pytest.approx(28.1 - 19.5), "step 3: step 2 was done before"
+    assert of_trainer.back_s == pytest.approx(22.0 - 19.5)
+    assert of_server.next_step_s == pytest.approx(40.0 - 28.5)
+    assert of_server.back_s == pytest.approx(40.0 - 28.5), "the first publish after it listens"
+
+
+def test_a_rollout_is_back_with_its_own_first_weights() -> None:
+    events: list[AnyEvent] = [*a_run(), killed(12.5, ROLLOUT, 1), started(12.5, ROLLOUT)]
+    events += [held(16.0, ROLLOUT, 1, is_first=True), Kept(time=17.0, process=ROLLOUT, step=1, error="NoSource: none")]
+    recovery = summary_of(events).recoveries[0]
+    assert recovery == Recovery("rollout", 1, pytest.approx(14.1 - 12.5), pytest.approx(3.5))
+    assert summary_of(events).cut_s == pytest.approx(1.5), "the trainer went on meanwhile"
+    assert summary_of(events).updates_failed == 1
+
+
+def test_what_never_came_is_not_zero() -> None:
+    events = [each for each in a_run() if each.time < 20]
+    assert summary_of(events).recoveries == [Recovery("trainer", 3, None, None)]
+    assert summary_of([started(1.0, TRAINER)]).ratio == 0.0
+
+
+PLAN = Plan(steps=STEPS, step_s=STEP_S, failure_share=0.5)
+
+
+def failed(events: list[AnyEvent], name: str = "peers") -> list[str]:
+    """The findings that do not hold, by their first word."""
+    return [each.sentence.split()[0] for each in judge(PLAN, name, summary_of(events)) if not each.holds]
+
+
+def test_a_run_that_went_well_fails_nothing() -> None:
+    assert failed(a_run()) == []
+
+
+@pytest.mark.parametrize("process", [TRAINER, ROLLOUT])
+def test_one_wrong_hash_fails_the_run(process: str) -> None:
+    assert failed([*a_run(), held(23.0, process, 1, sha256="hash of 2")]) == ["whoever"]
+    assert failed([*a_run(), held(23.0, process, STEPS + 1, sha256="?")]) == ["whoever"], "there is no such step"
+
+
+def test_who_is_behind_in_the_end_fails_the_run() -> None:
+    assert failed([each for each in a_run() if each.time != 41.5]) == ["trainer"]
+    assert failed([each for each in a_run() if not isinstance(each, Ended)]) == ["trainer"]
+
+
+def test_a_failure_that_was_not_injected_fails_the_run() -> None:
+    assert failed([each for each in a_run() if not (isinstance(each, Killed) and each.step == 4)]) == ["every"]
+    assert failed(a_run(), UNDISTURBED) == ["every"], "somebody was killed where nobody should be"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_step_of_ten_fails_and_each_role_as_often_as_it_weighs(seed: int) -> None:
+    failures = draw_failures(Plan(steps=100, seed=seed))
+    steps = [failure.step for failure in failures]
+    assert steps == sorted(set(steps))
+    assert 1 <= steps[0] <= steps[-1] < 100, "all are to have the last step's weights"
+    roles = [failure.role for failure in failures]
+    assert [roles.count(role) for role in ("trainer", "rollout", "server")] == [4, 4, 2]
+    assert all(0 <= failure.share < 1 for failure in failures)
+    assert {f.victim for f in failures if f.role == "rollout"} <= {"rollout-0", "rollout-1", "rollout-2"}
+    assert {f.victim for f in failures if f.role != "rollout"} == {"trainer", "server"}
+
+
+def test_the_schedule_is_the_seeds_alone() -> None:
+    plan = Plan(steps=60)
+    assert draw_failures(plan) == draw_failures(replace(plan, step_s=9.0, start_s=0.0))
+    assert draw_failures(plan) != draw_failures(replace(plan, seed=2))
+    assert draw_failures(replace(plan, failure_share=0.0)) == []
+    assert len(draw_failures(replace(plan, failure_share=1.0))) == 59
+    assert isinstance(draw_failures(plan)[0], Failure)
+
+
+def test_weights_are_those_of_their_step_and_of_no_other_way_there() -> None:
+    hashes = list(expected(1000, 7, STEPS))
+    assert len(set(hashes)) == STEPS + 1
+    assert hashes != list(expected(1000, 8, STEPS))
+    for path, is_right in (((1, 2, 3), True), ((1, 3), False), ((1, 2, 2, 3), False), ((2, 1, 3), False)):
+        weights = Weights(1000, 7)
+        for number in path:
+            weights.step(number)
+        assert (fingerprint(weights.tensors) == hashes[3]) == is_right
+
+
+def test_one_wrong_byte_is_never_repaired_by_later_steps() -> None:
+    weights = Weights(1000, 7)
+    weights.tensors["layer.2"][5] ^= 1
+    hashes = list(expected(1000, 7, 300))
+    for number in range(1, 301):
+        weights.step(number)
+        assert fingerprint(weights.tensors) != hashes[number]
+
+
+def test_without_a_duration_there_are_two() -> None:
+    assert [(plan.step_s, plan.steps) for plan in plans_of(Choice())] == [(0.5, 100), (2.0, 60)]
+    (plan,) = plans_of(Choice(step_s=1.0, steps=20, seed=3, rollouts=2, size_bytes=1000, held_share=0.0))
+    assert (plan.step_s, plan.steps, plan.seed, plan.rollouts) == (1.0, 20, 3, 2)
+    assert (plan.size_bytes, plan.held_share) == (1000, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (Options(strategies=("hub",)), "no strategy 'hub' in ettr"),
+        (Options(versions=5), "5 steps are too few"),
+        (Options(rollouts=1), "no peer"),
+        (Options(rate_mbit=100), "no --mbit"),
+        (Options(sites=2), "no --sites"),
+        (Options(seconds=9.0), "no --seconds"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: Options, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        plans_of(choice_of(options))
+
+
+def test_only_ettr_has_a_duration_of_steps() -> None:
+    with pytest.raises(UsageError, match="standalone has no --step"):
+        scenario_of("standalone", Options(step_s=1.0))
