@@ -18,6 +18,7 @@ from tensorhub.demo.events import (
 MIB = 1 << 20
 STEPS = 20
 POLICY_BYTES = 4 * MIB
+COMPUTED_S = 0.15  # in each step
 
 
 def sha(version: int) -> str:
@@ -30,7 +31,7 @@ def published(time: float, version: int) -> Published:
 
 
 def trained(time: float, version: int, reward: float) -> Trained:
-    return Trained(time=time, process=TRAINER, version=version, reward=reward, lag=1.0)
+    return Trained(time=time, process=TRAINER, version=version, reward=reward, lag=1.0, computed_s=COMPUTED_S)
 
 
 def updated(time: float, who: str, version: int, sources: dict[str, int], *, is_first: bool = False) -> Updated:

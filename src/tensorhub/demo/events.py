@@ -40,6 +40,7 @@ class Trained(Event, frozen=True, kw_only=True):
     version: int
     reward: float
     lag: float
+    computed_s: float = 0.0  # gradient and optimizer: without the wait for samples, and without publishing
 
 
 class Updated(Event, frozen=True, kw_only=True):

@@ -56,7 +56,7 @@ def html(summary: Summary, checks: Sequence[Check], drawn: dict[str, str]) -> st
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>TensorHub demo</title><style>{STYLE}</style>'
-        f"<h1>An RL run over TensorHub</h1><p>{escape(_sentence(summary))}</p>"
+        f"<h1>An RL run over TensorHub</h1><p>{escape(_sentence(summary))}</p><p>{escape(_effective(summary))}</p>"
         f"<ul>{''.join(_check_item(check) for check in checks)}</ul>"
         f"<table>{''.join(_row(row, 'th' if row is HEADINGS else 'td') for row in rows)}</table>{body}</html>\n"
     )
@@ -72,6 +72,7 @@ def show(console: Console, summary: Summary, checks: Sequence[Check], page: Path
         table.add_row(*_cells(rollout))
     console.print()
     console.print(_sentence(summary), highlight=False, soft_wrap=True)
+    console.print(_effective(summary), highlight=False, soft_wrap=True)
     console.print(table)
     console.print()
     for check in checks:
@@ -89,6 +90,18 @@ def _sentence(summary: Summary) -> str:
         f"Samples were {summary.mean_lag:.1f} versions old on average. "
         f"Publishing stalled the trainer for {_milliseconds(stall.median_s)} a step (median), "
         f"{stall.total_s:.1f} s in all; it sent each version {summary.trainer_copies:.2f} times, peers did the rest."
+    )
+
+
+def _effective(summary: Summary) -> str:
+    time = summary.training_time
+    if time is None:
+        return ""
+    lost = f"{time.lost_s:.1f} s of computing were lost with a trainer, " if time.lost_s else ""
+    return (
+        f"Effective training time (ETTR): {time.ratio:.0%}. Of {summary.seconds:.1f} s the trainer computed for "
+        f"{time.computed_s:.1f} s, {lost}published for {time.published_s:.1f} s, and for {time.other_s:.1f} s it "
+        "started, waited for samples, served the last version or was gone."
     )
 
 

@@ -56,6 +56,21 @@ class RefillSummary(msgspec.Struct, frozen=True):
     seconds: float  # from its end to the first version it published
 
 
+class TrainingTime(msgspec.Struct, frozen=True):
+    """What the trainer did all the time, in seconds."""
+
+    computed_s: float  # gradients and optimizer steps that are part of the result
+    lost_s: float  # the same of versions that no rollout had got when their trainer was killed
+    published_s: float  # in unpublish and publish
+    other_s: float  # it started, waited for samples, was gone, or served the last version
+
+    @property
+    def ratio(self) -> float:
+        """The effective training time ratio: productive time over wall-clock time (arXiv 2410.21680)."""
+        total_s = self.computed_s + self.lost_s + self.published_s + self.other_s
+        return self.computed_s / total_s if total_s else 0.0
+
+
 class Likelihoods(msgspec.Struct, frozen=True):
     """Log-probabilities that engines gave, beside those of transformers with the weights that were published."""
 
@@ -87,6 +102,7 @@ class Summary(msgspec.Struct, frozen=True):
     engine: str = ""  # that generated; "": the demo's own code
     refills: list[RefillSummary] = []
     likelihoods: Likelihoods | None = None
+    training_time: TrainingTime | None = None
 
 
 def summarise(
@@ -125,6 +141,7 @@ def summarise(
         engine=engine,
         refills=[_refill(event, events) for event in events if isinstance(event, Refilled)],
         likelihoods=likelihoods,
+        training_time=_training_time(events, seconds),
     )
 
 
@@ -210,6 +227,16 @@ def _refill(refill: Refilled, events: Sequence[AnyEvent]) -> RefillSummary:
         published_after=len(later),
         seconds=min(later, default=refill.time) - died,
     )
+
+
+def _training_time(events: Sequence[AnyEvent], seconds: float) -> TrainingTime:
+    trained = [event for event in events if isinstance(event, Trained)]
+    refills = [event for event in events if isinstance(event, Refilled)]
+    lost = [each for each in trained if any(each.time < it.time and each.version > it.version for it in refills)]
+    lost_s = sum(each.computed_s for each in lost)
+    computed_s = sum(each.computed_s for each in trained) - lost_s
+    published_s = sum(event.stall_s for event in events if isinstance(event, Published) and event.version > 0)
+    return TrainingTime(computed_s, lost_s, published_s, seconds - computed_s - lost_s - published_s)
 
 
 def _stall(seconds: list[float]) -> Stall:

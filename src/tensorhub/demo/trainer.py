@@ -10,6 +10,7 @@ slow the machine is. Told to leave by the end of its standard input, it serves t
 import argparse
 import queue
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,18 +43,22 @@ def train(server: str, inbox: Inbox, log: EventLog, parent: Parent, *, steps: in
             if version == hold_at:
                 parent.wait_told()
             batches = [take(inbox) for _ in range(BATCHES)]
+            began = time.monotonic()
             optimizer.zero_grad()
             torch.autograd.backward(loss_of(policy, batches))
             torch.nn.utils.clip_grad_norm_(policy.parameters(), MOST_GRADIENT)
             for group in optimizer.param_groups:
                 group["lr"] = grpo.learning_rate(version - 1, steps)
+            computed_s = time.monotonic() - began
 
             with weights.mutating(version=version):
+                began = time.monotonic()
                 optimizer.step()
+                computed_s += time.monotonic() - began
                 sha256 = fingerprint(policy)
 
             tell_published(log, weights, version, sha256)
-            tell_trained(log, version, batches)
+            tell_trained(log, version, batches, computed_s)
 
         inbox.end()
         parent.expect_end()
@@ -83,11 +88,11 @@ def tell_published(log: EventLog, weights: ShardedWeights, version: int, sha256:
     log.write(Published(time=now(), process=TRAINER, version=version, sha256=sha256, stall_s=weights.stall_s))
 
 
-def tell_trained(log: EventLog, version: int, batches: list[Batch]) -> None:
-    """Write down what the step learned from."""
+def tell_trained(log: EventLog, version: int, batches: list[Batch], computed_s: float) -> None:
+    """Write down what the step learned from, and how long it took."""
     reward = float(np.mean([batch.arrays()[2].mean() for batch in batches]))
     lag = float(np.mean([version - 1 - batch.version for batch in batches]))
-    log.write(Trained(time=now(), process=TRAINER, version=version, reward=reward, lag=lag))
+    log.write(Trained(time=now(), process=TRAINER, version=version, reward=reward, lag=lag, computed_s=computed_s))
 
 
 def main() -> None:

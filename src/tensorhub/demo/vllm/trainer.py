@@ -82,9 +82,11 @@ class Training:
         self._optimizer = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
         self._taken = 0  # steps in this life
         self.stall_s = 0.0
+        self.computed_s = 0.0
 
     def step(self, batches: list[Batch]) -> tuple[int, str]:
         """Learn from a batch, and publish what came out. Returns its number and its hash."""
+        started = time.monotonic()
         self._optimizer.zero_grad()
         torch.autograd.backward(loss_of(self._logits, [batches[dist.get_rank()]]))
         torch.nn.utils.clip_grad_norm_(self._module.parameters(), MOST_GRADIENT)
@@ -95,9 +97,11 @@ class Training:
         with self._publisher.step() as version:
             withdrawn = time.monotonic()
             self._optimizer.step()
+            stepped = time.monotonic()
             sha256 = self._versions.tell_made(version, whole(self._module))
             made = time.monotonic()
         self.stall_s = time.monotonic() - made + withdrawn - began
+        self.computed_s = began - started + stepped - withdrawn
         self._taken += 1
         return version, sha256
 
@@ -128,7 +132,7 @@ def train(given: argparse.Namespace, inbox: Inbox | None, log: EventLog | None, 
             if log is not None:
                 stall_s = training.stall_s
                 log.write(Published(time=now(), process=TRAINER, version=version, sha256=sha256, stall_s=stall_s))
-                tell_trained(log, version, batches)
+                tell_trained(log, version, batches, training.computed_s)
         parent.expect_end()
         dist.barrier()
         if log is not None and inbox is not None:
