@@ -28,9 +28,9 @@ class Trainer:
         self.weights = open_in_actor(MODEL)
         self.weights.register(self.parameters)
         view = tensorhub.connect(server_address())
+        self.next = view.next_version(MODEL)  # a restarted server answers when it has heard who holds what
         if any(version.holders for version in view.versions(MODEL)):
             self.weights.replicate("latest", timeout=60)  # another one was here before: the rollouts have its weights
-        self.next = view.next_version(MODEL)
 
     def step(self) -> int:
         with self.weights.mutating(version=self.next):

@@ -65,8 +65,9 @@ def attach(
         cut = [value for value in tensors_of(module).values() if _is_cut(value)]
         place = ranks.place(cut, shard, shards)
         view = tensorhub.connect(options.get("server"), token=options.get("token"))
+        after = view.next_version(model)  # first: a restarted server answers it only when it has heard what is held
         held = _held_by_others(view.versions(model), replica) if fill else -1
-        after = max(view.next_version(model), held + 1)
+        after = max(after, held + 1)
     held, after = ranks.told(held, after)
     number = max(version, after) if held < 0 else held
     publishes = place.copy == 0
