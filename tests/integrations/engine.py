@@ -10,6 +10,8 @@ import os
 import sys
 import time
 
+import torch
+
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_CI_ENV": "1",
@@ -18,7 +20,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 os.environ.update(SETTINGS)  # before vLLM is imported, here and by its ranks
-UNPACKED = "ENGINE_UNPACKED"  # parameters stay what vLLM computes with, as on GPUs; by itself it packs them for the CPU
+UNPACKED = "ENGINE_UNPACKED"  # "all" parameters, or "linear" ones, stay what vLLM computes with, as on GPUs
 
 
 def unpack():
@@ -28,6 +30,26 @@ def unpack():
 
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+    if os.environ[UNPACKED] == "all":
+        unpack_experts()
+
+
+def unpack_experts():
+    """They are computed by torch, one after the other."""
+    from torch.nn.functional import silu
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    def fused(output, x, w13, w2, _bias, _bias2, weights, chosen, *_):
+        found = torch.zeros(output.shape)
+        for expert in chosen.unique().tolist():
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = (x[rows] @ w13[expert].t()).chunk(2, dim=-1)
+            part = (silu(gate) * up) @ w2[expert].t()
+            found.index_add_(0, rows, part.float() * weights[rows, places, None].float())
+        output.copy_(found)
+
+    cpu_moe.cpu_fused_moe = fused
+    cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
 
 
 class Engine:
@@ -86,7 +108,10 @@ class Engine:
     def load_file(self, path):
         """vLLM reads weights from there by itself."""
         self.llm.collective_rpc("update_config", kwargs={"overrides": {"load_config": {"load_format": "auto"}}})
+        self.llm.collective_rpc("unmake_experts")
+        began = time.monotonic()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        self.took_s = time.monotonic() - began
         self.llm.reset_prefix_cache(reset_running_requests=True)
 
     def spoil(self, after):
@@ -100,6 +125,10 @@ class Engine:
     def padding(self):
         """Of all ranks."""
         return self.llm.collective_rpc("padding")
+
+    def own_backends(self):
+        """What vLLM's own backends say when they are asked to begin: of one rank."""
+        return self.llm.collective_rpc("own_backends")[0]
 
     def spoil_fetch(self, rank):
         """Let the next fetch fail, on one rank only."""
@@ -116,6 +145,12 @@ class Spoiled:
     def sources(self):
         """Replicas."""
         return sorted(self.weight_transfer_engine._way.weights.statistics()["bytes_by_source"])
+
+    def unmake_experts(self):
+        """vLLM 0.32 packs experts for CPUs only when it makes kernels, and answers nonsense after its own reload."""
+        for module in self.model_runner.get_model().modules():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
 
     def padding(self):
         """What lies in rows of this rank's vocabulary that are no word."""
@@ -143,6 +178,26 @@ class Spoiled:
             return load(some())
 
         model.load_weights = load_weights
+
+    def own_backends(self):
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
+
+        place = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+        meshes = {"src_mesh_dims": [1, 1], "dst_mesh_dims": [1, 1], "src_placements": [None]}
+        one = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[1]]}
+        begun = {"nccl": place, "sparse_nccl": place, "nccl_m2n": {**place, **meshes, **one}}
+        found = {}
+        for name in {*Factory._registry} - {"tensorhub"}:
+            try:
+                config, model = WeightTransferConfig(backend=name), self.model_runner.get_model()
+                engine = Factory.create_engine(config, self.vllm_config, self.device, model)
+                engine.init_transfer_engine(engine.init_info_cls(**begun.get(name, {})))
+                engine.receive_weights(engine.parse_update_info({**one, "ipc_handles": [{}]}))
+                found[name] = "runs"
+            except Exception as error:  # noqa: BLE001 - that is what is asked for
+                found[name] = f"{type(error).__name__}: {error}"
+        return found
 
     def spoil_fetch(self, rank):
         way = self.weight_transfer_engine._way

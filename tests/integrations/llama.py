@@ -1,4 +1,4 @@
-"""A Llama of transformers, random and small: the trainer of these tests, and the judge of what engines answer."""
+"""A language model of transformers, random and small: the trainer of these tests, and the judge of what engines say."""
 
 import copy
 import statistics
@@ -8,35 +8,41 @@ from safetensors.torch import load_file
 
 from tensorhub.integrations import fsdp
 
-from .tiny import tiny_llama
+from .tiny import tiny
 
 LONG = [7 * place % 120 + 3 for place in range(140)]  # more than a block, so that its beginning is cached
 PROMPTS = [[5, 9, 2, 40, 17, 3], [90, 91, 92], LONG]
 VOCABULARY = 126  # which vLLM fills up to 128
 ROUNDED = 2.0  # how far vLLM may be from float32, in units of how far transformers' own bfloat16 is: on the average
 FAR = 20.0  # in the same units: how far two versions are apart, at least
+ALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+KINDS = {  # by what transformers calls them; what they have beside that
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
+}
 
 
 class Judge:
-    """A Llama of transformers: what answers have to be."""
+    """A model of transformers: what answers have to be."""
 
-    def __init__(self, folder, *, tied=False):
-        module = tiny_llama(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=256,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.15,
-            tie_word_embeddings=tied,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
+    def __init__(self, folder, kind="llama", **config):
+        module = tiny(kind, **{**ALL, **KINDS[kind], **config})
         self.module = module.to(torch.bfloat16).eval()
-        self.path = str(folder / "llama")
+        self.kind, self.path = kind, str(folder / kind)
         config = self.module.config
-        config.architectures = ["LlamaForCausalLM"]
+        config.architectures = [type(self.module).__name__]
         config.torch_dtype = "bfloat16"
         config.save_pretrained(self.path)
         self.before = None
@@ -96,8 +102,8 @@ class Judge:
 class Trainer(Judge):
     """The same, and it publishes what it is."""
 
-    def __init__(self, folder, server):
-        super().__init__(folder)
+    def __init__(self, folder, server, kind="llama", **config):
+        super().__init__(folder, kind, **config)
         self.publisher = fsdp.attach(self.module, "policy", replica="trainer", server=server)
 
     def step(self, version):

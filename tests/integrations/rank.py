@@ -47,7 +47,7 @@ class Rank:
     def build(self, kind="fsdp", seed=0, path=None, inside=None):
         torch.manual_seed(seed)
         self.kind = kind
-        self.module = Net(inside or INSIDE.get(kind, 7)) if path is None else self._llama(path)
+        self.module = Net(inside or INSIDE.get(kind, 7)) if path is None else self._language(path)
         ranks = dist.get_world_size()
         if kind == "fsdp":
             mesh = init_device_mesh("cpu", (ranks,))
@@ -56,7 +56,7 @@ class Rank:
         elif kind == "hsdp":
             mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
             fully_shard(self.module, mesh=mesh)
-        elif kind == "llama":
+        elif kind == "language":
             fully_shard(self.module)
         elif kind == "tp":
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -69,10 +69,10 @@ class Rank:
             self.module = torch.nn.parallel.DistributedDataParallel(self.module)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 if path is None else 0.2)
 
-    def _llama(self, path):
-        from transformers import LlamaConfig, LlamaForCausalLM
+    def _language(self, path):
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        return LlamaForCausalLM(LlamaConfig.from_pretrained(path)).float()
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
 
     def attach(self, model, **options):
         self.publisher = fsdp.attach(self.module, model, **options)
@@ -86,7 +86,7 @@ class Rank:
     def step(self, version=None, fails=None, timeout=None, then="raise"):
         """One step of training. The rank `fails` raises in it, or is killed."""
         torch.manual_seed(1000 * (version or 77) + (0 if "tp" in self.kind else dist.get_rank()))
-        if self.kind == "llama":
+        if self.kind == "language":
             tokens = torch.randint(3, self.module.config.vocab_size, (2, 16))
             self.module(input_ids=tokens, labels=tokens).loss.backward()
         else:

@@ -15,7 +15,7 @@ import tensorhub
 
 from .engines import is_reading, started, stopped
 from .kit import Job, eventually
-from .llama import PROMPTS, Judge, Trainer
+from .llama import KINDS, PROMPTS, Judge, Trainer
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -33,13 +33,14 @@ def start(tmp_path):
 
 
 @pytest.fixture
-def trainer(tmp_path, server):
-    found = Trainer(tmp_path, server)
+def trainer(tmp_path, server, request):
+    found = Trainer(tmp_path, server, getattr(request, "param", "llama"))
     yield found
     found.publisher.close(timeout=10)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("trainer", KINDS, indirect=True)
 def test_after_each_version_the_engine_answers_what_transformers_answers(trainer, server, start, figures, ranks):
     engine = start("rollout-0")
     engine.call("start", path=trainer.path, replica="rollout-0", server=server, ranks=ranks)
@@ -64,8 +65,8 @@ def test_after_each_version_the_engine_answers_what_transformers_answers(trainer
     assert engine.call("held")[:2] == [5, "5"]
     assert engine.call("update") == 6
     trainer.check(engine)
-    line = f"vLLM, TP{ranks}, 6 versions: {worst:.2f} times as far from float32 as transformers in bfloat16, at most"
-    figures(f"{line}; update {sorted(took_s)[2]:.2f} s (median)", worst=worst)
+    line = f"vLLM, {trainer.kind}, TP{ranks}, 6 versions: {worst:.2f} times as far from float32 as transformers in"
+    figures(f"{line} bfloat16, at most; update {sorted(took_s)[2]:.2f} s (median)", worst=worst)
 
 
 def test_a_new_engine_fills_itself_from_others_and_a_trainer_that_is_gone_is_not_missed(trainer, server, start):
@@ -88,7 +89,7 @@ def test_engine_and_source_are_killed_in_mid_update(server, start, tmp_path, fig
     job = Job(2, server, tmp_path)
     try:
         judge = Judge(tmp_path)
-        job.call("build", kind="llama", path=judge.path)
+        job.call("build", kind="language", path=judge.path)
         assert job.call("attach", model="policy", dtype="bfloat16") == 0
         killed, engine = start("rollout-0"), start("rollout-1")
         for each in (killed, engine):
@@ -122,7 +123,7 @@ def test_engine_and_source_are_killed_in_mid_update(server, start, tmp_path, fig
         assert engine.call("held")[:2] == [1, "1"]
 
         again = Job(2, server, tmp_path)
-        again.call("build", kind="llama", path=judge.path, seed=1)
+        again.call("build", kind="language", path=judge.path, seed=1)
         assert again.call("attach", model="policy", dtype="bfloat16") == 1, "filled by the engine"
         version = again.call("step")
         assert version == 3, "2 was taken, and lost"

@@ -32,7 +32,7 @@ def start(tmp_path, server):
     with started(tmp_path) as begin:
 
         def engine(name, judge, ranks=1, **environ):
-            found = begin(name, **(environ or {UNPACKED: "1"}))
+            found = begin(name, **(environ or {UNPACKED: "all"}))
             options = {"path": judge.path, "replica": name, "server": server, "transports": "tcp"}
             found.call("start", in_place=True, ranks=ranks, **options)
             return found
@@ -47,7 +47,7 @@ def jobs(tmp_path, server):
 
     def begin(judge, ranks=2, seed=0):
         made.append(Job(ranks, server, tmp_path))
-        made[-1].call("build", kind="llama", path=judge.path, seed=seed)
+        made[-1].call("build", kind="language", path=judge.path, seed=seed)
         return made[-1], made[-1].call("attach", model="policy", dtype="bfloat16")
 
     yield begin
@@ -55,11 +55,14 @@ def jobs(tmp_path, server):
         job.end()
 
 
-@pytest.mark.parametrize(("ranks", "others", "tied"), [(1, 2, False), (2, 1, True)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "others", "tied"),
+    [("llama", 1, 2, False), ("llama", 2, 1, True), ("qwen3", 1, 2, False), ("qwen3_moe", 2, 1, False)],
+)
 def test_from_the_trainers_shards_and_from_an_engine_of_other_ranks(
-    start, jobs, tmp_path, figures, ranks, others, tied
+    start, jobs, tmp_path, figures, kind, ranks, others, tied
 ):
-    judge = Judge(tmp_path, tied=tied)
+    judge = Judge(tmp_path, kind, tie_word_embeddings=tied)
     job, version = jobs(judge)
     engine = start("rollout-0", judge, ranks)
     padding = engine.call("padding")
@@ -88,7 +91,9 @@ def test_from_the_trainers_shards_and_from_an_engine_of_other_ranks(
     for each in (engine, late):
         assert each.call("update") == version
         judge.check(each)
-    text = f"vLLM in place from two FSDP2 ranks, TP{ranks}, 5 versions: {worst:.2f} times as far from float32 as"
+    text = (
+        f"vLLM in place from two FSDP2 ranks, {kind}, TP{ranks}, 5 versions: {worst:.2f} times as far from float32 as"
+    )
     figures(f"{text} transformers in bfloat16, at most; update {sorted(took_s)[2]:.2f} s (median)", worst=worst)
 
 
@@ -133,10 +138,17 @@ def test_a_source_that_is_killed_in_mid_update_leaves_one_whole_version_or_none(
     figures(f"vLLM in place, TP2: its only source killed in mid-update: it said so {took_s:.1f} s later")
 
 
-def test_weights_that_vllm_packs_are_refused_by_name(start, jobs, tmp_path):
-    judge = Judge(tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "unpacked", "named", "why"),
+    [
+        ("llama", "", "proj.weight", "computes with a processed copy"),
+        ("qwen3_moe", "linear", "experts.w13_weight", "processing after a load reads it"),
+    ],
+)
+def test_weights_that_vllm_packs_are_refused_by_name(start, jobs, tmp_path, kind, unpacked, named, why):
+    judge = Judge(tmp_path, kind)
     jobs(judge)
-    refused = start("rollout-0", judge, **{UNPACKED: ""}).ask("attach")
+    refused = start("rollout-0", judge, **{UNPACKED: unpacked}).ask("attach")
     assert refused["kind"] == "TensorHubError"
-    assert "processed copy" in refused["message"]
-    assert "proj.weight" in refused["message"]
+    assert why in refused["message"]
+    assert named in refused["message"]

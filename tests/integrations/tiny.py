@@ -5,13 +5,13 @@ from pathlib import Path
 WORDS = [*"abcdefghijklmnopqrstuvwxyz0123456789 "]
 
 
-def tiny_llama(**config):
-    """Two layers; the same one every time."""
+def tiny(kind, **config):
+    """Two layers of what transformers calls that; the same one every time."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **config))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=2, **config))
 
 
 def save_tiny_llama(folder: Path) -> str:
@@ -26,7 +26,8 @@ def save_tiny_llama(folder: Path) -> str:
         tokenizer_object=plain, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
     )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    model = tiny_llama(
+    model = tiny(
+        "llama",
         vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=128,

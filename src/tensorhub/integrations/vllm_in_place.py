@@ -78,7 +78,7 @@ def processed(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, str]:
             if now is None or (now.shape, now.dtype, now.stride()) != (meta.shape, meta.dtype, meta.stride()):
                 wrong[names.get(id(now), prefix + name)] = why
         if hasattr(layer, ONCE):
-            wrong |= {prefix + name: why for name, _ in layer.named_parameters()}
+            wrong |= {prefix + name: why for name, _ in layer.named_parameters(recurse=False)}
     if wrong:
         return wrong
     for _, layer in model.named_modules():
@@ -87,6 +87,8 @@ def processed(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, str]:
         with watched.until_touched():
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(layer)
+                if (kernel := getattr(method, "moe_kernel", None)) is not None:  # not called again by the method
+                    kernel.fused_experts.process_weights_after_loading(layer)
             elif is_deferred_attention_layer(layer):
                 layer.process_weights_after_loading(dtype)
             elif layer is model and hasattr(model, "process_weights_after_loading"):
@@ -120,6 +122,8 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: "Mapping[str, Any] | None" = None
     ) -> Any:
+        if func.overloadpacket.__name__ == "copy_" and _is_same(args[0], args[1]):
+            return args[0]
         if not func.is_view:
             for each in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if isinstance(each, torch.Tensor) and not each.is_meta and each.numel():
@@ -128,3 +132,9 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self.touched[name] = func.overloadpacket.__name__
                         raise _Touched(name)
         return func(*args, **(kwargs or {}))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a copy of one into the other changes nothing."""
+    places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (one, other) if not each.is_meta]
+    return len(places) == 2 and places[0] == places[1]

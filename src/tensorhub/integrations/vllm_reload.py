@@ -34,6 +34,8 @@ class Reload:
 
     def load(self, version: int) -> None:
         """Over the version before."""
+        if self._device.type == "cpu":
+            _forget_kernels_of_experts(self._model)
         with self._device, torch.no_grad():
             initialize_layerwise_reload(self._model)
             self._model.load_weights(iter(self.whole))  # type: ignore[operator]
@@ -46,3 +48,15 @@ class Reload:
     def close(self, timeout: float) -> None:
         """Leave, until the next `fetch`."""
         self.whole.close(timeout=timeout)
+
+
+def _forget_kernels_of_experts(model: torch.nn.Module) -> None:
+    """So that vLLM makes them anew while it loads.
+
+    vLLM 0.32 packs experts for CPUs only when it makes their kernels: after a load that keeps them it computes with
+    unpacked weights as if they were packed. On GPUs captured graphs hold the kernels, which stay.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]
