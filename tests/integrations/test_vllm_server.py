@@ -1,6 +1,7 @@
 """A vLLM server that takes versions over HTTP while it answers: the request under way lives on, with the new weights.
 
-After the swap every token of it is what transformers computes with the new version, over all that was said before.
+It loads them, or reads them in place (with vLLM's packing for CPUs turned off). After the swap every token of the
+request is what transformers computes with the new version, over all that was said before.
 """
 
 import json
@@ -8,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -22,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 import tensorhub
 from tensorhub.integrations import vllm
 
-from .engine import SETTINGS
+from .engine import SETTINGS, UNPACKED
 from .kit import ROOT, eventually, free_port
 from .llama import LONG, Trainer
 
@@ -42,15 +44,17 @@ class Server:
             "--served-model-name": "policy",
             "--load-format": "dummy",
             "--weight-transfer-config": json.dumps({"backend": "tensorhub"}),
-            "--additional-config": json.dumps({"tensorhub": joined} if joined else {}),
+            "--additional-config": json.dumps({"tensorhub": joined}),
             "--port": self.url.rpartition(":")[2],
             "--max-model-len": "256",
             "--max-num-seqs": "4",
             "--dtype": "bfloat16",
+            "--worker-extension-cls": "tests.integrations.engine.Spoiled",
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         command += [word for pair in options.items() for word in pair]
-        environ = {**os.environ, **SETTINGS, "VLLM_SERVER_DEV_MODE": "1"}
+        environ = {**os.environ, **SETTINGS, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        environ[UNPACKED] = "all" if joined["in_place"] else ""
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True
@@ -93,23 +97,26 @@ def hub():
         yield found.address
 
 
-def test_a_long_request_lives_through_an_update(tmp_path, hub, figures):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_long_request_lives_through_an_update(tmp_path, hub, figures, in_place):
     trainer = Trainer(tmp_path, hub)
     words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(128)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(trainer.path)
-    joined = {"model": "policy", "replica": "rollout-0", "options": {"server": hub}}
+    joined = {"model": "policy", "replica": "rollout-0", "in_place": in_place, "options": {"server": hub}}
     server = Server(tmp_path, trainer.path, joined)
     try:
         eventually(server.is_up, "the server is up", within_s=240)
         prompt = LONG
         first = list(server.complete(prompt, 8))
         assert places(trainer.module, prompt, first) == [True] * 8, "the first version was in before it served"
-        weights = vllm.attach(server.url, "policy", replica="rollout-0", server=hub)
+        weights = vllm.attach(server.url, "policy", replica="rollout-0", server=hub, in_place=in_place)
         assert weights.version == 0
         trainer.step(1)  # before the request, which would end meanwhile where cores are few
         asked = server.complete(prompt, TOKENS)
         said = [next(asked) for _ in range(4)]
+        began = time.monotonic()
         assert weights.update() == 1
+        took_s = time.monotonic() - began
         assert json.loads(server.get("/weight_info")) == {"weight_version": "1"}
         said += list(asked)
         assert len(said) == TOKENS, "the request was kept"
@@ -121,7 +128,11 @@ def test_a_long_request_lives_through_an_update(tmp_path, hub, figures):
         again = list(server.complete(prompt, 8))
         assert places(trainer.module, prompt, again) == [True] * 8, "nothing of the old version was cached"
         trainer.publisher.close(timeout=10)
-        figures(f"vLLM over HTTP: a request of {TOKENS} tokens lived on, with the new version from token {swapped}")
+        how = "in place" if in_place else "by reload"
+        text = (
+            f"vLLM over HTTP, {how}: a request of {TOKENS} tokens lived on, with the new version from token {swapped}"
+        )
+        figures(f"{text}; update {took_s:.2f} s")
     finally:
         server.end()
 
