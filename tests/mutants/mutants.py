@@ -486,9 +486,39 @@ MUTANTS = (
     ),
     Mutant(
         "everybody may read across",
-        "    return best is None or best[1] == reader.worker\n",
+        "    return best is None or best[1] is reader\n",
         "    return True\n",
         "only the seed of a site reads across, between two sources too",
+    ),
+    Mutant(
+        "a site waits for a seed that cannot read",
+        "            rank = (member.turns_lost, has_source, -done, member.worker)\n",
+        "            rank = (has_source, -done, member.worker)\n",
+        "a seed to which nothing comes is not waited for",
+    ),
+    Mutant(
+        "who reads behind a seed that cannot read stays there",
+        "            if source.turns_lost > member.turns_lost:  # it was to read for both, and cannot\n",
+        "            if False:\n",
+        "who reads across for its line and cannot is not waited for",
+    ),
+    Mutant(
+        "an elected worker that cannot read keeps its site from fetching ahead",
+        "        if other.turns_lost > member.turns_lost:\n            continue\n        if not facts.is_silent",
+        "        if not facts.is_silent",
+        "to fetch ahead another one is elected",
+    ),
+    Mutant(
+        "who could not read once never comes first again",
+        "        source.in_vain = 0\n",
+        "",
+        "a chunk that comes shows that it can read",
+    ),
+    Mutant(
+        "nobody hears that the elected one cannot read",
+        "    if reader.in_vain % TRIES_A_TURN == 0:\n",
+        "    if False:\n",
+        "who waits to be elected is decided for",
     ),
     Mutant(
         "a site waits for a seed that has gone",

@@ -27,7 +27,7 @@ from . import apply, evidence, facts, parts, places, rollcall
 from .catalog import Model
 from .content import WHOLE, Content, version_in
 from .groups import Replica
-from .membership import Avoided, Member
+from .membership import TRIES_A_TURN, Avoided, Member
 from .open_reads import OpenRead
 from .rules import progress
 from .state import State
@@ -269,6 +269,9 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure) -> None
     if reader.chunks_in_place > reader.chunks:
         reader.chunks, reader.failures = reader.chunks_in_place, 0
     reader.failures += 1
+    reader.in_vain += 1
+    if reader.in_vain % TRIES_A_TURN == 0:
+        state.mark_waiting_dirty(state.models[reader.hello.model], NEWS)  # another one may be elected
     avoided = reader.avoided.setdefault(failure.source, Avoided(0.0, 0))
     avoided.times += 1
     is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1
@@ -346,6 +349,7 @@ def note_fed(state: State, source: Member, former: Content) -> None:
         is_whole = facts.is_full(source, had.version, from_host)
         if not is_whole and source.done(from_host=from_host, version=had.version) <= had.done:
             continue
+        source.in_vain = 0
         for read in state.reads.from_source(source.worker):
             reader = state.members.get(read.reader)
             if reader is None or (read.version, read.grant.from_host) != (had.version, from_host):

@@ -17,6 +17,8 @@ from .content import NOTHING, Content
 from .lines import Cut, Line
 from .pace import Capacity
 
+TRIES_A_TURN = 3  # reads that fail, without a chunk between them, and it is another one's turn
+
 
 @dataclass
 class Avoided:
@@ -75,6 +77,7 @@ class Member:
     failures: int = 0  # of reads, in the present call, since one of them brought a chunk
     chunks: int = 0  # that it had in place at the last of them
     call_number: int = 0  # the call that `avoided`, `failures` and `chunks` are about
+    in_vain: int = 0  # reads that failed since a chunk came, whatever the call
     left: dict[WorkerId, float] = field(
         default_factory=dict
     )  # sources that were too slow, and until when to leave them alone
@@ -112,6 +115,11 @@ class Member:
         """It is told to report so often."""
         self.report_s = report_s
         self.silent_at = self.lease_end - settings.lease_s + 2 * max(settings.report_s, report_s)
+
+    @property
+    def turns_lost(self) -> int:
+        """How often it was to read for others too, and nothing came: those with fewer come first."""
+        return self.in_vain // TRIES_A_TURN
 
     @property
     def is_full(self) -> bool:

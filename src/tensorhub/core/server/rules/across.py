@@ -121,10 +121,15 @@ def _plan(member: Member, wanted: Wanted) -> Crossing | None:
 
 
 def _is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Nobody else of its line and site reads the version across, or should do so before it."""
+    """Nobody else of its line and site reads the version across, or should do so before it.
+
+    One to whom nothing comes keeps nobody from it.
+    """
     for other in facts.members_of(state, model, member.line):
         read = state.reads.current.get(other.worker)
         if other is member or other.hello.site != member.hello.site or read is None or read.version != record.version:
+            continue
+        if other.turns_lost > member.turns_lost:
             continue
         if read.part is not None and facts.is_here(state, other) and not progress.is_held_up(state, read):
             return False

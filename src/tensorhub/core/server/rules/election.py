@@ -20,10 +20,13 @@ def is_elected(state: State, model: Model, record: VersionRecord, member: Member
         other = state.members.get(worker)
         if other is None or other.hello.site != site or worker == member.worker:
             continue
+        if other.turns_lost > member.turns_lost:
+            continue
         if not facts.is_silent(state, other):  # one whose line broke is back in a moment
             return False
     mates = [mate for mate in facts.members_of(state, model, line) if mate.hello.site == site]
-    return min(mate.worker for mate in mates if _is_able(state, model, mate, record)) == member.worker
+    able = [mate for mate in mates if _is_able(state, model, mate, record)]
+    return min(able, key=lambda mate: (mate.turns_lost, mate.worker)) is member
 
 
 def _is_able(state: State, model: Model, member: Member, record: VersionRecord) -> bool:

@@ -124,18 +124,20 @@ def host_copy_of(state: State, record: VersionRecord, reader: Member, member: Me
 
 def may_cross(state: State, model: Model, record: VersionRecord, reader: Member) -> bool:
     """The reader is the seed of its site for its shard: nobody else is to read that across."""
-    best: tuple[int, object] | None = None
+    best: tuple[tuple[object, ...], Member] | None = None
     for member in facts.members_of(state, model, reader.line):
-        if member.hello.site != reader.hello.site or state.reads.current.get(member.worker) is not None:
+        has_source = state.reads.current.get(member.worker) is not None
+        if member.hello.site != reader.hello.site or (has_source and member is not reader):
             continue
         if not facts.is_here(state, member):
             continue
         replica = model.replicas[member.hello.replica]
         its_read = wanted.wanted_read(state, model, replica, member)
         if its_read is not None and its_read.version == record.version:
-            rank = (-member.done(from_host=its_read.to_host, version=record.version), member.worker)
-            best = rank if best is None or rank < best else best
-    return best is None or best[1] == reader.worker
+            done = member.done(from_host=its_read.to_host, version=record.version)
+            rank = (member.turns_lost, has_source, -done, member.worker)
+            best = (rank, member) if best is None or rank < best[0] else best
+    return best is None or best[1] is reader
 
 
 def _candidate(
