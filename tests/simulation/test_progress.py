@@ -46,7 +46,7 @@ class Bench:
         call = Call("update", "latest", Digest(""), began, inf, None, Digest(""), resolved=VERSION)
         if failed_ago_s > 0:
             call.ended = self.world.now - failed_ago_s
-            call.outcome = Finished(1, error=Failure("DeadlineExceeded", "in vain"))
+            call.outcome = Finished(1, error=Failure("deadline-exceeded", "in vain"))
             self.rollout.past.append(call)
         else:
             self.rollout.call = call

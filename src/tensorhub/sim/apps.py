@@ -171,8 +171,11 @@ class App:
         return len(outcomes) == self.shard_count and all(o.error is None for o in outcomes.values())
 
     def timeout_s(self) -> float:
-        is_long = self.is_calm or not self.step.timeout_s
-        return self.cluster.plan.settings.lease_s * 2 + 3 if is_long else self.step.timeout_s
+        """A plain program gives a call the time that the network takes: what a call has read goes with its failure."""
+        plan = self.cluster.plan
+        if self.step.timeout_s and not self.is_calm:
+            return self.step.timeout_s
+        return plan.settings.lease_s * 2 + 3 + (plan.slowest_read_s if self.is_settling else 0.0)
 
     def again(self, rest_s: float, then: Callable[[], None]) -> None:
         """After the rest, at a whole second if that is how the program runs. Who is in haste rests only if one try more

@@ -148,6 +148,14 @@ class Plan:
         rates = (c.loss, c.duplication, c.long_delay, c.read_error, c.corruption, c.copy_error, c.stuck_stop)
         return not any(rates) and not self.misfortunes and not self.fates
 
+    @property
+    def slowest_read_s(self) -> float:
+        """As long as a whole version may take across an uplink that all shards share, from whoever stays slow."""
+        c, sites = self.conditions, dict.fromkeys(replica.site for replica in self.replicas)
+        streams = c.shards * len(sites)
+        slow = max([1.0, *(bad.value for bad in self.misfortunes if bad.kind == "slow" and bad.stays)])
+        return c.chunks * c.chunk_s * slow * (1 + c.uplink * streams)
+
     def with_conditions(self, **changes: object) -> "Plan":
         """The same plan under other conditions."""
         return replace(self, conditions=replace(self.conditions, **changes))  # type: ignore[arg-type]

@@ -17,30 +17,36 @@ class CrossingJudge(Judge):
         """A chunk goes over the wire."""
         if source.site == reader.site:
             return
-        settled = read.began - SETTLED_S - self.spread_s
+        since_s = SETTLED_S + self.spread_s
+        settled = read.began - since_s
         for other in self.truth.same_shard(reader.shard):
-            if other is reader or other.site != reader.site or not self._could_give(other, read, chunk, settled):
+            if other is reader or other.site != reader.site:
+                continue
+            begun = reader.crosses_since(read) - since_s
+            if not (self._has(other, read, settled) or self._reads(other, read, settled, begun)):
                 continue
             if self._is_between(other, reader, settled):
                 continue
             text = f"chunk {chunk} of version {read.grant.version} goes from {source.name} to {reader.name}"
             self.broken(f"{text}, and {other.name} of {reader.site} has or reads it")
 
-    def _could_give(self, other: Life, read: Read, chunk: int, settled: float) -> bool:
-        """It has had the chunk for a while, or reads it from afar itself."""
-        version, theirs = read.grant.version, other.read
-        held, copy = other.held, other.copies.get(version)
-        is_held = held is not None and held.version == version and held.since < settled and held.is_served
+    def _has(self, other: Life, read: Read, settled: float) -> bool:
+        """It has had the chunk for a while."""
+        held, copy = other.held, other.copies.get(read.grant.version)
+        is_held = held is not None and held.version == read.grant.version and held.since < settled and held.is_served
         if is_held and not self._makes_way(other, read, settled):
             return True
-        if copy is not None and copy.since < settled:
-            return True
+        return copy is not None and copy.since < settled
+
+    def _reads(self, other: Life, read: Read, settled: float, before: float) -> bool:
+        """It reads that from afar itself, and did before the reader began to."""
+        theirs = other.read
         return (
             theirs is not None
             and not theirs.is_stopped
-            and theirs.grant.version == version
+            and theirs.grant.version == read.grant.version
             and theirs.is_cross_site
-            and theirs.began < settled
+            and theirs.began < before
             and not self._is_starved(other, settled, read.began)
             and not (other.call is None and not theirs.grant.to_host)
         )

@@ -161,7 +161,7 @@ class ErrorJudge(GroupJudge):
         for (name, number), made in self.truth.made.items():
             if name == model and number >= version and any(each.replica != life.me.replica for each in made.values()):
                 return ""
-        since = call.began - self.settings.lease_s
+        since = self.truth.troubles.before_pauses(call.began - self.settings.lease_s)
         others = [*self.truth.lives.values(), *self.truth.dead.values()]
         for other in others:
             calls = [c for c in [*other.past, other.call] if c is not None and c.ended >= since and c.verb == "publish"]

@@ -3,13 +3,14 @@
 from math import inf
 
 from ...core.names import Version
-from ..truth.life import Life
+from ..truth.life import Call, Life
 from .bench import Judge
 from .groups import GroupCall
 
 TOLD_S = 1.0  # since the last chunk came: a report may be lost, and the next one is told of it
 MOST_REST_S = 1.0  # a plain program rests for half as long between two calls
 FILLS = ("replicate", "update")
+OUT_OF_TIME = ("deadline-exceeded", "group-incomplete")  # its own time, or a sibling's
 STAYING = ("gone", "pause", "cut", "mute", "deaf", "unplug", "slow", "stutter", "disconnect")
 
 
@@ -54,27 +55,35 @@ class ProgressJudge(Judge):
         return None
 
     def _has_just_begun(self, replica: str, newest: Version) -> bool:
-        """It is still in the first call that it has made since that version came and its program went plain.
+        """It is still in the first call that it has made since that version came and its program went plain, or in one
+        that it had begun as a plain program before that version came.
 
-        None that was to bring that version has failed, and it has lasted for less than a quarter of the calm: whoever
-        hangs is not excused. Where a host stays slow for ever, a call may take all of its time. Or that version has
-        come while it rested between two calls, or during one that has just brought what was the newest before.
+        None that was to bring that version has failed, though it had the time, and it has lasted for less than a
+        quarter of the calm, or than the network may take: whoever hangs is not excused. Where a host stays slow for
+        ever, a call may take all of its time. Or that version has come while it rested between two calls, or during one
+        that has just brought what was the newest before.
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
-        since = self.conditions.storm_s + self.conditions.calm_s / 2
-        since = max(since, made.exists) if made is not None else since
+        plain_at = self.conditions.storm_s + self.conditions.calm_s / 2
+        since = max(plain_at, made.exists) if made is not None else plain_at
         lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
         calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
-        begun = [call for call in calls if call.began >= since]
-        if any(call.error is not None and call.resolved == newest for call in calls):
+        begun = [call for call in calls if call.began >= (since if call.ended < inf else plain_at)]
+        if any(call.resolved == newest and self._has_failed(call) for call in calls):
             return False
         ended = max((call.ended for call in calls if call.ended < inf and call.error is None), default=-inf)
         if made is not None and not begun and self.now - max(made.exists, ended) < MOST_REST_S:
             return True
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
-        most_s = inf if is_hindered else self.conditions.calm_s / 4
+        most_s = inf if is_hindered else max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
         is_young = all(call.ended == inf and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards and is_young
+
+    def _has_failed(self, call: Call) -> bool:
+        """It ended in an error, and not because its caller gave it less time than the network may take."""
+        if call.error is None:
+            return False
+        return call.error.code not in OUT_OF_TIME or call.ended - call.began >= self.plan.slowest_read_s
 
     def _keeps_the_last(self, replica: str) -> bool:
         """Nobody has room for a copy, and all who could have the newest version before it leaves the last usable one

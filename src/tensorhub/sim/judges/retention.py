@@ -37,8 +37,7 @@ class RetentionJudge(Judge):
         if self._is_retained(life, version):
             self.broken(f"{life.name} gave up the last reliable reference of version {version}, {where}")
         heard_s = FLEETING_S + 8 * self.conditions.delay_s  # until then a server may not know what it let go
-        is_known = truth.established_at.get(model, inf) <= self.now - heard_s
-        is_established = is_known and truth.established.get(model) == version
+        is_established = truth.established.get(model) == version and truth.was_established(model, self.now - heard_s)
         if is_established and self._had_room(life, where) and not self._is_with_spot(life, version):
             text = f"{life.name} gave up the last reliable reference of version {version}, {where}, and no newer one"
             self.broken(f"{text} is established", "G6 established")

@@ -116,6 +116,7 @@ class Life:
     copying: tuple[Version, Digest] | None = None  # out
     full_until: float = -inf  # when it last had as many copies as it may have, and let one go
     read: Read | None = None
+    crossed: tuple[Version, float] | None = None  # the read that ended last crossed sites: of what, and since when
     stopped: dict[Ticket, None] = field(default_factory=dict)  # that it was told to end
     call: Call | None = None
     past: list[Call] = field(default_factory=list)
@@ -142,6 +143,11 @@ class Life:
     stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had all: when its read last did
     failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
     poisoned: bool = False  # a fill that had written ended badly
+
+    def crosses_since(self, read: Read) -> float:
+        """When it began to get that version from other sites, without one of its own between them."""
+        is_same = self.crossed is not None and self.crossed[0] == read.grant.version
+        return self.crossed[1] if self.crossed is not None and is_same else read.began
 
     @property
     def site(self) -> str:

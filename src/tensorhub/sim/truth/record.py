@@ -52,6 +52,7 @@ class Truth:
         self.lost: dict[tuple[str, Version], float] = {}  # when a shard had no holder, the last time that was so
         self.established: dict[str, Version] = {}  # the newest of each model that is whole outside its publisher
         self.established_at: dict[str, float] = {}  # and since when
+        self._established_in: dict[str, list[list[Life]]] = {}  # for each shard, who had it then
         self.established_among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
         self.last_holder_gone: dict[
             tuple[str, int, Version], float
@@ -164,22 +165,30 @@ class Truth:
         outside = [
             other for other in self.lives.values() if other.me.model == model and other.me.replica != made.replica
         ]
-        sessions = [other for other in outside if other.hello.reliable and self.is_in_session(other, slack=1.0)]
+        sessions = [other for other in outside if other.hello.reliable and self.may_be_in_session(other)]
         reliable = {other.shard: None for other in sessions}  # a replica may live in part
         for cut in self.cuts(model):
-            if not all(self._is_outside(shard, version, made, reliable) for shard in cut):
+            found = [self._outside(shard, version, made, reliable) for shard in cut]
+            if not all(found):
                 continue
             self.established[model], self.established_at[model] = version, self.now
+            self._established_in[model] = found
             for shard in cut:
                 self.established_among_spot.pop(shard, None)
                 if shard not in reliable:
                     self.established_among_spot[shard] = None
 
-    def _is_outside(
+    def was_established(self, model: str, before: float) -> bool:
+        """The newest established version was so before that time, and of each shard a holder has been heard since."""
+        since = self.established_at.get(model, inf)
+        return since <= before and all(any(h.heard_at > since for h in some) for some in self._established_in[model])
+
+    def _outside(
         self, shard: tuple[str, int], version: Version, made: Made, reliable: dict[tuple[str, int], None]
-    ) -> bool:
+    ) -> list[Life]:
+        """Who has it beside its publisher: the reliable ones, where any lives."""
         holders = [holder for holder in self.holders(shard, version) if holder.me.replica != made.replica]
-        return any(holder.hello.reliable or shard not in reliable for holder in holders)
+        return [holder for holder in holders if holder.hello.reliable or shard not in reliable]
 
     def note_loss(self, life: Life, version: Version) -> None:
         """The process has it no longer: perhaps nobody has."""
@@ -193,10 +202,15 @@ class Truth:
 
     # --- what the server must know ------------------------------------------------------------------------------------
 
-    def is_in_session(self, life: Life, slack: float = MOST_OF_A_LEASE) -> bool:
+    def is_in_session(self, life: Life) -> bool:
         """This life of the server has heard it, and its lease cannot be over."""
-        lease_s = self.plan.settings.lease_s * slack
+        lease_s = self.plan.settings.lease_s * MOST_OF_A_LEASE
         return life.is_alive and life.heard_by == self.server_life and self.now < life.heard_at + lease_s
+
+    def may_be_in_session(self, life: Life) -> bool:
+        """This life of the server has heard it, and its lease may last: while a server stands still none ends."""
+        since = max(life.heard_at, self.troubles.server_back)
+        return life.is_alive and life.heard_by == self.server_life and self.now < since + self.plan.settings.lease_s
 
     def said_to_have(self, life: Life, version: Version) -> bool:
         """The latest report that a server took in says that it has the version, whole and to stay."""
@@ -258,6 +272,7 @@ class Truth:
             return
         self._note_stood_still(life, read)
         version, root = read.grant.version, read.root
+        life.crossed = (version, life.crosses_since(read)) if read.is_cross_site else None
         if complete and read.grant.to_host:
             life.copies[version] = Copied(version, root, self.now, read.into, not read.shares)
             self.note_whole(life, version)
