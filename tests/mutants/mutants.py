@@ -521,6 +521,12 @@ MUTANTS = (
         "who waits to be elected is decided for",
     ),
     Mutant(
+        "a good-bye said twice begins another session",
+        "                if report.leaving:  # it has left, and did not hear that\n",
+        "                if False:\n",
+        "who has left hears that as often as it says so",
+    ),
+    Mutant(
         "a site waits for a seed that has gone",
         "        if not facts.is_here(state, member):\n            continue\n",
         "",
