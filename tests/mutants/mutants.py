@@ -1117,6 +1117,12 @@ MUTANTS = (
         "what begins anew gets a source for each line",
     ),
     Mutant(
+        "what another read across brings counts",
+        "        and (crossing.version, crossing.to_host) == (across.version, across.to_host)\n",
+        "",
+        "each read across needs every line of its own version",
+    ),
+    Mutant(
         "what has brought all is given another source",
         "            crossing.done[read.part] = None\n",
         "            pass\n",
