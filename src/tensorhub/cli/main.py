@@ -192,7 +192,11 @@ def lab(
         str, typer.Argument(help="standalone, elastic, cross-site, storm, sites, slow-relay, established or ettr.")
     ],
     strategies: Annotated[
-        str, typer.Option(help="Only these, by name: hub-always,hub,ring,star,…", show_default="all of the scenario")
+        str,
+        typer.Option(
+            help="Only these, by name: hub-always,hub,ring,star,…; of ettr: peers,file,…",
+            show_default="all of the scenario",
+        ),
     ] = "",
     rollouts: Annotated[int | None, typer.Option(min=1, help="Rollout replicas.", show_default="4 to 12")] = None,
     sites: Annotated[int | None, typer.Option(min=1, help="Of rollouts, behind uplinks.", show_default="3")] = None,
