@@ -133,6 +133,42 @@ def test_transposed_stacked_split_and_merged():
     check(Model(loaders, **shapes), {name: tensor + 1 for name, tensor in published.items()})
 
 
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_are_stacked_in_the_parameter(rank, stacked):
+    """What is published holds gate and up of all experts in one tensor, or one tensor for each of them."""
+    experts, inside = 4, 6
+    cut = inside // RANKS
+
+    def load(model, part, expert, into):
+        data = model.w13.data[expert].narrow(0, into * cut, cut)
+        data.copy_(part.narrow(0, rank * cut, cut))
+
+    def load_all(model, tensor):
+        for into, half in enumerate(tensor.chunk(2, dim=1)):
+            for expert, part in enumerate(half.unbind()):
+                load(model, part, expert, into)
+
+    if stacked:
+        published, loaders = numbered(w13=(experts, 2 * inside, HIDDEN)), {"w13": load_all}
+    else:
+        names = {f"{expert}.{into}": (expert, into) for expert in range(experts) for into in range(2)}
+        published = numbered(**dict.fromkeys(names, (inside, HIDDEN)))
+        loaders = {name: lambda model, tensor, at=at: load(model, tensor, *at) for name, at in names.items()}
+    published = {name: tensor + 1 for name, tensor in published.items()}
+    plan = check(Model(loaders, w13=(experts, 2 * cut, HIDDEN)), published)
+    assert len(plan.boxes["w13"]) == (2 if stacked else 2 * experts)
+
+
+def test_what_is_copied_in_rows_is_one_box():
+    def load(model, tensor):
+        for at, row in enumerate(tensor.unbind()):
+            model.rows.data[at].copy_(row)
+
+    plan = check(Model({"rows": load}, rows=(3, 4, 5)), {"rows": numbered(rows=(3, 4, 5))["rows"] + 1})
+    assert len(plan.boxes["rows"]) == 1
+
+
 def test_heads_that_alternate_are_boxes_of_their_own():
     """Three kinds of heads in turn in what is published, one kind after the other in the parameter."""
 

@@ -1,7 +1,7 @@
 """Boxes of a copy: which part of a published tensor comes to lie where, told by the two views that are copied.
 
-A view's dimensions are those of the published tensor, cut, swapped, merged or split. It must never: take a step for a
-dimension that is none.
+A view's dimensions are those of the published tensor, cut, swapped, merged or split. What several copies bring becomes
+as few boxes as can say it. It must never: take a step for a dimension that is none.
 """
 
 from typing import NamedTuple
@@ -74,3 +74,44 @@ def _box(name: str, shape: tuple[int, ...], dims: Dims, here: int, there: int) -
             size[dim], strides[dim] = here_too, into
             count, step, into = count // here_too, step * here_too, into * here_too
     return tensorhub.Box(name, shape, tuple(at), tuple(size), there, tuple(strides))
+
+
+def fewer(boxes: "list[tensorhub.Box]") -> "list[tensorhub.Box]":
+    """The same parts: a box that goes on where another one ends, in both, is one with it. So a stack of experts is."""
+    for dim in reversed(range(max((len(box.size) for box in boxes), default=0))):
+        rows: dict[object, list[tensorhub.Box]] = {}
+        for box in sorted(boxes, key=lambda each: each.at):
+            row = rows.setdefault(_without(box, dim), [])
+            joined = _joined(row[-1], box, dim) if row else None
+            if joined is None:
+                row.append(box)
+            else:
+                row[-1] = joined
+        boxes = [box for row in rows.values() for box in row]
+    return boxes
+
+
+def _without(box: "tensorhub.Box", dim: int) -> object:
+    """What boxes have in common that can be one along this dimension."""
+    if dim >= len(box.size):
+        return box
+    others = [d for d in range(len(box.size)) if d != dim]
+    return (box.name, *((box.at[d], box.size[d], _strides(box)[d]) for d in others))
+
+
+def _joined(one: "tensorhub.Box", other: "tensorhub.Box", dim: int) -> "tensorhub.Box | None":
+    if dim >= len(one.size) or one.at[dim] + one.size[dim] != other.at[dim]:
+        return None
+    count, more, gap = one.size[dim], other.size[dim], other.offset - one.offset
+    strides = list(_strides(one))
+    step = strides[dim] if count > 1 else gap
+    if gap <= 0 or gap != step * count or (more > 1 and _strides(other)[dim] != step):
+        return None
+    size = list(one.size)
+    size[dim], strides[dim] = count + more, step
+    return tensorhub.Box(one.name, one.global_shape, one.at, tuple(size), one.offset, tuple(strides))
+
+
+def _strides(box: "tensorhub.Box") -> tuple[int, ...]:
+    assert box.strides is not None, "made with them"
+    return box.strides

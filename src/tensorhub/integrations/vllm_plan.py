@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorhub
 
-from .vllm_boxes import Region, boxes_of_copy
+from .vllm_boxes import Region, boxes_of_copy, fewer
 
 FILLS = ("fill_", "zero_")
 KEEPS = ("clone", "_to_copy", "contiguous")  # other memory, the same elements
@@ -117,7 +117,8 @@ class _Targets:
                 self.spoil(name, f"{known} of its {tensor.numel()} elements come from what is published")
         if self._wrong:
             refuse(self._wrong)
-        return Plan({name: self._tensors[name] for name in self._boxes}, self._boxes)
+        boxes = {name: fewer(found) for name, found in self._boxes.items()}
+        return Plan({name: self._tensors[name] for name in boxes}, boxes)
 
 
 def refuse(wrong: Mapping[str, str]) -> None:
