@@ -81,7 +81,16 @@ class Engine:
         from tensorhub.integrations import vllm
 
         self.weights = vllm.attach(self.llm, "policy", replica=self.replica, timeout=timeout, **self.options)
+        self.weights.engine.load = self._timed(self.weights.engine.load)
         return self.weights.version
+
+    def _timed(self, load):
+        def timed():
+            began = time.monotonic()
+            load()
+            self.load_s = time.monotonic() - began
+
+        return timed
 
     def update(self, version=None, timeout=60):
         began = time.monotonic()
@@ -92,6 +101,10 @@ class Engine:
 
     def held(self):
         return [self.weights.version, self.llm.get_weight_version(), getattr(self, "took_s", 0.0)]
+
+    def took(self):
+        """Seconds: the last update or load of a file, and what of it the engine was not there for."""
+        return [self.took_s, self.load_s]
 
     def answer(self, prompts, tokens=8):
         """For each prompt: the tokens, and for each of them the log-probabilities of the likeliest five."""
@@ -111,7 +124,7 @@ class Engine:
         self.llm.collective_rpc("unmake_experts")
         began = time.monotonic()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        self.took_s = time.monotonic() - began
+        self.took_s = self.load_s = time.monotonic() - began
         self.llm.reset_prefix_cache(reset_running_requests=True)
 
     def spoil(self, after):

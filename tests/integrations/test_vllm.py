@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-engines")
 
+from safetensors.torch import load_file
+
 import tensorhub
 
 from .engines import is_reading, started, stopped
@@ -155,3 +157,27 @@ def test_a_load_that_fails_half_way_is_refused_and_mended_by_the_next(trainer, s
     refused = engine.ask("answer", prompts=PROMPTS)
     assert refused is None or "kind" in refused, "never a mixture"
     assert "the weights are no version" in engine.log.read_text()
+
+
+@pytest.mark.parametrize("left_out", ["", "model.layers.1.mlp.gate.weight"])
+def test_experts_one_by_one_as_files_have_them_and_what_is_left_out(server, start, tmp_path, left_out):
+    """An engine that began with random weights does not answer with any of them."""
+    judge = Judge(tmp_path, "qwen3_moe")
+    judge.module.save_pretrained(judge.path)
+    tensors = load_file(f"{judge.path}/model.safetensors")
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in tensors
+    engine = start("rollout-0")
+    engine.call("start", path=judge.path, replica="rollout-0", server=server)
+    with tensorhub.open("policy", replica="trainer", server=server) as weights:
+        weights.register({name: tensor for name, tensor in tensors.items() if name != left_out}, boxes={})
+        weights.publish(0)
+        found = engine.ask("attach")
+        if left_out:
+            assert found["kind"] == "VersionUnavailable"
+            assert f"nothing that is published is loaded as {left_out!r}" in engine.log.read_text()
+            refused = engine.ask("answer", prompts=PROMPTS)
+            assert refused is None or "kind" in refused, "never a mixture"
+        else:
+            assert found == {"value": 0}
+            judge.check(engine)
+        engine.end()

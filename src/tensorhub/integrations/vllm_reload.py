@@ -2,12 +2,15 @@
 
 Each of vLLM's ranks is a replica of its own, which serves what it has on the host, also while vLLM computes. vLLM's
 layerwise reload fuses, cuts and processes for the rank, and keeps every address.
+
+It must never: let an engine that began with random weights (`load_format="dummy"`) compute with any of them.
 """
 
-from typing import Any
-
 import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 import tensorhub
 
@@ -17,8 +20,9 @@ from .whole import Whole
 class Reload:
     """One rank of an engine."""
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device, whole: Whole) -> None:
-        self._model, self._model_config, self._device = model, model_config, device
+    def __init__(self, model: torch.nn.Module, config: VllmConfig, device: torch.device, whole: Whole) -> None:
+        self._model, self._model_config, self._device = model, config.model_config, device
+        self._was_random = config.load_config.load_format == "dummy"
         self.whole = whole
 
     @property
@@ -36,10 +40,15 @@ class Reload:
         """Over the version before."""
         if self._device.type == "cpu":
             _forget_kernels_of_experts(self._model)
+        names = {name for name, _ in self._model.named_parameters()}  # of tied ones one
         with self._device, torch.no_grad():
             initialize_layerwise_reload(self._model)
-            self._model.load_weights(iter(self.whole))  # type: ignore[operator]
+            loaded = self._model.load_weights(iter(self.whole))  # type: ignore[operator]
+            missing = (names & _nothing_came(self._model)) - {*(loaded or ())}
             finalize_layerwise_reload(self._model, self._model_config)
+        if missing and self._was_random:
+            others = f", nor as {len(missing) - 1} other parameters" if len(missing) > 1 else ""
+            raise tensorhub.UsageError(f"nothing that is published is loaded as {min(missing)!r}{others}")
 
     def holds(self, version: int | None) -> bool:
         """After a load that has failed: nothing that could be used."""
@@ -48,6 +57,16 @@ class Reload:
     def close(self, timeout: float) -> None:
         """Leave, until the next `fetch`."""
         self.whole.close(timeout=timeout)
+
+
+def _nothing_came(model: torch.nn.Module) -> set[str]:
+    """The parameters of layers to which the load has brought nothing. vLLM gives them back what they were."""
+    found: set[str] = set()
+    for at, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not info.load_numel and not is_deferred_attention_layer(layer):
+            found |= {f"{at}.{name}" if at else name for name, _ in layer.named_parameters(recurse=False)}
+    return found
 
 
 def _forget_kernels_of_experts(model: torch.nn.Module) -> None:

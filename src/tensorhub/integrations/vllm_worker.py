@@ -87,7 +87,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not init_info.in_place:
             name = f"{name}.{parallel.rank}" if parallel.world_size > 1 else name
             whole = Whole(init_info.model, replica=name, **init_info.options)
-            self._way = Reload(self.model, self.model_config, self.device, whole)
+            self._way = Reload(self.model, self.vllm_config, self.device, whole)
             return
         place = {"replica": name, "shard": parallel.rank, "shards": parallel.world_size, **init_info.options}
         way, why = None, "another rank cannot; its log says why"
