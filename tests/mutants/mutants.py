@@ -179,8 +179,8 @@ MUTANTS = (
     ),
     Mutant(
         "drained right after a restart",
-        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return Drained()\n",
-        "    if witness.is_strange(state, member):\n        return Drained()\n",
+        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return NOT_DRAINED\n",
+        "    if witness.is_strange(state, member):\n        return NOT_DRAINED\n",
         "after a restart nothing is drained while anybody is missing: old reads are unknown",
     ),
     Mutant(
@@ -328,8 +328,8 @@ MUTANTS = (
     ),
     Mutant(
         "a drained source is granted again",
-        "            return not impatient and not member.is_let_go\n",
-        "            return not impatient\n",
+        "        return not buffer.impatient and not member.is_let_go\n",
+        "        return not buffer.impatient\n",
         "who was told drained is nobody's source any more",
     ),
     Mutant(
@@ -588,8 +588,8 @@ MUTANTS = (
     ),
     Mutant(
         "a call fails beside a source that it has not tried",
-        "    is_enough = member.failures > state.settings.most_failures and not _has_hope(state, model, record, member)\n",
-        "    is_enough = member.failures > state.settings.most_failures\n",
+        "    return member.failures > state.settings.most_failures and not _has_hope(state, model, record, member)\n",
+        "    return member.failures > state.settings.most_failures\n",
         "no call gives up while somebody has the version who was not tried",
     ),
     Mutant(
@@ -780,8 +780,8 @@ MUTANTS = (
     ),
     Mutant(
         "a stranger is drained at once",
-        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return Drained()\n",
-        "    if not model.roll.is_over:\n        return Drained()\n",
+        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return NOT_DRAINED\n",
+        "    if not model.roll.is_over:\n        return NOT_DRAINED\n",
         "who was not on the roll may serve somebody of whom nobody else has heard",
     ),
     Mutant(

@@ -232,6 +232,8 @@ def note_drained(state: State, member: Member, drained: Drained) -> None:
 
 def let_go(state: State, model: Model, member: Member, numbers: tuple[int, ...]) -> None:
     """These host copies of the member are to go, and never count again. What follows from it is decided next."""
+    if not numbers:
+        return
     going = [copy for copy in member.content.copies if copy.number in numbers and copy.number not in member.releasing]
     if going:
         member.releasing.update((copy.number, None) for copy in going)

@@ -240,8 +240,8 @@ class Model:
             record = self.versions.get(version)
             if record is None:
                 continue
-            is_newer = self.latest is None or version > self.latest
             if self.is_lost(record):
+                is_newer = self.latest is None or version > self.latest
                 if version not in self.lost and is_newer:  # what newer ones have replaced may go without a word
                     lost.append(version)
             elif version in self.lost:

@@ -42,6 +42,15 @@ def _places_in(buffer: Buffer, copies: tuple[HostCopy, ...], line: Line) -> dict
     return found
 
 
+def are_other_copies(former: tuple[HostCopy, ...], copies: tuple[HostCopy, ...]) -> bool:
+    """They differ in something that is of concern to others."""
+    return former != copies and [_kind(copy) for copy in former] != [_kind(copy) for copy in copies]
+
+
+def _kind(copy: HostCopy) -> tuple[object, ...]:
+    return copy.number, copy.version, copy.whole, copy.leaving
+
+
 NO_LAYOUT = Digest("")
 NOTHING = Content(Empty(), (), Line(1, Shard(0)))
 

@@ -34,7 +34,7 @@ def owed(state: State, model: Model, member: Member) -> dict[int, str]:
 
 def _held(content: Content) -> list[tuple[Version, Digest, Line]]:
     buffer = content.buffer
-    whole = [copy for copy in content.copies if copy.whole]
+    whole = [copy for copy in content.copies if copy.whole] if content.copies else []
     found = [(copy.version, copy.root, content.line_of(copy.version, is_copy=True)) for copy in whole]
     if isinstance(buffer, WHOLE):
         found.append((buffer.version, buffer.root, content.line))

@@ -55,19 +55,22 @@ def serves(state: State, source: WorkerId, version: Version, from_host: bool) ->
     member = state.members.get(source)
     if member is None:
         return True
-    current = state.reads.current.get(source)
-    is_about_to = current is not None and current.version == version and current.grant.to_host == from_host
     if from_host:
+        is_about_to = _is_granted(state, source, version, to_host=True)
         return member.keeps_copy(version) or (is_about_to and not member.loses_copy(version))
-    match member.content.buffer:
-        case Holding(version=held) | Filling(version=held) if held == version:
-            return True
-        case Withdrawing(version=held, impatient=impatient) if held == version:
-            return not impatient and not member.is_let_go
-        case Filling():
-            return False
-        case _:
-            return is_about_to  # it was granted the version, and fills the buffer with it next
+    buffer = member.content.buffer
+    if isinstance(buffer, (Holding, Filling)) and buffer.version == version:
+        return True
+    if isinstance(buffer, Withdrawing) and buffer.version == version:
+        return not buffer.impatient and not member.is_let_go
+    if isinstance(buffer, Filling):
+        return False
+    return _is_granted(state, source, version, to_host=False)  # it fills the buffer with it next
+
+
+def _is_granted(state: State, reader: WorkerId, version: Version, *, to_host: bool) -> bool:
+    current = state.reads.current.get(reader)
+    return current is not None and current.version == version and current.grant.to_host == to_host
 
 
 def full_sources(state: State, record: VersionRecord, reader: Member) -> Iterator[Member]:

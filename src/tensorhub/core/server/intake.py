@@ -25,7 +25,7 @@ from ..names import Digest, Ticket, Version, WorkerId
 from ..sums import add_up
 from . import apply, evidence, facts, parts, places, rollcall
 from .catalog import Model
-from .content import WHOLE, Content, version_in
+from .content import WHOLE, Content, are_other_copies, version_in
 from .groups import Replica
 from .membership import TRIES_A_TURN, Avoided, Member
 from .open_reads import OpenRead
@@ -81,7 +81,7 @@ def _forget_layouts(state: State) -> None:
 def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
     """What the worker has in its buffer and beside it, as far as that is the content of its version."""
     report = member.report
-    if _content_told(report) != _content_told(before):
+    if report.receipts != before.receipts or content_beside(report) != content_beside(before):
         judge_content(state, model, replica, member, before)
     elif report.buffer != before.buffer:
         now, then = report.buffer, before.buffer
@@ -116,13 +116,14 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
             judge_content(state, model, group, other, other.report)
             state.mark_dirty(other.worker)
     is_wished = _take_wishes(state, model, member, before)
-    _count_cross_site(model, member, before)
+    if report.cross_site_bytes:
+        _count_cross_site(model, member, before)
     if is_wished:
         state.mark_everyone_dirty(model)
     if is_news:
         state.mark_waiting_dirty(model, NEWS)
     is_other_buffer = type(former.buffer) is not type(buffer) or (former.buffer != buffer and member.is_full)
-    if is_other_buffer or [_kind(copy) for copy in former.copies] != [_kind(copy) for copy in copies]:
+    if is_other_buffer or are_other_copies(former.copies, copies):
         concerned = {**former.places, **content.places}
         state.mark_concerned_dirty(model, concerned)
         if not isinstance(buffer, Holding) or copies or former.copies:
@@ -133,22 +134,10 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
             state.mark_everyone_dirty(model)  # one of them may be the heir
 
 
-def _content_told(report: Report) -> tuple[object, ...]:
-    """What it says of content, beside that of its buffer."""
-    return report.receipts, *content_beside(report)
-
-
 def content_beside(report: Report) -> tuple[object, ...]:
-    """The same without what the server has signed of it."""
-    return (
-        *(report.copies, report.newest, report.newest_receipt, report.layout),
-        *(report.pins, report.closing, report.cross_site_bytes),
-    )
-
-
-def _kind(copy: HostCopy) -> tuple[object, ...]:
-    """What is of concern to others."""
-    return copy.number, copy.version, copy.whole, copy.leaving
+    """What it says of content, beside its buffer and what the server has signed of it."""
+    what = report.copies, report.newest, report.newest_receipt, report.layout, report.pins, report.closing
+    return what, report.cross_site_bytes
 
 
 def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
@@ -167,6 +156,9 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
 
     One with other content than its version counts as not whole; so does one that was told to go before it was whole.
     """
+    if not member.report.copies:
+        member.releasing = {}
+        return ()
     found = []
     unfinished = [copy.number for copy in member.content.copies if not copy.whole]
     for copy in member.report.copies[:MAX_COPIES]:
@@ -223,7 +215,8 @@ def _exists_by(state: State, replica: Replica, buffer: Holding | Withdrawing | V
 def take_reads(state: State, member: Member, before: Report) -> None:
     """What the worker reads, what it does not read any more, and what has failed."""
     report, worker = member.report, member.worker
-    parts.take_across(state, member, report.across)
+    if report.across is not None or member.crossing is not None:
+        parts.take_across(state, member, report.across)
     close_reads(state, member, report.closed, report.over)
     reading = report.reading
     if reading is not None and state.is_recovering and _may_adopt(state, worker, report):
@@ -371,7 +364,8 @@ def note_pace(state: State, reader: Member) -> None:
         return
     chunk_bytes = reader.report.size_bytes // chunks if chunks > 0 else 0
     arrived = max(0, told.arrived_bytes)
-    read.pace.note(now, arrived_bytes=arrived, done=done, chunk_bytes=chunk_bytes, over_s=progress.window_s(state))
+    window_s = progress.window_s(state)
+    read.pace.note(now, arrived_bytes=arrived, done=done, chunk_bytes=chunk_bytes, over_s=window_s)
     if reader.paced != read.version:
         reader.paced, reader.best, reader.moves, reader.may_move_at = read.version, {}, 0, -inf
     if read.pace.rate is not None:
@@ -385,7 +379,7 @@ def note_pace(state: State, reader: Member) -> None:
         if its_own is not None and has_no_more and not is_hopeless:
             read.pace.wait(now)
         rates = [one.pace.rate or 0.0 for one in state.reads.from_source(read.source) if not one.is_void]
-        source.capacity.note(now, sum(rates), 4 * progress.window_s(state))
+        source.capacity.note(now, sum(rates), 4 * window_s)
 
 
 def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> None:

@@ -100,14 +100,15 @@ class Server:
         """Time has passed (see `next_deadline`)."""
         self._advance_clock(now)
         state = self.state
-        ended, woken = state.members.due(state.now)
-        for member in ended:
-            sessions.end(state, member, "died (its lease ended)")
-        for member in woken:
-            state.mark_dirty(member.worker)
+        if state.members.next_time() <= state.now:
+            ended, woken = state.members.due(state.now)
+            for member in ended:
+                sessions.end(state, member, "died (its lease ended)")
+            for member in woken:
+                state.mark_dirty(member.worker)
         if state.is_recovering and state.now >= state.recovered_at:
             rollcall.end_recovery(state)
-        return self._settle()
+        return self._settle() if state.dirty else []
 
     def next_deadline(self) -> float:
         """When to call `tick` if nothing is heard before."""
@@ -122,10 +123,11 @@ class Server:
         return min(soon, state.members.next_time(), state.recovered_at if state.is_recovering else inf)
 
     def _advance_clock(self, now: float) -> None:
-        is_pause = self.state.clock.advance(now, due=self._due(), report_s=self.state.settings.report_s)
-        self.state.now = self.state.clock.now
+        state, clock = self.state, self.state.clock
+        is_pause = clock.advance(now, due=self._due(), report_s=state.settings.report_s)
+        state.now = clock.now
         if is_pause:
-            self.state.counters["pauses"] += 1
+            state.counters["pauses"] += 1
 
     @property
     def is_recovering(self) -> bool:

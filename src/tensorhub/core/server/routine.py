@@ -54,9 +54,10 @@ def _known(state: State, report: Report, sender: str) -> Member | None:
         return None
     if report.session != member.session or member.is_doubted or member.awaited_by:
         return None
-    if calls.is_asked(state.models[hello.model].replicas[hello.replica], member):
+    model = state.models[hello.model]
+    if calls.is_asked(model.replicas[hello.replica], member):
         return None
-    is_witnessed = member.worker in state.models[hello.model].roll.witnessed
+    is_witnessed = member.worker in model.roll.witnessed
     return member if is_witnessed and facts.is_here(state, member) else None
 
 

@@ -314,13 +314,12 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     unreadable = crossing.why_unreadable(state, model, record, member)
     if unreadable is not None:
         return unreadable
-    failures = member.report.failures
-    is_enough = member.failures > state.settings.most_failures and not _has_hope(state, model, record, member)
-    told, known = member.report.across, record.roots.get(member.line)
-    if told is not None and told.version == record.version and told.root and known not in (None, told.root):
+    failures, told = member.report.failures, member.report.across
+    is_of_it = told is not None and told.version == record.version
+    if told is not None and is_of_it and told.root and record.roots.get(member.line) not in (None, told.root):
         text = f"what {member.worker} would get as version {record.version} out of another cut is not what others got"
         return Failure("version-conflict", text, "was the version published twice, with different content?")
-    if failures and (is_enough or failures[-1].code in HOPELESS):
+    if failures and (failures[-1].code in HOPELESS or _has_failed_enough(state, model, record, member)):
         last = failures[-1]
         count = member.failures
         reads, whence = ("a read", "from") if count == 1 else (f"{count} reads", "the last from")
@@ -334,6 +333,10 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     if model.is_lost(record):
         return model.loss(record)
     return _all_corrupt(state, record, member)
+
+
+def _has_failed_enough(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+    return member.failures > state.settings.most_failures and not _has_hope(state, model, record, member)
 
 
 def _has_hope(state: State, model: Model, record: VersionRecord, member: Member) -> bool:

@@ -19,15 +19,18 @@ class Drained(NamedTuple):
     look_again_at: float = inf
 
 
+NOT_DRAINED = Drained()
+
+
 def drained_version(state: State, model: Model, member: Member) -> Drained:
     """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
     buffer = member.content.buffer
     if not isinstance(buffer, (Withdrawing, Poisoned)) or buffer.version is None:
-        return Drained()
+        return NOT_DRAINED
     if not model.roll.is_over or witness.is_strange(state, member):
-        return Drained()
+        return NOT_DRAINED
     if _has_readers(state, member, buffer.version):
-        return Drained()
+        return NOT_DRAINED
     if isinstance(buffer, Poisoned) or member.is_drained:
         return Drained(buffer.version)
     if retention.must_stay(state, model, member):

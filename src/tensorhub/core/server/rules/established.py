@@ -71,10 +71,10 @@ def has_reliable_holder(state: State, model: Model, record: VersionRecord, leave
 
 def is_keeper(model: Model, member: Member) -> bool:
     """It holds the newest established version, and of those that do it is the one to make a copy ahead of need."""
-    version, buffer = model.newest_established, member.content.buffer
-    if not isinstance(buffer, Holding) or buffer.version != version:
+    buffer = member.content.buffer
+    if not isinstance(buffer, Holding) or buffer.version != model.newest_established:
         return False
-    keepers = model.look_up(version).keepers.get(member.line)
+    keepers = model.look_up(buffer.version).keepers.get(member.line)
     return keepers is not None and keepers.chosen == member.worker
 
 

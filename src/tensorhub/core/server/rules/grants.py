@@ -27,7 +27,8 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     current = state.reads.current.get(member.worker)
     record = model.versions.get(wanted.version) if wanted is not None else None
     if wanted is None or record is None:
-        yield from across.take_back(state, member)
+        if current is not None:
+            yield from across.take_back(state, member)
         return
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
     if current is not None and is_wanted and current.part is not None:

@@ -27,7 +27,8 @@ def interests_of(
     is_leaving = isinstance(content.buffer, Withdrawing) and not member.is_drained
     if isinstance(content.buffer, Withdrawing) and is_leaving:
         found.append(references_of(content.buffer.version, line))
-    found += [references_of(copy.version, content.line_of(copy.version, is_copy=True)) for copy in content.copies]
+    if content.copies:
+        found += [references_of(copy.version, content.line_of(copy.version, is_copy=True)) for copy in content.copies]
     if line.is_boxed:  # who has it in another cut counts too
         kept = [topic[1] for topic in found if topic[0] == "references" and topic[1] is not None]
         found += [references_of(version, each) for version in kept for cut in model.cuts for each in cut]
@@ -43,4 +44,4 @@ def interests_of(
     is_unresolved = call is not None and is_open and call.version is None
     if is_unresolved or is_leaving or fetches or content.copies or member.report.closing:
         found.append(NEWS)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found)) if found else ()

@@ -53,7 +53,8 @@ def leave_slow(
     """Move the reader if its source stands still or is far too slow, and another one would do better."""
     if reader.line not in record.roots:
         return False
-    if (yield from _settle_places(state, model, record, reader, read)):
+    shares_a_source = read.instead_of is not None or reader.gives_way_to is not None
+    if shares_a_source and (yield from _settle_places(state, model, record, reader, read)):
         return True
     found = yield from _why_leave(state, model, record, reader, read)
     if found is None:

@@ -53,9 +53,10 @@ def copies_to_let_go(state: State, model: Model, replica: Replica, member: Membe
     There is no way back. So in the first lease after a restart only such may go as nobody can want who comes back by
     then: they are older than a version which those that have answered show to be established.
     """
-    copies, newest = member.content.copies, model.newest_established
+    copies = member.content.copies
     if not copies or not model.roll.is_over:
         return ()
+    newest = model.newest_established
     old = [copy.number for copy in copies if newest is not None and copy.version < newest]
     found = _not_needed(state, model, replica, member)
     return tuple(number for number in found if number in old or not state.is_recovering)
@@ -63,6 +64,8 @@ def copies_to_let_go(state: State, model: Model, replica: Replica, member: Membe
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
     """The host copies, by number, that are to go and that nobody can be reading any more."""
+    if not member.releasing:
+        return ()
     if not model.roll.is_over or witness.is_strange(state, member):
         return ()
     return tuple(
