@@ -522,7 +522,7 @@ MUTANTS = (
     ),
     Mutant(
         "a good-bye said twice begins another session",
-        "                if report.leaving:  # it has left, and did not hear that\n",
+        "                if model is not None and report.leaving:  # it has left, and did not hear that\n",
         "                if False:\n",
         "who has left hears that as often as it says so",
     ),
@@ -1073,6 +1073,12 @@ MUTANTS = (
         "            if not is_wanted or not self.parts.are_of(self.reading):",
         "            if not is_wanted or not self.parts.granted:",
         "a read across brings one version to one place",
+    ),
+    Mutant(
+        "who leaves some of the model out has a version whole",
+        "        if cut not in self.cuts and not any(is_partial(line.layout) for line in cut):\n",
+        "        if cut not in self.cuts:\n",
+        "a part of the model is no version",
     ),
     Mutant(
         "what has no tiles is read across",

@@ -170,9 +170,10 @@ class Server:
                 sessions.end(state, newcomer, "gave way to who had lived before")
             refusal = admission.why_refuse(state, hello, report)
             if refusal is None and sender in state.spent:
-                if report.leaving:  # it has left, and did not hear that
+                model = state.models.get(hello.model)
+                if model is not None and report.leaving:  # it has left, and did not hear that
                     gone = Member(hello, sender, report.session, state.now, report=report)
-                    return self._orders(state.models[hello.model], gone, Told(ceiling=state.numbers.ceiling)), None
+                    return self._orders(model, gone, Told(ceiling=state.numbers.ceiling)), None
                 refusal = admission.spent(hello)
             if refusal is not None:
                 return refusal, None
