@@ -117,10 +117,11 @@ class Weights:
         *,
         dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None,
         boxes: Mapping[str, Sequence[Box]] | None = None,
+        partial: bool = False,
     ) -> None:
         """Take these tensors in place, instead of any before; nothing is copied. As `tensorhub.Weights.register`."""
         self._check_process()
-        await self.take(register_tensors(tensors, dtype, boxes))
+        await self.take(register_tensors(tensors, dtype, boxes, partial=partial))
 
     async def take(self, registration: Registration) -> None:
         """Take tensors that `memory.registration.register` has looked at already."""

@@ -126,25 +126,25 @@ class Weights:
         *,
         dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None,
         boxes: Mapping[str, Sequence[Box]] | None = None,
+        partial: bool = False,
     ) -> None:
         """Take these tensors in place, instead of any before; nothing is copied.
 
         A torch module is best: its parameters and persistent buffers (of a `DTensor` the local shard), and at every
         publish and before every fill it is asked whether it still holds them; one that was replaced is a `UsageError`.
         Or torch tensors (CPU or CUDA, any dtype, dense) and numpy arrays, by name. Their memory belongs to the caller,
-        who changes it only while nothing is published or held, and keeps each tensor's memory where it is. Copies of
-        versions in host memory stay as long as somebody needs them, and count against `host_bytes`. Raises
-        `UsageError` naming the tensor that cannot be taken, `NotDrained` while a version is held.
-
+        who keeps it where it is, and changes it only while nothing is published or held. Raises `UsageError` naming the
+        tensor that cannot be taken, `NotDrained` while a version is held.
         `dtype`: publish tensors of floating-point numbers in that dtype, rounded as torch does ("bfloat16"), or those
         that a mapping names in theirs. They become *masters*: each `publish` casts them into a buffer of this worker's,
         and only that is held and read, so masters may change outside of `publish`, `replicate` and `update`. A fill
         ends by giving them the buffer's numbers, exactly, or is refused. Raises `HostMemoryFull` without room for it.
-        `boxes`: by name, which parts of which global tensors lie where in a tensor (docs/layouts.md). One not named is
-        whole, a DTensor what its placements say. So replicas that are cut differently read from each other.
+        `boxes`: by name, which parts of which global tensors lie where in a tensor (docs/layouts.md); one not named is
+        whole. So replicas that are cut differently read from each other. `partial`: some of the model is left out on
+        purpose; without that word such a replica is refused every version.
         """
         self._aio._check_process()
-        self._wait(self._aio.take(register_tensors(tensors, dtype, boxes)), None, "register()")
+        self._wait(self._aio.take(register_tensors(tensors, dtype, boxes, partial=partial)), None, "register()")
 
     def suspend(self, *, timeout: float | None = None) -> None:
         """Withdraw, and forget where the tensors are: their memory may be unmapped, freed or moved until `resume`.
@@ -330,8 +330,8 @@ def serve(
 def leave_on_sigterm(grace: float = 20.0) -> None:
     """On SIGTERM close every `Weights` of this process within `grace` seconds, then end as SIGTERM does.
 
-    For jobs that are told to go: what only this process holds is fetched by another reliable worker first, as far as
-    the grace goes. It replaces the handler of SIGTERM. Raises `UsageError` outside the main thread.
+    What only this process holds is fetched by another reliable worker first, in that time. Replaces the handler of
+    SIGTERM. Raises `UsageError` outside the main thread.
     """
     install_sigterm(parse_seconds(grace, "grace"))
 

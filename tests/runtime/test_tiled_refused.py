@@ -9,7 +9,7 @@ from tensorhub.core.names import Digest, Ticket
 from tensorhub.core.worker.events import ReadTouched
 from tensorhub.core.worker.events_across import AcrossOpened, PartEnded
 from tensorhub.memory.room import Room
-from tensorhub.runtime import tile_plane, tiled
+from tensorhub.runtime import tile_plane
 from tensorhub.transport.native import load
 
 from .fleet import Fleet, V, told
@@ -144,7 +144,7 @@ def test_whatever_goes_wrong_while_it_is_worked_out_ends_the_read(where, monkeyp
 
         fleet.publish()
         (reader,) = fleet.readers
-        monkeypatch.setattr(tile_plane if where == "Across" else tiled, where, fails)
+        monkeypatch.setattr(tile_plane, where, fails)
         found = await refused(fleet, reader)
         assert "cannot be worked out: MemoryError()" in found.message
 

@@ -99,7 +99,8 @@ class Player:
         """Tensors, for the first time or others; nothing of what they have is known to anybody."""
         assert self.worker.may_register, f"{self.name} may not register: {self.worker.buffer}"
         self.memory = ["-"] * CHUNKS
-        info = LayoutInfo.of(layout, f"{self.cut}/{self.me.shard}".encode() if self.cut else b"")
+        boxes = f"{self.cut}/{self.me.shard}".encode() if self.cut else b""
+        info = LayoutInfo.of(layout, boxes, partial=self.cut.startswith("part-"))
         self.tell(Registered(info, info.digest(), layout.size_bytes, copies))
 
     # --- events in, effects out ---------------------------------------------------------------------------------------

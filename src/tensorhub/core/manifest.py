@@ -16,7 +16,7 @@ import msgspec
 
 from .errors import UsageError
 from .metadata import decode_metadata
-from .names import BOXED, Digest
+from .names import BOXED, PARTIAL, Digest
 
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
 MAX_SIZE = 2**62  # of anything in a layout: above every memory, and twice it still fits 64 bits
@@ -57,12 +57,12 @@ def digest_of_layout(encoded: Buffer) -> Digest:
     return Digest(blake2b(encoded, digest_size=DIGEST_BYTES).hexdigest())
 
 
-def digest_of_boxed(encoded: Buffer, boxes: Buffer) -> Digest:
-    """The same of a layout with boxes, which are encoded too."""
+def digest_of_boxed(encoded: Buffer, boxes: Buffer, is_partial: bool) -> Digest:
+    """The same of a layout with boxes, which are encoded too. `is_partial`: it leaves out some of the model."""
     both = blake2b(encoded, digest_size=DIGEST_BYTES)
     both.update(b"boxes")
     both.update(boxes)
-    return Digest(BOXED + both.hexdigest())
+    return Digest((PARTIAL if is_partial else BOXED) + both.hexdigest())
 
 
 _layout_decoder = msgspec.msgpack.Decoder(Layout)

@@ -144,24 +144,24 @@ class Hello(_Message, frozen=True, tag="hello"):
 class LayoutInfo(_Message, frozen=True, tag="layout"):
     """The tensors that this worker has registered, so that a mismatch can name the tensor.
 
-    The server decodes them only for that: ten thousand tensors would keep it from everybody's reports for 11 ms.
-    `boxes` says which parts of which global tensors they are; empty: that is said of none of them, and a shard's number
-    is all that tells its tensors from those of the same names in another shard. The server never decodes them.
+    `boxes`, which the server never decodes, says which parts of which global tensors they are; empty: of none, and a
+    shard's number is all that tells them from those of another. `partial`: some of the model is left out.
     """
 
     layout: msgspec.Raw  # a `Layout`, still encoded
     boxes: bytes = b""
+    partial: bool = False
 
     @classmethod
-    def of(cls, layout: Layout, boxes: bytes = b"") -> "LayoutInfo":
-        return cls(msgspec.Raw(layout.encode()), boxes)
+    def of(cls, layout: Layout, boxes: bytes = b"", *, partial: bool = False) -> "LayoutInfo":
+        return cls(msgspec.Raw(layout.encode()), boxes, partial)
 
     def digest(self) -> Digest:
-        """The layout's digest. One that has boxes says so by how it begins (`names.is_boxed`)."""
-        return digest_of_boxed(self.layout, self.boxes) if self.boxes else digest_of_layout(self.layout)
+        """The layout's digest. One that has boxes says so by how it begins (`names.is_boxed`, `is_partial`)."""
+        return digest_of_boxed(self.layout, self.boxes, self.partial) if self.boxes else digest_of_layout(self.layout)
 
     def decode(self) -> Layout:
-        """Raises `UsageError` if it is no layout."""
+        """Raises `UsageError` if it is no layout. Ten thousand tensors take 11 ms: only errors are worth that."""
         return decode_layout(self.layout)
 
 

@@ -35,12 +35,18 @@ def worker_id(model: str, replica: str, shard: int) -> WorkerId:
 # --- what a digest says of itself -------------------------------------------------------------------------------------
 
 BOXED = "boxed-"  # how the digest of a layout begins that says which parts of which global tensors it has
+PARTIAL = BOXED + "part-"  # the same of one that leaves out some of the model, and says so
 TILED = "tiled-"  # how the root of a content begins that has a digest for each tile: it can be read into other layouts
 
 
 def is_boxed(layout: Digest) -> bool:
     """What the tensors of that layout are does not depend on the shard's number."""
     return layout.startswith(BOXED)
+
+
+def is_partial(layout: Digest) -> bool:
+    """Whoever has all of that layout may not have all of a version."""
+    return layout.startswith(PARTIAL)
 
 
 def is_tiled(root: Digest) -> bool:

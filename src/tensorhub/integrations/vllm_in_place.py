@@ -7,6 +7,7 @@ That is only right where parameters are what vLLM computes with. Packed, quantiz
 itself: its processing after a load is begun once more, and whatever it would touch is refused by name, untouched.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ import tensorhub
 
 from .vllm_plan import planned, refuse
 
+_log = logging.getLogger(__name__)
+
 ONCE = "_already_called_process_weights_after_loading"  # vLLM's mark for layers that it must not process twice
 
 
@@ -34,6 +37,8 @@ class InPlace:
         if wrong := processed(model, dtype):
             refuse(wrong)
         self._plan = planned(model, published.shards[0], published.tied)
+        mine = {box.name for boxes in self._plan.boxes.values() for box in boxes}
+        self._ignored = [tensor.name for tensor in published.shards[0] if tensor.name not in mine]
         self._name, self._where = name, where
         self._timeout: float | None = None
 
@@ -41,7 +46,9 @@ class InPlace:
         """Nothing moves yet: what is there is what vLLM computes with. Raises if the version never comes."""
         if self.weights is None:
             weights = tensorhub.open(self._name, reliable=False, **self._where)
-            weights.register(self._plan.tensors, boxes=self._plan.boxes)
+            if self._ignored:  # by vLLM's loader, or other ranks have them
+                _log.info("%d tensors of %s are not read, such as %r", len(self._ignored), self._name, self._ignored[0])
+            weights.register(self._plan.tensors, boxes=self._plan.boxes, partial=bool(self._ignored))
             self.weights = weights
         self.weights.wait_for(version, timeout=timeout)
         self._timeout = timeout

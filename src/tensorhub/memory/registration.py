@@ -55,6 +55,7 @@ class Registration:
     casts: Casts | None = None  # of the caller's tensors that are published in another dtype
     table: "BoxTable | None" = None  # which parts of which global tensors they are, where that was said
     boxes: bytes = b""  # the same, encoded
+    is_partial: bool = False  # they leave some of the model out, and whoever registered them knows
     shares: tuple[str, str] | None = None  # which boxes share memory, so that nothing can fill them; and a hint
     _module: Held | None = None  # whose tensors they are, where that is known
     given: tuple[object, object, object] | None = None  # by the caller: a module or mapping, dtypes, boxes
@@ -109,21 +110,26 @@ class Registration:
 
 
 def register(
-    tensors: "type_of_weights", dtype: object = None, boxes: "Mapping[str, Sequence[Box]] | None" = None
+    tensors: "type_of_weights",
+    dtype: object = None,
+    boxes: "Mapping[str, Sequence[Box]] | None" = None,
+    *,
+    partial: bool = False,
 ) -> Registration:
     """Take tensors in place, as torch tensors or numpy arrays, or those of a module.
 
     `dtype`: in which those of floating-point numbers are published, or a mapping from names to dtypes. `boxes`: which
     parts of which global tensors they are; a tensor that is not named is one whole global tensor, a DTensor what its
-    mesh and placements say. DTensors in a mapping are taken so without `boxes` too. Raises `UsageError` naming the
-    tensor that cannot be, and `HostMemoryFull` where there is no room to cast into.
+    mesh and placements say. DTensors in a mapping are taken so without `boxes` too. `partial`: with boxes, and some of
+    the model is left out. Raises `UsageError` naming the tensor that cannot be, and `HostMemoryFull` where there is no
+    room to cast into.
     """
     given_boxes = boxes
     if is_module(tensors):
         found = tensors_of_module(tensors)
         if boxes is not None:
             boxes = {**boxes_of_module(tensors), **boxes}
-        registered = register(found, dtype, boxes)
+        registered = register(found, dtype, boxes, partial=partial)
         return replace(registered, _module=Held(tensors, found), given=(tensors, dtype, given_boxes))
     if not isinstance(tensors, Mapping):
         raise UsageError(
@@ -151,13 +157,15 @@ def register(
     )
     layout = Layout(specs, pieces[-1].stop if pieces else 0)
     table, encoded, shares = _boxed(layout, boxes)
+    if partial and not encoded:
+        raise UsageError("partial=True without boxes", hint="boxes={} says that all of these tensors are whole")
     if casts is not None and table is not None:
         from .tiles.inside import ranges_inside  # with numpy, as the table
 
         casts.keep_to(ranges_inside(table), {spec.name: spec.offset_bytes for spec in specs})
     return Registration(
         layout=layout,
-        layout_digest=digest_of_boxed(layout.encode(), encoded) if encoded else layout.digest(),
+        layout_digest=digest_of_boxed(layout.encode(), encoded, partial) if encoded else layout.digest(),
         stream=_stream(pieces),
         pieces=tuple(pieces),
         devices=tuple(sorted({facts.device for facts in described})),
@@ -166,6 +174,7 @@ def register(
         given=(tensors, dtype, given_boxes),
         table=table,
         boxes=encoded,
+        is_partial=partial,
         shares=shares,
     )
 

@@ -84,7 +84,7 @@ class Client:
         if registration.table is not None and self.options.verify == "none":
             text = f'{self.me} says verify="none", and what has boxes is verified tile by tile'
             raise UsageError(text, hint="leave verify= out, or register without boxes")
-        layout = LayoutInfo.of(registration.layout, registration.boxes)
+        layout = LayoutInfo.of(registration.layout, registration.boxes, partial=registration.is_partial)
         length = len(encode(layout))
         if length > MAX_LAYOUT_BYTES:
             text = f"the names and shapes of {len(registration.layout.tensors)} tensors take {length} B"
@@ -203,6 +203,10 @@ class Client:
             raise failed(wrong)
         try:
             self._check_in_place()
+            registration = self.driver.data.registration
+            if registration is not None and registration.is_partial:
+                text = f"publish of {self.me}, which has registered some of the model only"
+                raise UsageError(text, hint="register all of it, without partial=True")
             said = self._metadata_of(version, metadata)
             content, held = self.driver.data.content, self.driver.worker.held
             known = content.manifest if content is not None and held == content.version else None

@@ -33,7 +33,7 @@ async def cut(
     Raises `GroupIncomplete` for siblings that are not there, or have registered nothing with boxes, and `GroupMismatch`
     for those that say another number of shards.
     """
-    found = await _siblings(options, me, shards, registration, deadline)
+    found = await siblings(options, me, shards, registration, deadline, what="publish")
     mine = {view.shard: found.boxes[view.boxes] for view in found.shards if view.replica == me.replica}
     publisher = [mine[shard] for shard in range(shards)]
     return partial(_hashed, registration, publisher, found.boxes, options.chunk_bytes, metadata)
@@ -51,10 +51,13 @@ def _hashed(
     return tiled_version(registration, grid, chunk_bytes, metadata=metadata)
 
 
-async def _siblings(
-    options: Options, me: WorkerId, shards: int, registration: Registration, deadline: float
+async def siblings(
+    options: Options, me: WorkerId, shards: int, registration: Registration, deadline: float, *, what: str
 ) -> CutsView:
-    """How all are cut, once the server has heard of every shard of this replica, and of this one as it is now."""
+    """How all are cut, once the server has heard of every shard of this replica, and of this one as it is now.
+
+    `what` it is asked for is said in errors: they are those of `cut`.
+    """
     pause_s, began, absent_since = AGAIN_S, time.monotonic(), time.monotonic()
     while True:
         found = await fetch_cuts(options, me.model, deadline, replica=me.replica)
@@ -68,10 +71,10 @@ async def _siblings(
             absent_since = time.monotonic()
         elif found.missed or time.monotonic() >= absent_since + found.patience_s:
             why = found.missed or f"shards {absent} of {me.replica} were not there within {found.patience_s:.3g} s"
-            raise GroupIncomplete(f"publish of {me}: {why}", hint=EVERYBODY)
+            raise GroupIncomplete(f"{what} of {me}: {why}", hint=EVERYBODY)
         if time.monotonic() + pause_s >= deadline:
-            what = f"shards {missing} of it have registered no tensors with boxes" if missing else "it was not heard"
-            text = f"publish of {me}: {what} within {time.monotonic() - began:.3g} s"
+            why = f"shards {missing} of it have registered no tensors with boxes" if missing else "it was not heard"
+            text = f"{what} of {me}: {why} within {time.monotonic() - began:.3g} s"
             raise GroupIncomplete(text, hint="all shards of a replica register, all with boxes or all without")
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, MOST_AGAIN_S)

@@ -55,6 +55,7 @@ from ..transport import shortages
 from ..transport.base import Transport
 from .config import Options
 from .connection import Connection, LineEvent
+from .covering import Covering
 from .dataplane import DataPlane
 from .loops import in_thread
 
@@ -90,6 +91,7 @@ class Driver:
             host_bytes=options.host_bytes,
             chunk_bytes=options.chunk_bytes,
         )
+        self.data.tiles.covering = Covering(options, self.me, hello.shards)
         self.worker = Worker(
             self.me, received_bytes=self.data.received.by_replica, cross_site_bytes=self.data.received.cross_site
         )

@@ -61,7 +61,8 @@ class Suspension:
         if given is None or before is None:
             raise UsageError(f"resume() of {me}, which is not suspended", hint="suspend() comes first")
         source, dtype, boxes = given
-        found = register(source if tensors is None else tensors, dtype, boxes)  # type: ignore[arg-type]
+        again = source if tensors is None else tensors
+        found = register(again, dtype, boxes, partial=before.is_partial)  # type: ignore[arg-type]
         if found.layout_digest != before.layout_digest:
             known = {spec.name: (spec.dtype, spec.shape, spec.strides) for spec in before.layout.tensors}
             now = {spec.name: (spec.dtype, spec.shape, spec.strides) for spec in found.layout.tensors}

@@ -1,7 +1,7 @@
 """What a read of tiles consists of: its parts, how far it is, and what it asks of its worker's data plane."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -49,6 +49,8 @@ class Plane(Protocol):
     def tell(self, event: Event) -> None: ...
 
     def wake(self, function: Callable[..., None], *arguments: object) -> None: ...
+
+    async def derive(self, offers: Sequence[Offer], *, is_across: bool) -> TiledVersion: ...
 
     def adopt(self, grant: Grant, tiled: TiledVersion) -> Content: ...
 

@@ -5,7 +5,7 @@ content, or a host copy, as that of any other read, and peers may read behind it
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,11 @@ from ..core.worker.events import Event, NotShared
 from ..core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
 from ..memory.registration import Registration
 from ..memory.tiles.across import Across
-from ..memory.tiles.tiled import TiledVersion
+from ..memory.tiles.tiled import Offer, TiledVersion, version_from
 from ..transport.base import Transport
 from .content import Content
+from .covering import Covering
+from .loops import in_thread
 from .open_read import Received
 from .routes import Routes
 from .tiled import TileReading
@@ -33,6 +35,7 @@ class TilePlane:
     def __init__(self, data: "DataPlane", chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.reading: TileReading | None = None
+        self.covering: Covering | None = None  # else whoever reads here reads what it has boxes for
         self._data = data
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
@@ -107,6 +110,15 @@ class TilePlane:
 
     def key(self, version: Version, *, on_host: bool = False) -> str:
         return self._data.key(version, on_host=on_host)
+
+    async def derive(self, offers: Sequence[Offer], *, is_across: bool) -> TiledVersion:
+        """What the registered tensors will be once they are filled from these. Raises as `version_from`, `Covering`."""
+        registration, chunk_bytes = self.registration, self.chunk_bytes
+        assert registration is not None, "reading without registered memory"
+        found = await in_thread(lambda: version_from(registration, offers, chunk_bytes), name="tiles")
+        if is_across and self.covering is not None and not registration.is_partial:
+            await self.covering.check(registration, offers)
+        return found
 
     def adopt(self, grant: Grant, tiled: TiledVersion) -> Content:
         """What is already there of that content, or a new fill. Raises `HostMemoryFull`, `UsageError`."""

@@ -14,7 +14,7 @@ plan over a part that has ended, or tell the machine anything from within a call
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from ..core.worker.events import ReadEnded, ReadOpened
 from ..core.worker.events_across import AcrossOpened, PartEnded
 from ..memory.tiles.across import Across
 from ..memory.tiles.legs import Leg
-from ..memory.tiles.tiled import TiledVersion, version_from
+from ..memory.tiles.tiled import TiledVersion
 from .content import key_of
 from .legs import Looking, Touch, TrustedLeg
 from .loops import in_thread
@@ -118,10 +118,8 @@ class TileReading(Telling):
             self._advance()
 
     def _derive(self, live: Sequence[Part]) -> None:
-        registration, chunk_bytes = self.plane.registration, self.plane.chunk_bytes
-        assert registration is not None, "reading without registered memory"
         offers = [part.offer for part in live if part.offer is not None]
-        self._think(lambda: version_from(registration, offers, chunk_bytes), lambda *found: self._derived(live, *found))
+        self._think(self.plane.derive(offers, is_across=self.is_across), lambda *found: self._derived(live, *found))
 
     def _awaits_others(self, asked: Sequence[Part]) -> bool:
         """What none of those has may be what another source has, which is known, or is to be named."""
@@ -207,7 +205,8 @@ class TileReading(Telling):
         is_open, is_known = self._across.open > 0, all(part.offer is not None for part in live)
         if is_open and live and is_known and not self._thinks and not self._is_stuck:
             sources = [part.offer.source for part in live if part.offer is not None]
-            self._think(lambda: self._across.legs(sources), lambda legs, error: self._planned(live, legs, error))
+            planning = in_thread(lambda: self._across.legs(sources), name="tiles")
+            self._think(planning, lambda legs, error: self._planned(live, legs, error))
         if is_open or self._thinks:
             return
         if self._across.missing == 0 and not any(part.read is not None or part.legs for part in live):
@@ -375,13 +374,13 @@ class TileReading(Telling):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _think(self, work: Callable[[], T], then: Callable[[T | None, TensorHubError | None], None]) -> None:
-        """Work in a thread, one at a time; what follows is done in the loop, unless the read has ended meanwhile."""
+    def _think(self, work: Awaitable[T], then: Callable[[T | None, TensorHubError | None], None]) -> None:
+        """Work elsewhere, one at a time; what follows is done in the loop, unless the read has ended meanwhile."""
 
         async def run() -> None:
             found, error = None, None
             try:
-                found = await in_thread(work, name="tiles")
+                found = await work
             except Exception as wrong:  # noqa: BLE001 - no memory, or our bug: the read ends all the same, and says so
                 error = known(wrong, self._grant.version)
             self._thinks = False

@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from ..messages import Failure, Spec
-from ..names import Digest, ModelName, ReplicaName, Version, WorkerId
+from ..names import Digest, ModelName, ReplicaName, Version, WorkerId, is_partial
 from ..version_spec import parse_spec, steps_back
 from .content import Content
 from .groups import Replica
@@ -216,8 +216,8 @@ class Model:
             del self.read_from[worker]
 
     def note_cut(self, cut: Cut) -> None:
-        """A replica is cut like that."""
-        if cut not in self.cuts:
+        """A replica is cut like that. One that leaves some of the model out has no version whole."""
+        if cut not in self.cuts and not any(is_partial(line.layout) for line in cut):
             self.cuts[cut] = None
             self._changes += 1
             self.changed.update(dict.fromkeys(self.versions))

@@ -54,7 +54,7 @@ def _check_named(grid: Grid, wanted: Iterable[GlobalTensor], who: str) -> None:
         more = f", nor {len(missing) - 1} other tensors of it" if len(missing) > 1 else ""
         raise LayoutMismatch(
             f"tensor {missing[0]} of the version is in no box of {who}{more}",
-            hint="register all tensors of the model: a replica that leaves some out would keep old weights",
+            hint="register all tensors of the model, for what is left out keeps old weights; or say partial=True",
         )
 
 

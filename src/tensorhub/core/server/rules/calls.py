@@ -20,7 +20,7 @@ from . import across, claims, crossing, resolving, retention, witness
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
 STATUS_SAYS = "see `tensorhub status` for who holds it"
 HOPELESS = {  # another source would not help; what would, where that is known
-    "layout-mismatch": "say the same names, dtypes and global shapes on both sides",
+    "layout-mismatch": "register the same names, dtypes and global shapes on both sides; partial=True leaves some out",
     "version-conflict": "a part that several shards or boxes have is the same in all of them when it is published",
     "usage": "",
     "transport-missing": "",
