@@ -30,6 +30,8 @@ from urllib.request import Request, urlopen
 
 import tensorhub
 
+from .newest import newest_version
+
 BACKEND = "tensorhub"
 WAIT_S = 300.0
 
@@ -85,40 +87,47 @@ class Updater:
         it. On an error while loading it is None, and the engine answers nothing until an update has succeeded.
         """
         deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
-        wanted = newest_version(self._view, self.model, deadline) if version is None else version
+        if version is not None:
+            return self._bring(version, deadline)
+        while True:
+            wanted = newest_version(self._view, self.model, deadline)
+            try:
+                return self._bring(wanted, deadline)
+            except tensorhub.VersionUnavailable:  # a trainer in haste has gone on, and left it to nobody
+                if time.monotonic() >= deadline or newest_version(self._view, self.model, deadline) == wanted:
+                    raise
+
+    def _bring(self, wanted: int, deadline: float) -> int:
         if wanted == self.version:
             return wanted
         self.engine.fetch(wanted, max(1.0, deadline - time.monotonic()))
-        before, self.version = self.version, None
+        before, self.version, were_here = self.version, None, self._are_here()
         self.engine.load()
+        are_here = self._are_here()
         if self._is_held(wanted):
             self.version = wanted
-        elif before is not None and self._ranks <= {each.name for each in self._view.replicas(self.model)}:
-            self.version = before  # a rank whose load has failed has left
-        if self.version is None:
-            text = f"{self.model}@{wanted} was loaded in part, over {before}: the engine answers nothing now"
-            raise tensorhub.VersionUnavailable(text, hint="update() again, or start the engine anew; its log says why")
-        self.engine.go_on(str(self.version))
+        elif are_here:
+            self.version = before
+        if self.version is not None:
+            self.engine.go_on(str(self.version))
         if self.version != wanted:
-            text = f"a rank could not fetch {self.model}@{wanted}, and the engine goes on with {before}"
-            raise tensorhub.VersionUnavailable(text, hint="the engine's log says why; then update() again")
+            goes_on = (
+                f"and the engine goes on with {before}" if self.version is not None else "the engine has no version"
+            )
+            text = f"a rank could not fetch {self.model}@{wanted}, {goes_on}"
+            if were_here and not are_here:  # a rank whose load has failed leaves
+                text = f"{self.model}@{wanted} was loaded in part: the engine answers nothing now"
+            hint = "the engine's log says why; then update() again"
+            raise tensorhub.VersionUnavailable(text, hint=hint if are_here else f"{hint}, or start the engine anew")
         return wanted
+
+    def _are_here(self) -> bool:
+        return self._ranks <= {each.name for each in self._view.replicas(self.model)}
 
     def _is_held(self, version: int) -> bool:
         """Whether all ranks have it."""
         versions = self._view.versions(self.model)
         return self._ranks <= {name for each in versions if each.version == version for name in each.holders}
-
-
-def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:
-    """The newest version that there is. Waits for a first one."""
-    while True:
-        found = [each.version for each in view.versions(model) if each.is_latest]
-        if found:
-            return found[0]
-        if time.monotonic() >= deadline:
-            raise tensorhub.VersionUnavailable(f"{model} has no version yet", hint="is the trainer there?")
-        time.sleep(0.2)
 
 
 class _Offline:

@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.base import (
 
 import tensorhub
 
-from .vllm import BACKEND, WAIT_S, newest_version
+from .newest import newest_version
+from .vllm import BACKEND, WAIT_S
 from .vllm_in_place import InPlace
 from .vllm_reload import Reload
 from .whole import Whole, layout_of_whole
@@ -60,6 +61,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._way: Reload | InPlace | None = None
+        self._joined: tuple[str, str, bool] | None = None  # model, replica, in place
         self._loaded: int | None = None
         self._next: int | None = None  # fetched, and to be loaded
         given = vllm_config.additional_config
@@ -78,8 +80,15 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Become a replica, or a shard of one. Nothing is fetched yet."""
+        said = init_info.model, init_info.replica, init_info.in_place
+        if self._joined not in (None, said):
+            text = f"the engine has joined {self._joined[0]} as {self._joined[1]}, in_place={self._joined[2]}"
+            raise tensorhub.UsageError(
+                text, hint="one engine is one replica: attach() with the same, or start another one"
+            )
         if self._way is not None:  # from `additional_config`, or a driver that was started again
             return
+        self._joined = said
         parallel = self.parallel_config
         name = init_info.replica
         if parallel.data_parallel_size > 1:

@@ -1,0 +1,27 @@
+"""Which version an engine is to take: the newest that there is, for which it waits at first."""
+
+import logging
+import time
+from math import inf
+
+import tensorhub
+
+SILENT_S = 5.0  # that it waits is said then
+
+_log = logging.getLogger("vllm.tensorhub.newest")  # below vLLM's own, which writes it
+
+
+def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:
+    """The newest version that there is. Waits for a first one. Raises `VersionUnavailable` at the deadline."""
+    says_so_at = time.monotonic() + SILENT_S
+    while True:
+        found = [each.version for each in view.versions(model) if each.is_latest]
+        if found:
+            return found[0]
+        now = time.monotonic()
+        if now >= deadline:
+            raise tensorhub.VersionUnavailable(f"{model} has no version yet", hint="is the trainer there?")
+        if now >= says_so_at:
+            _log.warning("%s has no version yet: waiting for its trainer to publish one", model)
+            says_so_at = inf
+        time.sleep(0.2)

@@ -1,0 +1,110 @@
+"""Who drives an engine, beside a stand-in for it: a trainer in haste, and one that has not begun."""
+
+import contextlib
+import logging
+import threading
+
+import pytest
+import torch
+
+import tensorhub
+from tensorhub.integrations import newest, vllm
+
+from .vllm_stand_in import StandIn
+
+
+class Rank(StandIn):
+    """Answers as our rank does: a fetch that fails is told by what the reference server knows, not by an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.before_fetch = lambda: None
+        self.fetches = True
+
+    def carry_out(self, path, body):
+        has_nothing = path == "/finish_weight_update" and self._whole.version is None
+        if path != "/update_weights":
+            if not has_nothing:
+                super().carry_out(path, body)
+            return
+        self.before_fetch()
+        if not self.fetches:
+            return
+        with contextlib.suppress(tensorhub.VersionUnavailable):
+            self._whole.update(body["update_info"]["version"], timeout=5.0)
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2.0, report_s=0.25) as running:
+        yield running
+
+
+@pytest.fixture
+def rank():
+    made = Rank()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def trainer(server):
+    with tensorhub.open("policy", replica="trainer", server=server.address, call_timeout=20, retain=1) as weights:
+        tensor = torch.zeros(64)
+        weights.register({"w": tensor}, boxes={})
+
+        def step(version):
+            with weights.mutating(version=version):
+                tensor.fill_(float(version))
+
+        yield step
+
+
+def test_an_engine_that_joins_beside_a_trainer_in_haste_gets_what_is_newest_then(server, trainer, rank):
+    """What was the newest when it asked is gone when it reads: it asks again."""
+    trainer(1)
+    steps = iter((2, 3))
+
+    def goes_on():
+        for version in steps:
+            trainer(version)
+
+    rank.before_fetch = goes_on
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    assert updater.version == 3
+    assert rank.loaded["w"].eq(3.0).all()
+    assert ("/resume", {}) in rank.calls
+
+
+def test_a_first_version_that_cannot_be_had_is_not_said_to_be_loaded_in_part(server, trainer, rank):
+    trainer(1)
+
+    rank.fetches = False
+    with pytest.raises(tensorhub.VersionUnavailable, match="could not fetch policy@1, the engine has no version"):
+        vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    assert ("/resume", {}) not in rank.calls
+
+
+def test_who_waits_for_a_first_version_says_so(server, trainer, rank, monkeypatch):
+    monkeypatch.setattr(newest, "SILENT_S", 0.0)
+    said = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if "waiting for its trainer" in record.getMessage():
+                said.set()
+
+    handler = Handler()
+    logging.getLogger("vllm.tensorhub.newest").addHandler(handler)
+
+    def publishes():
+        assert said.wait(30)
+        trainer(1)
+
+    thread = threading.Thread(target=publishes)
+    thread.start()
+    try:
+        assert vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30).version == 1
+    finally:
+        thread.join()
+        logging.getLogger("vllm.tensorhub.newest").removeHandler(handler)
