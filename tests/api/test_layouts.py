@@ -74,6 +74,16 @@ def test_rows_to_columns_to_rows(replica):
     in_threads(*(weights.check for weights, _, _ in (*trainer, *engine, *other)))
 
 
+def test_the_servers_log_says_who_reads_which_part_from_whom(replica, caplog):
+    trainer, engine = replica("t", (0, 100, ROWS), 0), replica("e", (0, COLUMNS), 1)
+    with caplog.at_level("INFO", logger="tensorhub.runtime.server"):
+        publish(trainer, 1)
+        fill(engine)
+    said = [record.getMessage() for record in caplog.records if "m/e[0]" in record.getMessage()]
+    for shard in (0, 1):
+        assert sum(f"version 1 from m/t[{shard}]: across, shard {shard} of 2" in line for line in said) == 1, said
+
+
 def test_the_trainer_may_leave_and_be_refilled_from_another_layout(replica):
     trainer, engine = replica("trainer", (0, 100, 170, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
     publish(trainer, 1)

@@ -74,8 +74,8 @@ class ServerShell:
             line = self._lines.get(sender)
             if line is not None:
                 line.post(message)
-                if isinstance(message, Orders) and message.grant is not None:
-                    self._log_grant(line, message)
+                if isinstance(message, Orders):
+                    self._log_grants(line, message)
         self._set_timer()
         self._answers.polls.note()
 
@@ -126,11 +126,11 @@ class ServerShell:
         self.failure = error
         self.on_failure.set()
 
-    def _log_grant(self, line: Line, orders: Orders) -> None:
-        grant = orders.grant
-        if grant is not None and grant.ticket != line.logged_ticket:
-            line.logged_ticket = grant.ticket
-            _log.info("%s: version %d from %s: %s", line.name, grant.version, grant.source, grant.reason)
+    def _log_grants(self, line: Line, orders: Orders) -> None:
+        for grant in orders.across or (orders.grant,):
+            if grant is not None and grant.ticket > line.logged_ticket:
+                _log.info("%s: version %d from %s: %s", line.name, grant.version, grant.source, grant.reason)
+                line.logged_ticket = grant.ticket
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
