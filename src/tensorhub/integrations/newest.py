@@ -11,13 +11,18 @@ SILENT_S = 5.0  # that it waits is said then
 _log = logging.getLogger("vllm.tensorhub.newest")  # below vLLM's own, which writes it
 
 
+def latest(view: "tensorhub.View", model: str) -> int | None:
+    """The newest version that there is now."""
+    return next((each.version for each in view.versions(model) if each.is_latest), None)
+
+
 def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:
     """The newest version that there is. Waits for a first one. Raises `VersionUnavailable` at the deadline."""
     says_so_at = time.monotonic() + SILENT_S
     while True:
-        found = [each.version for each in view.versions(model) if each.is_latest]
-        if found:
-            return found[0]
+        found = latest(view, model)
+        if found is not None:
+            return found
         now = time.monotonic()
         if now >= deadline:
             raise tensorhub.VersionUnavailable(f"{model} has no version yet", hint="is the trainer there?")
