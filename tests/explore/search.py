@@ -7,10 +7,11 @@ import multiprocessing
 import time
 import zlib
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.pool import AsyncResult
 from typing import NamedTuple
 
 from tensorhub.core.errors import InvariantViolation
@@ -20,6 +21,7 @@ from .small import MISFORTUNES, TIME, Faults, Shape, Small, unpack
 
 MISTAKES = (truth.Broken, InvariantViolation, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 AT_A_TIME = 32  # states that one process expands before it answers
+UNDER_WAY = 4  # such shares of each process
 
 
 class Following(NamedTuple):
@@ -81,9 +83,18 @@ def expander(jobs: int) -> Iterator[Callable[[list[tuple[int, bytes]]], Iterator
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
 
         def together(frontier: list[tuple[int, bytes]]) -> Iterator[tuple[int, Expansion]]:
-            shares = [frontier[at : at + AT_A_TIME] for at in range(0, len(frontier), AT_A_TIME)]
-            for answers in pool.imap(_expand_some, shares):
-                yield from answers
+            """A pool that is let go while its pipe is full of tasks waits for ever: few are under way, and all end."""
+            pending: deque[AsyncResult[list[tuple[int, Expansion]]]] = deque()
+            try:
+                for at in range(0, len(frontier), AT_A_TIME):
+                    pending.append(pool.apply_async(_expand_some, (frontier[at : at + AT_A_TIME],)))
+                    if len(pending) > UNDER_WAY * jobs:
+                        yield from pending.popleft().get()
+                while pending:
+                    yield from pending.popleft().get()
+            finally:
+                for each in pending:
+                    each.wait()
 
         yield together
 
