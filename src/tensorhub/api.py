@@ -140,8 +140,8 @@ class Weights:
         and only that is held and read, so masters may change outside of `publish`, `replicate` and `update`. A fill
         ends by giving them the buffer's numbers, exactly, or is refused. Raises `HostMemoryFull` without room for it.
         `boxes`: by name, which parts of which global tensors lie where in a tensor (docs/layouts.md); one not named is
-        whole. So replicas that are cut differently read from each other. `partial`: some of the model is left out on
-        purpose; without that word such a replica is refused every version.
+        whole, a DTensor what its placements say. So replicas that are cut differently read from each other. `partial`:
+        some of the model is left out on purpose; without that word such a replica is refused every version.
         """
         self._aio._check_process()
         self._wait(self._aio.take(register_tensors(tensors, dtype, boxes, partial=partial)), None, "register()")

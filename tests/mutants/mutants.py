@@ -504,7 +504,7 @@ MUTANTS = (
     ),
     Mutant(
         "an elected worker that cannot read keeps its site from fetching ahead",
-        "        if other.turns_lost > member.turns_lost:\n            continue\n        if not facts.is_silent",
+        "        if other.turns_lost > member.turns_lost and worker not in record.whole.get(line, {}):\n            continue\n        if not facts.is_silent",
         "        if not facts.is_silent",
         "to fetch ahead another one is elected",
     ),

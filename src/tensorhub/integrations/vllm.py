@@ -83,6 +83,7 @@ class Updater:
     def update(self, version: int | None = None, *, timeout: float | None = None) -> int:
         """Load the version, by default the newest one. Returns what the engine computes with. Waits for a first one.
 
+        Where the newest is lost while it is fetched, the one that is the newest then is taken.
         Cheap when nothing is newer. On an error before loading, `version` is what it was and the engine goes on with
         it. On an error while loading it is None, and the engine answers nothing until an update has succeeded.
         """

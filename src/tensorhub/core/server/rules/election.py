@@ -20,7 +20,7 @@ def is_elected(state: State, model: Model, record: VersionRecord, member: Member
         other = state.members.get(worker)
         if other is None or other.hello.site != site or worker == member.worker:
             continue
-        if other.turns_lost > member.turns_lost:
+        if other.turns_lost > member.turns_lost and worker not in record.whole.get(line, {}):
             continue
         if not facts.is_silent(state, other):  # one whose line broke is back in a moment
             return False
