@@ -118,7 +118,10 @@ class ErrorJudge(GroupJudge):
         return not is_leaving and troubles.hears(holder, since)
 
     def _incomplete(self, life: Life, call: Call) -> str:
-        """How an earlier step of the program ended is no excuse: that was over on all shards before this one began."""
+        """How an earlier step of the program ended is no excuse, once the server has heard that it had.
+
+        Until then the server takes the calls of this step for those that another shard's old one had waited for.
+        """
         since = self.truth.troubles.before_pauses(call.began - self.settings.lease_s * 1.2)
         step = self.step_of(life)
         others = [other for other in self.truth.group(life) if other is not life]
@@ -138,10 +141,10 @@ class ErrorJudge(GroupJudge):
         return [*self.truth.group(life), *dead]
 
     def _gave_up(self, other: Life, since: float, called: float, but: Call | None = None) -> bool:
-        """It died, was born or closed since then, or a call that it began after `called` ended otherwise than well."""
+        """It died, was born or closed since then, or a call failed that began, or was heard to end, after `called`."""
         if other.started > since or not other.is_alive or other.closing < inf:
             return True
-        calls = [c for c in other.past if c.began >= called and c is not but]
+        calls = [c for c in other.past if c is not but and (c.began >= called or (c.number and c.end_heard > called))]
         return any(c.is_cancelled or c.error is not None for c in calls)
 
     def _mismatch(self, life: Life, call: Call) -> str:

@@ -84,6 +84,7 @@ class Call:
     resolved_as: int = 0  # at which position: where that fails for want of the version, the library tries once more
     refused_at: float = inf  # when a server first answered it with an error, wherever that got
     ended: float = inf
+    end_heard: float = inf  # when a server first took in that it had ended
     outcome: Finished | None = None
     is_cancelled: bool = False
     is_touched: bool = False  # a byte of the registered memory was written

@@ -162,10 +162,11 @@ class Truth:
         model, made = life.me.model, self.exists(life.me.model, version)
         if made is None or version <= self.established.get(model, Version(-1)):
             return
-        outside = [
-            other for other in self.lives.values() if other.me.model == model and other.me.replica != made.replica
-        ]
-        sessions = [other for other in outside if other.hello.reliable and self.may_be_in_session(other)]
+        unburied_s = 1.2 * self.plan.settings.lease_s  # so long a server may believe that who has died lives
+        unburied = [other for other in self.dead.values() if self.now - other.died < unburied_s]
+        living = [other for other in self.lives.values() if self.may_be_in_session(other)]
+        outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica != made.replica)
+        sessions = [other for other in outside if other.hello.reliable]
         reliable = {other.shard: None for other in sessions}  # a replica may live in part
         for cut in self.cuts(model):
             found = [self._outside(shard, version, made, reliable) for shard in cut]
@@ -365,6 +366,11 @@ class Truth:
         if self.now > life.heard_at + MOST_OF_A_LEASE * self.plan.settings.lease_s:
             life.away_until = self.now
         life.heard, life.heard_at, life.heard_by, life.is_connected = report, self.now, self.server_life, True
+        for call in reversed(life.past):
+            if call.end_heard < inf:
+                break
+            if 0 < call.number <= report.ended:
+                call.end_heard = self.now
 
     def ordered(self, life: Life, orders: Orders) -> None:
         """The server says something to it; it may never get there."""
