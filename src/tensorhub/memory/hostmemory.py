@@ -30,7 +30,7 @@ from .host import HostStream, Piece
 from .in_place import InPlace
 from .parallel import in_parallel
 from .registration import Registration
-from .room import HINT, SPARE_BYTES, Footing, Room, copies_that_fit, room, size_text
+from .room import HINT, MOST_COPIES, SPARE_BYTES, Footing, Room, copies_that_fit, room, size_text
 
 MOST_THREADS = 4  # for one copy: more only fight for the memory bus
 
@@ -39,16 +39,21 @@ class HostMemory:
     """The pool of one registration's host copies."""
 
     def __init__(
-        self, registration: Registration, limit_bytes: int | None, *, look: Callable[[], Room | None] = room
+        self,
+        registration: Registration,
+        limit_bytes: int | None,
+        *,
+        look: Callable[[], Room | None] = room,
+        most: int = MOST_COPIES,
     ) -> None:
-        """`limit_bytes` for all copies together; None: two copies of the shard, or as many as there is room for now.
+        """`limit_bytes` for all copies together; None: `most` copies, or as many as there is room for now.
 
         `look` says what is left to take.
         """
         size_bytes = registration.size_bytes
         self._shape = without_memory(registration)
         if limit_bytes is None:
-            self.most = copies_that_fit(size_bytes, look())
+            self.most = copies_that_fit(size_bytes, look(), most)
         else:
             self.most = limit_bytes // max(1, size_bytes)
         self._look = look

@@ -183,7 +183,9 @@ class Options:
     )
     ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
     host_bytes: int | None = _option(
-        None, parse_limit, "limit of host memory for copies; empty: two of the shard, if there is room"
+        None,
+        parse_limit,
+        "limit of host memory for copies; empty: two of the shard, or `retain` + 1, if there is room",
     )
     prefetch: str = _option("seed", parse_prefetch, 'fill a host copy ahead: "seed" of a site, "always" or "never"')
     retain: int = _option(0, parse_retain, "newest versions of the model to keep; 0: as the server says")

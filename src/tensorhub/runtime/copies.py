@@ -21,6 +21,7 @@ from ..memory.hostmemory import MOST_THREADS, HostMemory, copy_stream, over_shar
 from ..memory.offloading import can_offload, offload
 from ..memory.parallel import in_parallel
 from ..memory.registration import Registration
+from ..memory.room import MOST_COPIES
 from ..memory.tiles.inside import copy_boxes
 from ..memory.tiles.tiled import TiledVersion
 from ..transport import sealed
@@ -58,6 +59,7 @@ class HostCopies:
         self._transports = transports
         self._verify = verify
         self._limit_bytes = limit_bytes
+        self.most = MOST_COPIES  # where there is no such limit
         self._tell = tell
         self._withdraw = withdraw
         self._pool: HostMemory | None = None
@@ -76,7 +78,7 @@ class HostCopies:
         if self._pool is not None:
             self._pool.retire()
             self._former = [pool for pool in (*self._former, self._pool) if pool.used_bytes]
-        self._pool = HostMemory(registration, self._limit_bytes)
+        self._pool = HostMemory(registration, self._limit_bytes, most=self.most)
         level = logging.WARNING if self._pool.is_short else logging.INFO
         _log.log(level, "%s: copies of versions that must be kept may take %s", self.me, self._pool.cost)
         if reason := sealed.why_not():

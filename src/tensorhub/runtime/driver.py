@@ -51,6 +51,7 @@ from ..core.worker.events import (
 )
 from ..core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
 from ..core.worker.machine import Worker
+from ..memory.room import MOST_COPIES
 from ..transport import shortages
 from ..transport.base import Transport
 from .config import Options
@@ -91,6 +92,7 @@ class Driver:
             host_bytes=options.host_bytes,
             chunk_bytes=options.chunk_bytes,
         )
+        self.data.copies.most = max(MOST_COPIES, options.retain + 1)  # what is retained, and what is established
         self.data.tiles.covering = Covering(options, self.me, hello.shards)
         self.worker = Worker(
             self.me, received_bytes=self.data.received.by_replica, cross_site_bytes=self.data.received.cross_site

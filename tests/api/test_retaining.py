@@ -1,0 +1,20 @@
+"""What a trainer may keep by default is what it has asked to be kept."""
+
+import pytest
+
+import tensorhub
+
+
+@pytest.mark.parametrize("retain", [None, 1, 2, 3])
+def test_a_trainer_far_ahead_keeps_as_many_versions_as_it_asked_for(server, join, retain):
+    """And the newest one that was safe outside it, whose holder has gone: as when the only engine was stopped."""
+    trainer, array = join("trainer", retain=retain)
+    trainer.publish(0)
+    rollout, _ = join("rollout", reliable=False)
+    rollout.replicate(0)
+    rollout.close()
+    for version in range(1, 8):
+        with trainer.mutating(version=version, timeout=20):
+            array += 1
+    kept = [each.version for each in tensorhub.connect(server.address).versions("m") if each.is_retained]
+    assert sorted(kept) == [0, *range(8 - (retain or 1), 8)]
