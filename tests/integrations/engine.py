@@ -84,6 +84,9 @@ class Engine:
         self.weights.engine.load = self._timed(self.weights.engine.load)
         return self.weights.version
 
+    def leave(self):
+        self.weights.close()
+
     def _timed(self, load):
         def timed():
             began = time.monotonic()

@@ -83,7 +83,9 @@ def test_a_new_engine_fills_itself_from_others_and_a_trainer_that_is_gone_is_not
     assert late.call("held")[1] == "1"
     assert late.call("sources") == ["rollout-0"]
     assert first.call("update", timeout=3) == 1, "the newest version that there is"
-    trainer.check(first)
+    first.call("leave")
+    assert {each.name for each in tensorhub.connect(server).replicas("policy")} == {"rollout-1"}
+    trainer.check(first)  # it goes on with what it has
 
 
 def test_engine_and_source_are_killed_in_mid_update(server, start, tmp_path, figures):

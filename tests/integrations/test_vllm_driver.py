@@ -108,3 +108,15 @@ def test_who_waits_for_a_first_version_says_so(server, trainer, rank, monkeypatc
     finally:
         thread.join()
         logging.getLogger("vllm.tensorhub.newest").removeHandler(handler)
+
+
+def test_an_engine_that_leaves_frees_its_place_at_once_and_may_come_back(server, trainer, rank):
+    trainer(1)
+    view = tensorhub.connect(server.address)
+    with vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30) as updater:
+        assert "r" in {each.name for each in view.replicas("policy")}
+    assert "r" not in {each.name for each in view.replicas("policy")}
+    assert updater.version == 1, "it computes with that"
+    trainer(2)
+    assert updater.update(timeout=30) == 2
+    assert rank.loaded["w"].eq(2.0).all()

@@ -47,6 +47,8 @@ class StandIn:
             self._whole.update(body["update_info"]["version"])
         elif path == "/finish_weight_update":
             self.loaded = {name: tensor.clone() for name, tensor in self._whole}
+        elif path == "/shutdown_weight_transfer_engine":
+            self._whole.close(timeout=5)
 
     def close(self):
         if self._whole is not None:

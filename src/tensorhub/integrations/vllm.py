@@ -22,18 +22,15 @@ Rules:
 It must never: let two ranks load different versions, or import vLLM before it is used.
 """
 
-import json
 import time
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import tensorhub
 
 from .newest import latest, newest_version
+from .vllm_engines import WAIT_S, Engine, engine_of
 
 BACKEND = "tensorhub"
-WAIT_S = 300.0
 
 
 def register() -> None:
@@ -56,8 +53,7 @@ def attach(
     copies of what is published. `options` are those of `tensorhub.open`, plain values.
     """
     deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
-    driven = _Server(engine) if isinstance(engine, str) else _Offline(engine)
-    updater = Updater(driven, model, replica, options, in_place=in_place)
+    updater = Updater(engine_of(engine), model, replica, options, in_place=in_place)
     newest_version(updater._view, model, deadline)  # by which ranks know what there is to be read
     try:
         updater.engine.init({"model": model, "replica": replica, "in_place": in_place, "options": options})
@@ -69,16 +65,29 @@ def attach(
 
 
 class Updater:
-    """Brings an engine to newer versions. Made by `attach`."""
+    """Brings an engine to newer versions. Made by `attach`; as a context, it leaves at the end."""
 
     def __init__(
-        self, engine: "_Offline | _Server", model: str, replica: str, options: dict[str, Any], *, in_place: bool = False
+        self, engine: Engine, model: str, replica: str, options: dict[str, Any], *, in_place: bool = False
     ) -> None:
         self.engine, self.model, self.replica = engine, model, replica
         count = 1 if in_place else engine.ranks()
         self._ranks = {replica} if count == 1 else {f"{replica}.{rank}" for rank in range(count)}  # as replicas
         self.version: int | None = None  # what the engine computes with; None: nothing that may be used
         self._view = tensorhub.connect(options.get("server"), token=options.get("token"))
+
+    def __enter__(self) -> "Updater":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave, before the engine ends: its readers go elsewhere first, and the place of its replica is free at once.
+
+        An engine that goes on computes with `version` as before, and joins again with the next newer version.
+        """
+        self.engine.leave()
 
     def update(self, version: int | None = None, *, timeout: float | None = None) -> int:
         """Load the version, by default the newest one. Returns what the engine computes with. Waits for a first one.
@@ -129,67 +138,3 @@ class Updater:
         """Whether all ranks have it."""
         versions = self._view.versions(self.model)
         return self._ranks <= {name for each in versions if each.version == version for name in each.holders}
-
-
-class _Offline:
-    """A `vllm.LLM` of this process. Nobody else drives it while it is updated, so nothing needs to be paused."""
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-
-    def init(self, init_info: dict[str, Any]) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def fetch(self, version: int, timeout: float) -> None:
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"version": version, "timeout": timeout}})
-
-    def load(self) -> None:
-        self._llm.finish_weight_update()
-
-    def go_on(self, version: str) -> None:
-        self._llm.update_weight_version(version)
-        self._llm.reset_prefix_cache(reset_running_requests=True)
-        self._llm.llm_engine.reset_encoder_cache()
-
-    def ranks(self) -> int:
-        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
-
-
-class _Server:
-    """A server of vLLM, over HTTP."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-
-    def init(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", init_info=init_info)
-
-    def fetch(self, version: int, timeout: float) -> None:
-        self._post("/start_weight_update")
-        self._post("/update_weights", timeout, update_info={"version": version, "timeout": timeout})
-
-    def load(self) -> None:
-        self._post("/pause?mode=keep&clear_cache=true")  # prefix cache and all else that old weights have computed
-        self._post("/finish_weight_update")
-
-    def go_on(self, version: str) -> None:
-        self._post("/update_weight_version", new_version=version)
-        self._post("/resume")  # not after an error: who is paused answers nothing
-
-    def ranks(self) -> int:
-        return int(json.loads(self._ask(f"{self._url}/get_world_size?include_dp=false", WAIT_S))["world_size"])
-
-    def _post(self, path: str, wait_s: float = WAIT_S, **body: Any) -> None:
-        headers = {"Content-Type": "application/json"}
-        self._ask(Request(self._url + path, json.dumps(body).encode(), headers), wait_s + 30.0)
-
-    def _ask(self, request: Request | str, wait_s: float) -> bytes:
-        try:
-            with urlopen(request, timeout=wait_s) as answer:
-                return bytes(answer.read())
-        except HTTPError as error:
-            text = f"{error.url}: {error.code} {error.read(2000).decode(errors='replace')}"
-        except OSError as error:
-            text = f"{self._url}: {error}"
-        raise tensorhub.Unavailable(text, hint="is VLLM_SERVER_DEV_MODE=1 set, and what does its log say?")

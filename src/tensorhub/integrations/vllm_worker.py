@@ -23,7 +23,8 @@ from vllm.distributed.weight_transfer.base import (
 import tensorhub
 
 from .newest import newest_version
-from .vllm import BACKEND, WAIT_S
+from .vllm import BACKEND
+from .vllm_engines import WAIT_S
 from .vllm_in_place import InPlace
 from .vllm_reload import Reload
 from .whole import Whole, layout_of_whole
@@ -180,7 +181,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return bool(found)
 
     def shutdown(self) -> None:
-        """Leave."""
+        """Leave, until the next fetch: what vLLM computes with stays."""
         if self._way is not None:
             self._way.close(LEAVE_S)
 

@@ -1,0 +1,110 @@
+"""How an engine of vLLM is told what its ranks shall do: a `vllm.LLM` of this process, or a server over HTTP.
+
+Each call returns when all ranks have done it, or raises: what is behind it is `vllm_worker`.
+"""
+
+import json
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import tensorhub
+
+WAIT_S = 300.0
+
+
+class Engine(Protocol):
+    """One engine with all of its ranks."""
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        """The ranks join, as `vllm_worker.InitInfo` says."""
+
+    def fetch(self, version: int, timeout: float) -> None:
+        """As far as that can be done while the engine computes."""
+
+    def load(self) -> None:
+        """What was fetched; the engine computes nothing meanwhile."""
+
+    def go_on(self, version: str) -> None:
+        """Compute with that version, and with nothing that was computed with another."""
+
+    def leave(self) -> None:
+        """The ranks are no replicas any more."""
+
+    def ranks(self) -> int:
+        """How many there are."""
+
+
+def engine_of(given: Any) -> Engine:
+    """A `vllm.LLM`, or the address of a server."""
+    return Server(given) if isinstance(given, str) else Offline(given)
+
+
+class Offline:
+    """A `vllm.LLM` of this process. Nobody else drives it while it is updated, so nothing needs to be paused."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def fetch(self, version: int, timeout: float) -> None:
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"version": version, "timeout": timeout}})
+
+    def load(self) -> None:
+        self._llm.finish_weight_update()
+
+    def go_on(self, version: str) -> None:
+        self._llm.update_weight_version(version)
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._llm.llm_engine.reset_encoder_cache()
+
+    def leave(self) -> None:
+        self._llm.collective_rpc("shutdown_weight_transfer_engine")
+
+    def ranks(self) -> int:
+        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
+
+
+class Server:
+    """A server of vLLM, over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    def init(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", init_info=init_info)
+
+    def fetch(self, version: int, timeout: float) -> None:
+        self._post("/start_weight_update")
+        self._post("/update_weights", timeout, update_info={"version": version, "timeout": timeout})
+
+    def load(self) -> None:
+        self._post("/pause?mode=keep&clear_cache=true")  # prefix cache and all else that old weights have computed
+        self._post("/finish_weight_update")
+
+    def go_on(self, version: str) -> None:
+        self._post("/update_weight_version", new_version=version)
+        self._post("/resume")  # not after an error: who is paused answers nothing
+
+    def leave(self) -> None:
+        self._post("/shutdown_weight_transfer_engine")
+
+    def ranks(self) -> int:
+        return int(json.loads(self._ask(f"{self._url}/get_world_size?include_dp=false", WAIT_S))["world_size"])
+
+    def _post(self, path: str, wait_s: float = WAIT_S, **body: Any) -> None:
+        headers = {"Content-Type": "application/json"}
+        self._ask(Request(self._url + path, json.dumps(body).encode(), headers), wait_s + 30.0)
+
+    def _ask(self, request: Request | str, wait_s: float) -> bytes:
+        try:
+            with urlopen(request, timeout=wait_s) as answer:
+                return bytes(answer.read())
+        except HTTPError as error:
+            text = f"{error.url}: {error.code} {error.read(2000).decode(errors='replace')}"
+        except OSError as error:
+            text = f"{self._url}: {error}"
+        raise tensorhub.Unavailable(text, hint="is VLLM_SERVER_DEV_MODE=1 set, and what does its log say?")
