@@ -1,8 +1,8 @@
 """Two ranks of FSDP2 teach a tiny Llama a sentence. Whatever each step makes of it is published at once.
 
-    tensorhub serve --fresh                                          # in another shell
-    torchrun --nproc-per-node 2 examples/fsdp2_vllm/trainer.py       # needs torch and transformers, no GPU
-    python examples/fsdp2_vllm/engine.py                             # in a third shell: vLLM says what it has learned
+    tensorhub serve --fresh                                                  # in another shell
+    torchrun --standalone --nproc-per-node 2 examples/fsdp2_vllm/trainer.py   # needs torch and transformers
+    python examples/fsdp2_vllm/engine.py                 # in a third shell: vLLM says what it has learned
 
 The lines about TensorHub are the import, `attach`, the `with` block and `close`; those that wait for an engine are for
 show. Where the server is elsewhere, give everybody `TENSORHUB_SERVER=host:port`.

@@ -12,6 +12,8 @@ pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: ma
 
 import tensorhub
 
+from .kit import eventually
+
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 FOLDER = Path(__file__).parents[2] / "examples" / "fsdp2_vllm"
 
@@ -19,13 +21,13 @@ FOLDER = Path(__file__).parents[2] / "examples" / "fsdp2_vllm"
 def test_the_engine_says_what_the_trainer_has_learned(tmp_path):
     with tensorhub.serve(lease_s=5.0, report_s=0.25) as server:
         environ = {**os.environ, "TENSORHUB_SERVER": server.address, "PYTHONUNBUFFERED": "1"}
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         train = [*ranks, str(FOLDER / "trainer.py"), "150"]
         trainer = subprocess.Popen(train, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
         try:
             assert trainer.stdout is not None
-            while not (tmp_path / "out" / "tiny-llama" / "config.json").exists():
-                assert trainer.poll() is None
+            config = tmp_path / "out" / "tiny-llama" / "config.json"
+            eventually(config.exists, "the trainer has said what the model is like", within_s=120)
             speak = [sys.executable, str(FOLDER / "engine.py"), "rollout-7"]
             engine = subprocess.run(
                 speak, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=400, check=False
