@@ -22,7 +22,6 @@ from tensorhub.integrations import fsdp
 
 SENTENCE = "the new weights are in every engine. "
 FOLDER = Path("out/tiny-llama")  # the shape of the model, for vLLM: no weights are written
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 400
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -58,7 +57,8 @@ def main() -> None:
         time.sleep(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     text = torch.tensor([[ord(letter) for letter in SENTENCE * 3]])
-    for _ in range(STEPS):
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 400
+    for _ in range(steps):
         loss = model(input_ids=text, labels=text, use_cache=False).loss
         loss.backward()
         with publisher.step() as version:

@@ -42,4 +42,5 @@ def test_the_engine_says_what_the_trainer_has_learned(tmp_path):
             assert "published version 150" in published
             assert trainer.returncode == 0
         finally:
-            trainer.kill()
+            trainer.terminate()  # and with it both ranks
+            trainer.wait(60)
