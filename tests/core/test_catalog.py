@@ -53,6 +53,20 @@ def test_the_same_number_stands_for_the_same_content_only() -> None:
     assert code_of(found, 7, OTHER) == "version-conflict"
 
 
+def test_content_that_agrees_in_one_shard_only_is_other_content() -> None:
+    found = Model(ModelName("policy"), 2, 256)
+    first, second = Line(2, Shard(0)), Line(2, Shard(1))
+    for shard, line in enumerate((first, second)):
+        found.bind_content(worker("trainer", shard), Version(7), line, ROOT, LAYOUT)
+    found.note_exists(Version(7))
+    again = Replica(ReplicaName("again"), 2)
+    assert found.conflict(again, Version(7), {first: ROOT, second: ROOT}) is None
+    for roots in ({first: ROOT, second: OTHER}, {first: OTHER, second: ROOT}):
+        failure = found.conflict(again, Version(7), roots)
+        assert failure is not None
+        assert failure.code == "version-conflict"
+
+
 def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
     found = model()
     record = found.record(Version(7))
