@@ -104,6 +104,18 @@ def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
         assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["real"]
 
 
+def test_of_two_that_have_a_receipt_each_the_first_is_believed() -> None:
+    """Two servers have signed them, neither of which had heard of the other's."""
+    found, notary, me = server(10, fresh=False), Notary(), worker("a")
+    for name, root in (("a", "first"), ("b", "second")):
+        receipt = notary.content(me.model, Version(7), me.shard, Digest(root))
+        held = Holding(Version(7), Digest(root), published=True)
+        orders = hear(found, name, buffer=held, receipts={7: receipt}, layout=Digest("l"))
+    assert orders.conflict == "second"
+    record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
+    assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["a"]
+
+
 def test_a_receipt_is_for_one_content_of_one_shard() -> None:
     notary, me = Notary(b"key"), worker("a")
     receipt = notary.content(me.model, Version(7), me.shard, Digest("x"))

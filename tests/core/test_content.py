@@ -1,0 +1,17 @@
+"""What a worker has, told apart by how it is laid out."""
+
+from tensorhub.core.messages import Empty, HostCopy
+from tensorhub.core.names import BOXED, Digest, Shard, Version
+from tensorhub.core.server.content import Content
+from tensorhub.core.server.lines import Line
+
+NOW, BEFORE = Digest(f"{BOXED}now"), Digest(f"{BOXED}before")
+
+
+def test_a_copy_of_tensors_that_were_registered_before_is_of_their_line() -> None:
+    line = Line(2, Shard(1), NOW)
+    copies = (HostCopy(1, Version(1), Digest("r"), layout=BEFORE), HostCopy(2, Version(2), Digest("r")))
+    content = Content(Empty(), copies, line)
+    assert content.line_of(Version(1), is_copy=True) == Line(2, Shard(1), BEFORE)
+    assert content.line_of(Version(1), is_copy=False) == line
+    assert content.line_of(Version(2), is_copy=True) == line
