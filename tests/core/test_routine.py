@@ -12,13 +12,15 @@ from tensorhub.core.messages import (
     Filling,
     Holding,
     HostCopy,
+    Part,
     Reading,
     Report,
     Roster,
     TicketFailure,
 )
-from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.server import routine
+from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId
+from tensorhub.core.server import Server, routine
+from tensorhub.core.server.membership import Member
 
 from .kit import worker
 from .town import Town
@@ -118,3 +120,80 @@ def test_who_has_heard_the_end_of_its_call_is_told_nothing_more_of_it() -> None:
     assert (told.position, told.answer, told.grant, told.receipts) == (1, None, None, {})
     town.says(READER, **said, closing=True)
     assert town.server.state.models[READER.model].closing, "what is more than that is taken in"
+
+
+# --- who is decided for -----------------------------------------------------------------------------------------------
+
+HELD = Holding(ONE, ROOT)
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[WorkerId]:
+    """For whom the server has made a full decision, in order."""
+    found: list[WorkerId] = []
+    decide = Server._decide
+
+    def noted(server: Server, member: Member) -> None:
+        found.append(member.worker)
+        decide(server, member)
+
+    monkeypatch.setattr(Server, "_decide", noted)
+    return found
+
+
+def reading_town() -> tuple[Town, dict[str, Any]]:
+    """A town in which the reader fills its buffer, and what the reader says."""
+    town = Town()
+    town.joins(TRAINER, buffer=replace(HELD, published=True))
+    town.joins(READER)
+    call = CallReport(1, "replicate", 1)
+    town.says(READER, call=call)
+    grant = town.orders[READER].grant
+    assert grant is not None
+    said = {"call": replace(call, resolved=ONE), "reading": Reading(grant.ticket, TRAINER, ONE)}
+    town.says(READER, buffer=Filling(ONE, 0, 3), **said)
+    return town, said
+
+
+def test_nobody_is_decided_for_who_lives_and_does_nothing(decided: list[WorkerId]) -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=replace(HELD, published=True))
+    town.says(TRAINER, **town.told[TRAINER])
+    decided.clear()
+    town.says(TRAINER, **town.told[TRAINER])
+    assert not decided
+
+
+def test_nobody_is_decided_for_whose_fill_goes_on(decided: list[WorkerId]) -> None:
+    town, said = reading_town()
+    decided.clear()
+    for done in (1, 2):
+        town.says(READER, buffer=Filling(ONE, done, 3), **said)
+    assert not decided
+
+
+def test_nobody_is_decided_for_who_has_heard_the_end_of_its_call(decided: list[WorkerId]) -> None:
+    town, said = reading_town()
+    closed = said["reading"].ticket
+    town.says(READER, buffer=HELD, call=said["call"], closed=closed)
+    decided.clear()
+    receipts = town.orders[READER].receipts
+    town.says(READER, buffer=HELD, closed=closed, ended=1, finished=1, receipts=receipts)
+    assert not decided
+
+
+def test_what_counts_against_a_source_in_a_call_counts_no_more_when_that_is_over() -> None:
+    """What one would have given ahead, across, was not what the version is: nobody reads from it during the call."""
+    town, said = reading_town()
+    ticket, room, newer = said["reading"].ticket, {"copies_left": 1}, Holding(Version(2), Digest("r2"), published=True)
+    second = worker("second")
+    town.joins(second, buffer=newer)
+    wrong = Across(newer.version, to_host=True, root=Digest("other"), parts=(Part(ticket, second),))
+    town.says(READER, buffer=Filling(ONE, 1, 3), across=wrong, **said, **room)
+    town.says(READER, buffer=HELD, call=said["call"], closed=ticket, **room)
+    receipts = town.orders[READER].receipts
+    town.says(READER, buffer=HELD, closed=ticket, ended=1, finished=1, receipts=receipts, **room)
+    town.says(second, buffer=newer, closing=True)
+    grant = town.orders[READER].grant
+    assert grant is not None, "it is the heir of what the other one leaves"
+    assert (grant.version, grant.source, grant.to_host) == (2, second, True)
