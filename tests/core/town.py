@@ -24,8 +24,20 @@ class Town:
         self.orders: dict[WorkerId, Orders] = {}
         self.told: dict[WorkerId, dict] = {}
 
-    def joins(self, who: WorkerId, *, site: str = "", host: str = "", reliable: bool = True, **more: object) -> None:
-        self.hellos[who] = replace(hello(who, site=site, host=host), reliable=reliable, prefetch="never")
+    def joins(
+        self,
+        who: WorkerId,
+        *,
+        site: str = "",
+        host: str = "",
+        place: str = "",
+        reliable: bool = True,
+        may_be_elected: bool = False,
+        **more: object,
+    ) -> None:
+        prefetch = "seed" if may_be_elected else "never"
+        said = hello(who, site=site, host=host)
+        self.hellos[who] = replace(said, place=place, reliable=reliable, prefetch=prefetch)
         for message in (self.hellos[who], LayoutInfo.of(LAYOUT)):
             self._hear(self.server.handle(message, sender=str(who), now=self.now))
         self.says(who, **more)

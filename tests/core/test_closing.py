@@ -1,0 +1,34 @@
+"""Nobody counts on a worker that closes, though it is still here."""
+
+from typing import Any
+
+from tensorhub.core.messages import Holding, HostCopy
+from tensorhub.core.names import Digest, Version
+
+from .kit import worker
+from .town import Town
+
+ONE, ROOT = Version(1), Digest("r")
+TRAINER, CLOSER, OTHER = worker("trainer"), worker("closer"), worker("other")
+PUBLISHED = Holding(ONE, ROOT, published=True)
+
+
+def test_a_site_elects_nobody_who_closes() -> None:
+    town = Town()
+    for who in (CLOSER, OTHER):
+        town.joins(who, site="b", may_be_elected=True, copies_left=1)
+    town.says(CLOSER, copies_left=1, closing=True)
+    town.joins(TRAINER, site="a", buffer=PUBLISHED)
+    assert (town.orders[CLOSER].fetch, town.orders[OTHER].fetch) == (None, ONE)
+
+
+def test_a_worker_that_closes_shares_no_host_copy() -> None:
+    town = Town()
+    town.joins(TRAINER, host="far", reliable=False, buffer=PUBLISHED)
+    has: dict[str, Any] = {"copies": (HostCopy(1, ONE, ROOT, whole=True),)}
+    town.joins(CLOSER, host="here", place="p", **has)
+    town.joins(OTHER, host="here", place="p", copies_left=1)
+    town.says(CLOSER, **has, closing=True)
+    grant = town.orders[OTHER].grant
+    assert grant is not None, "it is the heir"
+    assert (grant.source, grant.to_host, grant.shares) == (TRAINER, True, False)
