@@ -3,10 +3,23 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Answer, Empty, Failure, Filling, LayoutInfo, Poisoned, Refusal, Report, Vacated
-from tensorhub.core.names import Digest, Number, Version
+from tensorhub.core.messages import (
+    Answer,
+    Empty,
+    Failure,
+    Filling,
+    Holding,
+    LayoutInfo,
+    Poisoned,
+    Refusal,
+    Report,
+    Vacated,
+    Withdrawing,
+)
+from tensorhub.core.names import Digest, Number, Ticket, Version
 from tensorhub.core.worker import events
 from tensorhub.core.worker.call import Call
+from tensorhub.core.worker.events_across import AcrossOpened, OpenAcross, StartAcross
 
 from .kit import LAYOUT, Conversation, grant, orders
 
@@ -59,6 +72,45 @@ def test_what_is_not_its_version_is_given_up(published: bool, buffer: object) ->
     assert it.worker.buffer == Vacated(ONE, ROOT, published)
     it.tell(events.Received(orders(3, conflict=ROOT)))
     assert it.worker.buffer == buffer
+
+
+def published() -> Conversation:
+    """It has published version 1, and its caller has heard so."""
+    it = Conversation.begun(max_copies=1)
+    it.tell(events.Called("publish", 1, 60.0, root=ROOT))
+    it.tell(events.Received(orders(2, answer=it.resolved(1))))
+    it.tell(events.Received(orders(3, answer=replace(it.resolved(1), finished=True))))
+    assert it.worker.buffer == Holding(ONE, ROOT, published=True)
+    assert it.worker.call is None
+    return it
+
+
+def test_nothing_is_withdrawn_before_what_the_call_claims_is_granted() -> None:
+    it = published()
+    it.tell(events.Called("unpublish", "", 60.0, claim=Version(2)))
+    assert not it.worker.is_withdrawing
+    assert it.worker.buffer == Holding(ONE, ROOT, published=True)
+    it.tell(events.Received(orders(4, answer=it.resolved(2))))
+    assert it.worker.is_withdrawing
+    assert it.worker.buffer == Withdrawing(ONE, ROOT, published=True)
+
+
+def test_what_is_read_across_into_host_memory_becomes_a_copy_though_the_buffer_is_vacated() -> None:
+    it = published()
+    parts = tuple(replace(grant(ticket, version=2), to_host=True, parts=2) for ticket in (4, 5))
+    it.tell(events.Received(orders(6, fetch=Version(2), across=parts)))
+    assert it.wants(OpenAcross(Ticket(4), parts))
+    it.tell(events.Called("unpublish", "", 60.0))
+    drained = orders(7, fetch=Version(2), across=parts, drained=ONE)
+    it.tell(events.Received(replace(drained, acknowledged=it.worker.reported)), events.ServingStopped(ONE))
+    assert it.worker.buffer == Vacated(ONE, ROOT, True)
+    it.tell(AcrossOpened(Ticket(4), ROOT))
+    assert it.wants(StartAcross(Ticket(4), parts))
+    it.tell(events.ReadAdvanced(Ticket(4), 2, 2), events.ReadEnded(Ticket(4), complete=True))
+    assert it.worker.buffer == Vacated(ONE, ROOT, True)
+    copy = it.worker.state.copies.whole(Version(2))
+    assert copy is not None
+    assert copy.root == ROOT
 
 
 def test_the_highest_ceiling_is_carried() -> None:

@@ -1,11 +1,24 @@
 """What the server grants and until when it watches, of which no transcript tells."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from tensorhub.core.messages import Answer, CallReport, Filling, Holding, HostCopy, Orders, Reading, Withdrawing
-from tensorhub.core.names import Digest, Version
+from tensorhub.core.messages import (
+    Answer,
+    CallReport,
+    Filling,
+    Holding,
+    HostCopy,
+    Orders,
+    Poisoned,
+    Reading,
+    TicketFailure,
+    Withdrawing,
+)
+from tensorhub.core.names import Digest, Ticket, Version
 from tensorhub.core.server.decisions import Decision
 from tensorhub.core.server.membership import Member
 from tensorhub.core.server.rules import grants, sources
@@ -132,6 +145,46 @@ def test_a_read_from_a_host_copy_that_is_gone_is_taken_back() -> None:
     assert (grant.source, grant.from_host) == (SPOT, True)
     town.says(SPOT)
     assert town.orders[READER].grant is None
+
+
+def test_nobody_goes_on_reading_a_buffer_that_was_cut_short_because_its_worker_fetches_into_host_memory() -> None:
+    town, last, call = Town(), worker("last"), CallReport(1, "replicate", 1)
+    whole = (HostCopy(1, ONE, ROOT, whole=True),)
+    town.joins(SPOT, host="here", place="p", copies=whole)
+    town.joins(last, host="far")
+    town.says(last, call=call)
+    failed = town.orders[last].grant
+    assert failed is not None
+    waits: dict[str, Any] = {
+        "call": replace(call, resolved=ONE),
+        "closed": failed.ticket,
+        "failures": (TicketFailure(failed.ticket, SPOT, "source-lost", "reset"),),
+    }
+    town.says(last, **waits)
+    town.says(SPOT, copies=whole)  # it lives, whatever one reader says
+    room: dict[str, Any] = {"copies_left": 1}
+    ahead_too = {**room, "prefetch": "latest"}
+    town.joins(READER, host="here", place="p", **room)
+    town.says(READER, **room, call=call)
+    first, behind = town.orders[READER].grant, town.orders[last].grant
+    assert first is not None
+    assert behind is not None
+    assert (first.source, first.to_host, behind.source) == (SPOT, False, READER)
+    filling, reading = Filling(ONE, 1, 3), Reading(behind.ticket, READER, ONE)
+    has: dict[str, Any] = {"buffer": filling, "call": replace(call, resolved=ONE)}
+    town.says(READER, **room, **has, reading=Reading(first.ticket, SPOT, ONE, from_host=True))
+    town.says(last, **waits, buffer=Filling(ONE), reading=reading)
+    assert town.orders[last].grant == behind
+    hopeless = TicketFailure(Ticket(1), worker("gone"), "layout-mismatch", "others")
+    town.says(READER, **ahead_too, **has, failures=(hopeless,), closed=first.ticket)
+    ahead = town.orders[READER].grant
+    assert ahead is not None
+    assert (ahead.source, ahead.to_host, ahead.shares) == (SPOT, True, True)
+    town.says(READER, **ahead_too, buffer=Poisoned(ONE), ended=1, closed=first.ticket)
+    assert town.orders[last].grant is None, "it waits until it may try again who failed it"
+    assert town.orders[READER].drained is None
+    town.says(last, **{**waits, "closed": behind.ticket}, buffer=Filling(ONE))
+    assert town.orders[READER].drained == ONE, "nobody is left there"
 
 
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

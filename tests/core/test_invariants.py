@@ -119,13 +119,36 @@ def cluster() -> Server:
     return server
 
 
-def read(ticket: int, reader: WorkerId, source: WorkerId, *, is_void: bool = False, version: int = 1) -> OpenRead:
-    return OpenRead(grant(ticket, source=source, version=version), reader, Line(1, Shard(0)), is_void)
+def read(
+    ticket: int,
+    reader: WorkerId,
+    source: WorkerId,
+    *,
+    is_void: bool = False,
+    version: int = 1,
+    part: Line | None = None,
+) -> OpenRead:
+    return OpenRead(grant(ticket, source=source, version=version), reader, Line(1, Shard(0)), is_void, part=part)
 
 
 def _two_at_once(server: Server) -> None:
     server.state.open_read(read(100, B, A))
     server.state.open_read(read(101, B, A))
+
+
+def _one_beside_a_part(server: Server) -> None:
+    server.state.open_read(read(100, B, A, part=Line(2, Shard(0))))
+    server.state.open_read(read(101, B, A))
+
+
+def _a_part_beside_one(server: Server) -> None:
+    server.state.open_read(read(100, B, A))
+    server.state.open_read(read(101, B, A, part=Line(2, Shard(0))))
+
+
+def _a_part_twice(server: Server) -> None:
+    for ticket in (100, 101):
+        server.state.open_read(read(ticket, B, A, part=Line(2, Shard(0))))
 
 
 def _of_nobody(server: Server) -> None:
@@ -189,6 +212,9 @@ def _of_unknown_content(server: Server) -> None:
         (_in_another_site, "the sites of .* are kept as"),
         (_of_unknown_content, "has 1 with the content r, and that is kept as None"),
         (_two_at_once, "may read 100 and 101 at once"),
+        (_one_beside_a_part, "may read 100 and 101 at once"),
+        (_a_part_beside_one, "may read 100 and 101 at once"),
+        (_a_part_twice, "may read 100 and 101 at once"),
         (_of_nobody, "who has no session"),
         (_in_a_ring, "reads from itself"),
         (_held_by_nobody, "counts as a holder of 1 and has no session"),
@@ -204,6 +230,15 @@ def test_a_server_that_contradicts_itself_is_found(spoil: Callable[[Server], Non
     spoil(server)
     with pytest.raises(InvariantViolation, match=what):
         server.check_invariants()
+
+
+def test_the_parts_of_one_read_contradict_nothing() -> None:
+    server = cluster()
+    for ticket, shard in ((100, 0), (101, 1)):
+        server.state.open_read(read(ticket, B, A, part=Line(2, Shard(shard))))
+    model = server.state.models[A.model]
+    model.add_holder(model.record(ONE), B, Line(1, Shard(0)))  # it is about to have it
+    server.check_invariants()
 
 
 def test_a_read_taken_back_contradicts_nothing() -> None:
