@@ -58,8 +58,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("rules.numbering", "rules.held", "rules.cuts", "rules.described"),
         # what changes the state, and the machine, which alone says when
         *(
-            "apply",
             "places",
+            "apply",
             "parts",
             "evidence",
             "rollcall",

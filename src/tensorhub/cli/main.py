@@ -189,7 +189,8 @@ def demo(
 @app.command()
 def lab(
     scenario: Annotated[
-        str, typer.Argument(help="standalone, elastic, cross-site, storm, sites, slow-relay, established or ettr.")
+        str,
+        typer.Argument(help="standalone, elastic, cross-site, storm, sites, slow-relay, established, layouts or ettr."),
     ],
     strategies: Annotated[
         str,

@@ -7,15 +7,22 @@ from numpy.typing import NDArray
 
 TENSORS = 4
 MARK_BYTES = 64 * 1024
+FUSED = "layers"
 
 Tensors = dict[str, NDArray[np.uint8]]
 
 
-def make_tensors(size_bytes: int) -> Tensors:
-    """Touched memory, all zero."""
+def sizes_of(size_bytes: int) -> dict[str, int]:
+    """The tensors, in bytes."""
     part = size_bytes // TENSORS
     sizes = [part] * (TENSORS - 1) + [size_bytes - part * (TENSORS - 1)]
-    tensors = {f"layer.{index}": np.empty(size, dtype=np.uint8) for index, size in enumerate(sizes)}
+    return {f"layer.{index}": size for index, size in enumerate(sizes)}
+
+
+def make_tensors(size_bytes: int, *, is_fused: bool = False) -> Tensors:
+    """Touched memory, all zero. `is_fused`: all tensors in one, one after the other."""
+    sizes = {FUSED: size_bytes} if is_fused else sizes_of(size_bytes)
+    tensors = {name: np.empty(size, dtype=np.uint8) for name, size in sizes.items()}
     for tensor in tensors.values():
         tensor[:] = 0
     return tensors

@@ -18,6 +18,7 @@ from ..demo.parent import ended_in_order
 from ..demo.processes import ProcessFailed
 from .director import Ground, Run, ground_of
 from .ettr import run as ettr
+from .fan_out import FanOutRun
 from .faults import ElasticRun, SeedKilledRun
 from .goals import Finding, judge
 from .network import NoLinks, why_not
@@ -190,6 +191,8 @@ def steps_of(scenario: Scenario, ground: Ground, folder: Path, console: Console)
         "slow-relay": SlowRelayRun,
         "established": EstablishedRun,
     }
+    if scenario.name == "layouts":
+        return _alone_and_together(scenario, ground, folder)
     kind = kinds.get(scenario.name, Run)
     steps = [
         Step(STRATEGIES[each].title, partial(kind, scenario, each, ground, folder / each))
@@ -201,6 +204,16 @@ def steps_of(scenario: Scenario, ground: Ground, folder: Path, console: Console)
             console.print(f"left out: {title} ({why_not})", highlight=False)
         else:
             steps.append(Step(title, partial(SeedKilledRun, short, KILLED, ground, folder / "seed-killed"), True))
+    return steps
+
+
+def _alone_and_together(scenario: Scenario, ground: Ground, folder: Path) -> list[Step]:
+    """Each strategy with one rollout, and then with all of them."""
+    steps, alone, one = [], dict[str, float](), replace(scenario, rollouts=1)
+    for each in scenario.strategies:
+        title, where = STRATEGIES[each].title, folder / each
+        steps.append(Step(f"{title}, alone", partial(FanOutRun, one, each, ground, folder / f"{each}-alone", alone)))
+        steps.append(Step(title, partial(FanOutRun, scenario, each, ground, where, alone)))
     return steps
 
 

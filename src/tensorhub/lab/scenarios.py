@@ -145,4 +145,20 @@ ESTABLISHED = Scenario(
     is_watched=True,
 )
 
-SCENARIOS = {each.name: each for each in (STANDALONE, ELASTIC, CROSS_SITE, STORM, SITES, SLOW_RELAY, ESTABLISHED)}
+# Tiles have up to 4 MiB whatever the size of chunks, so this has as many of them as 64 chunks of the other workloads.
+LAYOUTS = Scenario(
+    name="layouts",
+    title="rollouts of another layout than the trainer's update at once: one reads across, the others behind it",
+    strategies=("hub", "hub-recut"),
+    rollouts=6,
+    size_bytes=256 * MIB,
+    chunk_bytes=4 * MIB,
+    train_s=16.0,
+    generate_s=0.25,
+    jitter=0.0,
+    versions=3,
+    most_s=150.0,
+)
+
+ALL = (STANDALONE, ELASTIC, CROSS_SITE, STORM, SITES, SLOW_RELAY, ESTABLISHED, LAYOUTS)
+SCENARIOS = {each.name: each for each in ALL}

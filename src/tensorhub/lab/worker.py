@@ -17,7 +17,7 @@ from .events import Computed, Ended, Kept, Published, Updated
 from .interpreter import Interpreter
 from .job import Job
 from .strategies.base import NotNow
-from .strategies.choose import rollout_side, trainer_side
+from .strategies.choose import STRATEGIES, rollout_side, trainer_side
 from .watch import look_on
 
 POLL_S = 0.02
@@ -123,7 +123,8 @@ def train(job: Job, log: EventLog, signals: Signals) -> None:
 
 def roll_out(job: Job, log: EventLog, signals: Signals) -> None:
     """Generate and update, until the last version is there or the director says so."""
-    tensors, random_ = content.make_tensors(job.size_bytes), random.Random(job.seed)
+    is_fused = STRATEGIES[job.strategy].is_recut
+    tensors, random_ = content.make_tensors(job.size_bytes, is_fused=is_fused), random.Random(job.seed)
     side, computer = rollout_side(job, tensors), Computer(job, log, signals)
     version, deadline = -1, time.monotonic() + JOIN_S
     began = time.monotonic()

@@ -6,7 +6,7 @@ from typing import assert_never
 
 from ..messages import Grant
 from ..names import Ticket, Version, WorkerId
-from . import facts
+from . import facts, places
 from .catalog import Model, VersionRecord
 from .decisions import (
     AcceptPublish,
@@ -187,6 +187,8 @@ def _advance(state: State, decision: Admit | Wait | Fail | Resolve | AcceptPubli
         case Finish(model, replica, call):
             call.finish()
             replica.finished = max(replica.finished, call.number)
+            if call.version is not None:
+                places.note_filled(state, model, replica)
             if call.verb == "publish" and call.version is not None:
                 if model.note_exists(call.version):
                     state.mark_waiting_dirty(model, NEWS)

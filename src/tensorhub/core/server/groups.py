@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from ..messages import Answer, CallReport, Failure, Spec
 from ..names import Digest, Number, ReplicaName, Shard, Version, WorkerId
 from ..version_spec import call_text
+from .lines import Cut
 
 ALL = 1 << 63  # above every number
 
@@ -115,6 +116,7 @@ class Replica:
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
     missed: tuple[Shard, Failure] | None = None  # who never made the call at that highest position, and why
+    cut: Cut | None = None  # the latest of which its shards are
     publishes: bool = False  # it has published, or wanted to: a trainer, for whom nothing is fetched ahead
 
     @property

@@ -374,7 +374,9 @@ def note_pace(state: State, reader: Member) -> None:
     source = state.members.get(read.source)
     if source is not None:
         its_own = progress.its_own(state, read)
-        is_hopeless = its_own is not None and its_own.pace.is_stuck and progress.is_held_up(state, its_own)
+        is_hopeless = its_own is not None and (
+            progress.cannot_begin(state, its_own) or (its_own.pace.is_stuck and progress.is_held_up(state, its_own))
+        )
         has_no_more = source.filled(read.version, to_host=read.grant.from_host)[0] <= done
         if its_own is not None and has_no_more and not is_hopeless:
             read.pace.wait(now)

@@ -1,7 +1,8 @@
 """Which line each worker is of, and what follows when that changes: called when a report names another layout."""
 
 from .catalog import Model
-from .lines import Line, plain_cut
+from .groups import Replica
+from .lines import Cut, Line, plain_cut
 from .membership import Member
 from .state import State
 
@@ -23,10 +24,35 @@ def note_line(state: State, member: Member) -> None:
         state.mark_everyone_dirty(model)  # whom one relies on for a version may be of another cut
     if not line.is_boxed:
         model.note_cut(plain_cut(replica.shards))
+    lines = _lines_of(state, replica)
+    if lines is not None and not _is_mixture(replica.cut, lines):
+        note_cut(model, replica, lines)
+
+
+def note_filled(state: State, model: Model, replica: Replica) -> None:
+    """All of its shards have the same version: so what they have registered is all of the model."""
+    lines = _lines_of(state, replica)
+    if lines is not None and lines not in model.cuts:
+        note_cut(model, replica, lines)
+        state.mark_everyone_dirty(model)
+
+
+def note_cut(model: Model, replica: Replica, lines: Cut) -> None:
+    """Its shards are of that cut."""
+    replica.cut = lines
+    model.note_cut(lines)
+
+
+def _lines_of(state: State, replica: Replica) -> Cut | None:
+    """Those of its shards, if all of them live and have registered tensors."""
     members = [state.members.get(replica.members[shard]) for shard in sorted(replica.members)]
     lines = tuple(each.line for each in members if each is not None and each.report.layout)
-    if len(lines) == replica.shards:
-        model.note_cut(lines)
+    return lines if len(lines) == replica.shards else None
+
+
+def _is_mixture(before: Cut | None, lines: Cut) -> bool:
+    """Some of its shards have registered other tensors, and the rest has not yet: is that all of the model?"""
+    return before is not None and lines != before and any(line in before for line in lines)
 
 
 def note_company(state: State, model: Model, line: Line) -> None:

@@ -20,6 +20,7 @@ class Strategy(NamedTuple):
     server: tuple[str, ...] = ()  # settings of its reference server, as variables
     workers: tuple[str, ...] = ()  # the same of the workers
     host_bytes: int | None = None  # of each rollout, for host copies
+    is_recut: bool = False  # rollouts have all tensors fused into one, and say so with boxes
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -31,6 +32,9 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "hub-seed": Strategy('TensorHub, prefetch="seed"', "seed", is_ours=True),
     "hub": Strategy('TensorHub, prefetch="never"', "never", is_ours=True),
+    "hub-recut": Strategy(
+        "TensorHub, rollouts of another layout than the trainer", "never", is_ours=True, is_recut=True
+    ),
     "hub-free": Strategy(
         "TensorHub, that keeps nothing established", "never", is_ours=True, server=("TENSORHUB_KEEP_ESTABLISHED=no",)
     ),

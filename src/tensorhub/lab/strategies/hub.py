@@ -9,13 +9,25 @@ import tensorhub
 from tensorhub import SessionLost, TransferError, Unavailable
 
 from ...core.snapshot import ReplicaView
-from ..content import Tensors
+from ..content import FUSED, Tensors, sizes_of
 from ..job import MODEL, Job
 from .base import Committed, NotNow
+from .choose import STRATEGIES
 
 RETRYABLE = (Unavailable, SessionLost, TransferError)
 CALL_S = 60.0
 LOOK_S = 0.25
+
+
+def _boxes(job: Job, tensors: Tensors) -> dict[str, list[tensorhub.Box]] | None:
+    """Which part of what each tensor is, where rollouts are cut in another way than the trainer."""
+    if not STRATEGIES[job.strategy].is_recut:
+        return None
+    boxes, offset = [], 0
+    for name, size in sizes_of(job.size_bytes).items():
+        boxes.append(tensorhub.Box(name, (size,), (0,), (size,), offset))
+        offset += size
+    return {FUSED: boxes} if FUSED in tensors else {}
 
 
 def _open(job: Job, tensors: Tensors) -> tensorhub.Weights:
@@ -32,7 +44,7 @@ def _open(job: Job, tensors: Tensors) -> tensorhub.Weights:
         host_bytes=job.host_bytes,
         call_timeout=CALL_S,
     )
-    weights.register(tensors)
+    weights.register(tensors, boxes=_boxes(job, tensors))
     return weights
 
 

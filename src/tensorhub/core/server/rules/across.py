@@ -34,7 +34,10 @@ def set_out(
     state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool
 ) -> Generator[Decision, None, bool]:
     """Let it read out of another cut, if it is the one of its line and site to do so."""
-    if not crossing.can_cross(record, member.line) or not _is_elected(state, model, record, member):
+    if not crossing.can_cross(record, member.line):
+        return False
+    if not _is_elected(state, model, record, member):
+        yield from see_that_it_begins(state, model, record, member)
         return False
     if _is_about_to_end(member, record, to_host):
         return True
@@ -131,9 +134,23 @@ def _is_elected(state: State, model: Model, record: VersionRecord, member: Membe
             continue
         if other.turns_lost > member.turns_lost:
             continue
-        if read.part is not None and facts.is_here(state, other) and not progress.is_held_up(state, read):
+        if (
+            read.part is not None
+            and facts.is_here(state, other)
+            and not (progress.is_held_up(state, read) or progress.cannot_begin(state, read))
+        ):
             return False
     return sources.may_cross(state, model, record, member)
+
+
+def see_that_it_begins(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Decision]:
+    """It waits for another one that reads across; look again if that one has not begun by then."""
+    for other in facts.members_of(state, model, member.line):
+        read = state.reads.current.get(other.worker)
+        if other is not member and read is not None and read.version == record.version:
+            until = progress.begins_until(state, read)
+            if state.now < until < inf:
+                yield LookAgain(member, until)
 
 
 def _is_about_to_end(member: Member, record: VersionRecord, to_host: bool) -> bool:

@@ -6,14 +6,14 @@
 from collections.abc import Generator, Iterator
 
 from ...messages import Withdrawing
-from ...names import Version
+from ...names import Version, WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..decisions import Decision, Give, LookAgain
 from ..membership import Member
 from ..open_reads import OpenRead
 from ..state import State
-from . import across, crossing, moving, retention, sharing, sources, witness
+from . import across, crossing, moving, progress, retention, sharing, sources, witness
 from .selection import choose_source
 from .wanted import Wanted
 
@@ -117,8 +117,9 @@ def _is_impatient(source: Member, version: Version) -> bool:
 def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> Iterator[Decision]:
     if (yield from _read_across(state, model, record, member, to_host=to_host)):
         return
-    if member.line not in record.roots:
-        return  # only such as are filling have reported since the restart: nobody could say what is good
+    if member.line not in record.roots:  # only such as are filling have reported: nobody could say what is good
+        yield from across.see_that_it_begins(state, model, record, member)
+        return
     if to_host and (yield from _share(state, model, record, member)):
         return
     possible = sources.to_choose_from(state, model, record, member)
@@ -146,9 +147,18 @@ def _read_across(
 def _has_sound_source(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """Somebody of its own line has the version, or is getting it, and nothing is to be said against him."""
     return any(
-        not candidate.is_doubtful and not candidate.is_withdrawing and candidate.avoided_until <= state.now
+        not candidate.is_doubtful
+        and not candidate.is_withdrawing
+        and candidate.avoided_until <= state.now
+        and not _waits_to_begin(state, record, candidate.worker)
         for candidate in sources.to_choose_from(state, model, record, member)
     )
+
+
+def _waits_to_begin(state: State, record: VersionRecord, source: WorkerId) -> bool:
+    """It has nothing of the version yet, and cannot begin to read it."""
+    read = state.reads.current.get(source)
+    return read is not None and read.version == record.version and progress.cannot_begin(state, read)
 
 
 def _share(state: State, model: Model, record: VersionRecord, member: Member) -> Generator[Decision, None, bool]:

@@ -271,15 +271,18 @@ def to_idle(
 
     It leaves a source that is itself still filling, whose pace it follows, or one that serves others too. It never goes
     back: a reader that has a whole source to itself stays there. Between sites the pace is the uplink's: a reader
-    leaves only one that it shares, for one that is idle.
+    leaves only one that it shares, for one that is idle; but while it cannot begin, any for one in its own site.
     """
     if state.now < read.looked_at + state.settings.rebalance_s or reader.line not in record.roots:
         return False
     yield LookedForBetter(read)
     source = state.known(read.source)
-    if facts.is_full(source, read.version, read.grant.from_host) and state.reads.load(read.source) < 2:
-        return False
     is_cross_site = source.hello.site != reader.hello.site
+    reading = reader.report.reading
+    has_begun = reading is not None and reading.ticket == read.ticket
+    is_its_own = facts.is_full(source, read.version, read.grant.from_host) and state.reads.load(read.source) < 2
+    if is_its_own and (has_begun or not is_cross_site):
+        return False
     is_shared = is_cross_site and sources.reads_leaving(state, record, reader)[source.hello.site] > 0
     better = [
         candidate

@@ -1,5 +1,7 @@
 """How a read goes, compared with others: over what distance, and whether anything arrives."""
 
+from math import inf
+
 from .. import facts
 from ..open_reads import OpenRead
 from ..pace import Tier
@@ -33,6 +35,18 @@ def is_held_up(state: State, read: OpenRead) -> bool:
     """Nothing comes by it, and its reader is there to say so."""
     reader = state.members.get(read.reader)
     return reader is not None and facts.is_here(state, reader) and read.pace.is_still(state.now, patience_s(state))
+
+
+def cannot_begin(state: State, read: OpenRead) -> bool:
+    """Its reader has had permission for long, and a former read of the reader does not stop."""
+    return begins_until(state, read) <= state.now
+
+
+def begins_until(state: State, read: OpenRead) -> float:
+    """Until then its reader may take to stop a former read; if there is none, for ever."""
+    reader = state.members.get(read.reader)
+    told = reader.report.reading if reader is not None and facts.is_here(state, reader) else None
+    return read.began_at + patience_s(state) if told is not None and told.ticket < read.ticket else inf
 
 
 def tier(state: State, read: OpenRead) -> Tier:
