@@ -252,7 +252,7 @@ def note_changed_versions(state: State) -> bool:
             continue
         if model.roll.is_over:
             lost, back = model.news_of_losses()
-            safe = established.newly_established(model)
+            safe = established.newly_established(state, model)
             _say_losses(state, model, lost, back)
             for record in safe:
                 model.note_established(record)

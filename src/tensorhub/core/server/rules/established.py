@@ -10,6 +10,7 @@ Where there is no room, it leaves the version after the others.
 """
 
 from ...messages import Holding, Withdrawing
+from ...names import Version, WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..keepers import Rank
@@ -19,25 +20,32 @@ from ..state import State
 from . import covered
 
 
-def newly_established(model: Model) -> list[VersionRecord]:
+def newly_established(state: State, model: Model) -> list[VersionRecord]:
     """Of the versions of which somebody has got or lost all: those established now that were not before."""
     changed = (model.versions.get(version) for version in model.changed)
     found = [record for record in changed if record is not None and record.exists and not record.is_established]
-    return [record for record in found if _is_whole_outside(model, record)]
+    return [record for record in found if _is_whole_outside(state, model, record)]
 
 
-def _is_whole_outside(model: Model, record: VersionRecord) -> bool:
-    return any(_is_cut_outside(model, record, cut) for cut in model.known_cuts())
+def _is_whole_outside(state: State, model: Model, record: VersionRecord) -> bool:
+    return any(_is_cut_outside(state, model, record, cut) for cut in model.known_cuts())
 
 
-def _is_cut_outside(model: Model, record: VersionRecord, cut: Cut) -> bool:
+def _is_cut_outside(state: State, model: Model, record: VersionRecord, cut: Cut) -> bool:
     for line in cut:
         reliable = model.reliable.get(line, {})
         needs_reliable = any(w.replica not in record.publishers and w not in model.closing for w in reliable)
         outside = (worker for worker in record.whole.get(line, {}) if worker.replica not in record.publishers)
-        if not any(worker in reliable or not needs_reliable for worker in outside):
+        count = (worker for worker in outside if worker in reliable or not needs_reliable)
+        if not any(_is_to_stay(state, worker, record.version) for worker in count):
             return False
     return True
+
+
+def _is_to_stay(state: State, worker: WorkerId, version: Version) -> bool:
+    """What it has of the version is more than a host copy that is about to go."""
+    member = state.members.get(worker)
+    return member is not None and (member.holds(version) or member.has_whole_copy(version))
 
 
 def _is_all_outside(model: Model, record: VersionRecord) -> bool:
