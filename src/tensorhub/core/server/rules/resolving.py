@@ -4,11 +4,12 @@ What was held before counts where a call is made once more: the version that it 
 had been written over the former one. Its caller still waits in one and the same call.
 """
 
-from ...messages import Failure, Holding, Spec
+from ...messages import Failure, Holding, Spec, Vacated, Withdrawing
 from ...names import Version
 from ...version_spec import PREFETCHED
 from ..catalog import Model
 from ..groups import GroupCall, Replica
+from ..membership import Member
 from ..state import State
 
 
@@ -16,7 +17,7 @@ def meant_by(
     state: State, model: Model, replica: Replica, call: GroupCall
 ) -> tuple[Version, None] | tuple[None, Failure]:
     """The version, or why there is none now."""
-    held = _held_by_all(state, replica)
+    held = _held_by_all(state, replica, call)
     if call.spec == PREFETCHED:
         version, failure = _prefetched(state, model, replica, held)
     else:
@@ -55,14 +56,20 @@ def _prefetched(
     return (held, None) if held is not None else model.resolve("latest")
 
 
-def _held_by_all(state: State, replica: Replica) -> Version | None:
+def _held_by_all(state: State, replica: Replica, call: GroupCall) -> Version | None:
     """The version that each shard of the replica holds, if it is one."""
-    held = []
-    for worker in replica.members.values():
-        member = state.members.get(worker)
-        buffer = member.content.buffer if member is not None else None
-        held.append(buffer.version if isinstance(buffer, Holding) else None)
+    members = (state.members.get(worker) for worker in replica.members.values())
+    held = [_held(replica, call, member) if member is not None else None for member in members]
     return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
+
+
+def _held(replica: Replica, call: GroupCall, member: Member) -> Version | None:
+    """What it holds, or will hold again: it had withdrawn for a call before this one, which did not end well."""
+    buffer, told = member.content.buffer, member.report.call
+    comes_back = told is not None and replica.finished < told.number < call.number
+    if isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing | Vacated) and comes_back):
+        return buffer.version
+    return None
 
 
 def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | None:
