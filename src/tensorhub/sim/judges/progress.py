@@ -69,6 +69,11 @@ class ProgressJudge(Judge):
         lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
         calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
         begun = [call for call in calls if call.began >= (since if call.ended < inf else plain_at)]
+        for call in calls:
+            step = [other for other in calls if abs(other.began - call.began) < self.spread_s]
+            is_over = max(other.ended for other in step) < self.now - MOST_REST_S - self.spread_s
+            if _met_an_old_call(call, lives) and not is_over:
+                return True  # it is as if that step of its program had not been made
         if any(call.resolved == newest and self._has_failed(call) for call in calls):
             return False
         ended = max((call.ended for call in calls if call.ended < inf and call.error is None), default=-inf)
@@ -163,3 +168,11 @@ class ProgressJudge(Judge):
                 is_established = version == self.truth.established.get(life.me.model) or len(publishers) > 1
                 if version not in pinned and is_old and not is_established:
                     self.broken(f"{life.name} still has a host copy of version {version}", "leak")
+
+
+def _met_an_old_call(call: Call, lives: list[Life]) -> bool:
+    """It failed at once, as another shard's call had just failed that the server had not heard the end of."""
+    if call.error is None or call.error.code != "group-incomplete":
+        return False
+    past = (old for life in lives for old in life.past if old is not call)
+    return any(old.error is not None and old.began < call.began < old.end_heard for old in past)

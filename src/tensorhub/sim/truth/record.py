@@ -180,8 +180,16 @@ class Truth:
                     self.established_among_spot[shard] = None
 
     def was_established(self, model: str, before: float) -> bool:
-        """The newest established version was so before that time, and of each shard a holder has been heard since."""
+        """The newest established version was so before that time, and of each shard a holder has been heard since.
+
+        Not if a reliable worker of a shard that only spot workers have came before the server can have heard of them.
+        """
         since = self.established_at.get(model, inf)
+        heard_s = self.plan.settings.report_s + 8 * self.plan.conditions.delay_s
+        for life in self.lives.values():
+            is_among_spot = life.hello.reliable and life.shard in self.established_among_spot
+            if is_among_spot and life.me.model == model and since <= life.started < since + heard_s:
+                return False
         return since <= before and all(any(h.heard_at > since for h in some) for some in self._established_in[model])
 
     def _outside(
