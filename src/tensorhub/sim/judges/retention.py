@@ -24,7 +24,8 @@ class RetentionJudge(Judge):
             return
         if made.root_of(life.shard) is None or self._was_lost(life, version):
             return
-        if not self._had_room(life, where) and self._were_all_away(life, version):
+        had_room = self._had_room(life, where) and life.full_until <= self._lately
+        if not had_room and self._were_all_away(life, version):
             return
         if any(other.hello.reliable for other in truth.holders(life.shard, version) if other is not life):
             return
@@ -86,6 +87,11 @@ class RetentionJudge(Judge):
         """Before it gave the version up, something else could have been kept beside it."""
         return self._has_room(life) and (self.conditions.host_copies > len(life.copies) + 1 or "host" not in where)
 
+    @property
+    def _lately(self) -> float:
+        """When it was decided that somebody may give a version up, which takes so long at most."""
+        return self.now - FLEETING_S - 8 * self.conditions.delay_s
+
     def _was_lost(self, life: Life, version: Version) -> bool:
         """Some other shard of it had been lost before, so there was nothing left to keep."""
         model = life.me.model
@@ -98,11 +104,10 @@ class RetentionJudge(Judge):
 
     def _were_all_away(self, life: Life, version: Version) -> bool:
         """All who have some other shard of it have hardly come back from where the server could not hear them."""
-        lately = self.now - FLEETING_S - 8 * self.conditions.delay_s
         shards = [(life.shard[0], shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
         return any(
             all(
-                not self.truth.is_in_session(other) or other.away_until > lately
+                not self.truth.is_in_session(other) or other.away_until > self._lately
                 for other in self.truth.holders(shard, version)
             )
             for shard in shards
