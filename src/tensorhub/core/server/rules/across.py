@@ -23,7 +23,7 @@ from ..lines import Cut, Line
 from ..membership import Crossing, Member
 from ..open_reads import OpenRead
 from ..state import State
-from . import crossing, progress, sources, witness
+from . import crossing, progress, retention, sources, witness
 from .selection import Candidate, choose_source
 from .wanted import Wanted
 
@@ -132,7 +132,7 @@ def _is_elected(state: State, model: Model, record: VersionRecord, member: Membe
         read = state.reads.current.get(other.worker)
         if other is member or other.hello.site != member.hello.site or read is None or read.version != record.version:
             continue
-        if other.turns_lost > member.turns_lost:
+        if other.turns_lost > member.turns_lost or retention.waits_for_its_readers(state, other, record.version):
             continue
         if (
             read.part is not None

@@ -6,7 +6,7 @@
 from collections.abc import Generator, Iterator
 
 from ...messages import Withdrawing
-from ...names import Version, WorkerId
+from ...names import Version
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..decisions import Decision, Give, LookAgain
@@ -14,7 +14,7 @@ from ..membership import Member
 from ..open_reads import OpenRead
 from ..state import State
 from . import across, crossing, moving, progress, retention, sharing, sources, witness
-from .selection import choose_source
+from .selection import Candidate, choose_source
 from .wanted import Wanted
 
 
@@ -46,7 +46,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
             return
         if not _is_to_be_left(state, source, current):
             return
-        waits_for_us = _waits_for_its_readers(state, source, current)
+        waits_for_us = not current.grant.from_host and retention.waits_for_its_readers(state, source, current.version)
         others = [c for c in sources.candidates(state, model, record, member) if waits_for_us or not c.is_withdrawing]
         if facts.is_here(state, source):
             others = [c for c in others if not c.is_doubtful]
@@ -99,14 +99,7 @@ def _is_to_be_left(state: State, source: Member, read: OpenRead) -> bool:
     its_own = state.reads.current.get(read.source)
     if its_own is None or its_own.version != read.version or its_own.grant.to_host != from_host:
         return True
-    return _waits_for_its_readers(state, source, read)
-
-
-def _waits_for_its_readers(state: State, source: Member, read: OpenRead) -> bool:
-    """The source has a part of the version, and goes on only when others have it all: they must get it elsewhere."""
-    if read.grant.from_host or not isinstance(source.content.buffer, Withdrawing):
-        return False
-    return source.content.held != read.version and retention.leaves_last(state, source)
+    return not from_host and retention.waits_for_its_readers(state, source, read.version)
 
 
 def _is_impatient(source: Member, version: Version) -> bool:
@@ -150,14 +143,14 @@ def _has_sound_source(state: State, model: Model, record: VersionRecord, member:
         not candidate.is_doubtful
         and not candidate.is_withdrawing
         and candidate.avoided_until <= state.now
-        and not _waits_to_begin(state, record, candidate.worker)
+        and not _waits_itself(state, record, candidate)
         for candidate in sources.to_choose_from(state, model, record, member)
     )
 
 
-def _waits_to_begin(state: State, record: VersionRecord, source: WorkerId) -> bool:
+def _waits_itself(state: State, record: VersionRecord, source: Candidate) -> bool:
     """It has nothing of the version yet, and cannot begin to read it."""
-    read = state.reads.current.get(source)
+    read = state.reads.current.get(source.worker)
     return read is not None and read.version == record.version and progress.cannot_begin(state, read)
 
 

@@ -143,6 +143,12 @@ def leaves_last(state: State, member: Member) -> bool:
     return must_stay(state, state.models[member.hello.model], member)
 
 
+def waits_for_its_readers(state: State, member: Member, version: Version) -> bool:
+    """It has a part of the version at most, and goes on only when others have it all: they must get it elsewhere."""
+    is_leaving = isinstance(member.content.buffer, Withdrawing) and member.content.held != version
+    return is_leaving and leaves_last(state, member)
+
+
 def version_to_offload(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy to its own host memory before its buffer may change."""
     buffer = member.content.buffer
