@@ -94,7 +94,7 @@ def test_who_keeps_the_last_usable_version_waits_only_where_all_others_are_down(
     bench.conditions = replace(bench.conditions, host_copies=0)
     bench.truth.plan = replace(bench.truth.plan, conditions=bench.conditions)
     bench.rollout.held = Held(Version(0), ROOT, since=0.5)
-    bench.truth.established["m"] = Version(0)
+    monkeypatch.setattr(bench.truth.established, "version", lambda model: Version(0))
     other = bench.life("other")
     judge = ProgressJudge(bench.truth, bench.world)
     down = [other]

@@ -95,7 +95,7 @@ class ProgressJudge(Judge):
         are down for good. It waits for them rather than risk that one (docs/status.md).
         """
         model = replica.partition("/")[0]
-        keeps, trainers = self.truth.established.get(model), [r.name for r in self.plan.replicas if r.is_trainer]
+        keeps, trainers = self.truth.established.version(model), [r.name for r in self.plan.replicas if r.is_trainer]
         lives = [life for me, life in self.truth.lives.items() if me.model == model and me.replica not in trainers]
         mine = [life for life in lives if f"{model}/{life.me.replica}" == replica]
         others = {life.me.replica: None for life in lives if life not in mine}
@@ -165,7 +165,7 @@ class ProgressJudge(Judge):
                 is_old = newest is None or is_spare or version < newest - 2 * self.conditions.retain
                 is_old = is_old and version not in self._kept(life.me.model)
                 publishers = [r for r in self.plan.replicas if r.is_trainer and r.model == life.me.model]
-                is_established = version == self.truth.established.get(life.me.model) or len(publishers) > 1
+                is_established = version == self.truth.established.version(life.me.model) or len(publishers) > 1
                 if version not in pinned and is_old and not is_established:
                     self.broken(f"{life.name} still has a host copy of version {version}", "leak")
 

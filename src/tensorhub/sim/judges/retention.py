@@ -38,7 +38,7 @@ class RetentionJudge(Judge):
         if self._is_retained(life, version):
             self.broken(f"{life.name} gave up the last reliable reference of version {version}, {where}")
         heard_s = FLEETING_S + 8 * self.conditions.delay_s  # until then a server may not know what it let go
-        is_established = truth.established.get(model) == version and truth.was_established(model, self.now - heard_s)
+        is_established = truth.established.is_known(model, version, self.now - heard_s)
         if is_established and self._had_room(life, where) and not self._is_with_spot(life, version):
             text = f"{life.name} gave up the last reliable reference of version {version}, {where}, and no newer one"
             self.broken(f"{text} is established", "G6 established")
@@ -81,7 +81,7 @@ class RetentionJudge(Judge):
     def _is_with_spot(self, life: Life, version: Version) -> bool:
         """A spot worker has it, and it was established among such: no reliable one lived outside its publisher."""
         is_any = any(other is not life for other in self.truth.holders(life.shard, version))
-        return is_any and life.shard in self.truth.established_among_spot
+        return is_any and self.truth.established.is_among_spot(life.shard)
 
     def _had_room(self, life: Life, where: str) -> bool:
         """Before it gave the version up, something else could have been kept beside it."""

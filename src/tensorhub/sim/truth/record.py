@@ -11,6 +11,7 @@ from ...core.worker.events_across import PartEnded
 from ..plan import Plan
 from ..world import World
 from .contents import derived
+from .established import Established
 from .life import BAR, Call, Copied, Held, Life, Read
 from .troubles import Troubles
 
@@ -50,10 +51,7 @@ class Truth:
         self.by_shard: dict[tuple[str, int], dict[WorkerId, None]] = {}
         self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
         self.lost: dict[tuple[str, Version], float] = {}  # when a shard had no holder, the last time that was so
-        self.established: dict[str, Version] = {}  # the newest of each model that is whole outside its publisher
-        self.established_at: dict[str, float] = {}  # and since when
-        self._established_in: dict[str, list[list[Life]]] = {}  # for each shard, who had it then
-        self.established_among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
+        self.established = Established(self)
         self.last_holder_gone: dict[
             tuple[str, int, Version], float
         ] = {}  # when a reliable holder died or was told to go
@@ -157,48 +155,6 @@ class Truth:
             if made.exists < inf and made.roots.get(life.me.shard) == root:
                 made.known = min(made.known, self.now)
 
-    def note_whole(self, life: Life, version: Version) -> None:
-        """One more has all of its shard: perhaps the version is established by that."""
-        model, made = life.me.model, self.exists(life.me.model, version)
-        if made is None or version <= self.established.get(model, Version(-1)):
-            return
-        unburied_s = 1.2 * self.plan.settings.lease_s  # so long a server may believe that who has died lives
-        unburied = [other for other in self.dead.values() if self.now - other.died < unburied_s]
-        living = [other for other in self.lives.values() if self.may_be_in_session(other)]
-        outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica != made.replica)
-        sessions = [other for other in outside if other.hello.reliable]
-        reliable = {other.shard: None for other in sessions}  # a replica may live in part
-        for cut in self.cuts(model):
-            found = [self._outside(shard, version, made, reliable) for shard in cut]
-            if not all(found):
-                continue
-            self.established[model], self.established_at[model] = version, self.now
-            self._established_in[model] = found
-            for shard in cut:
-                self.established_among_spot.pop(shard, None)
-                if shard not in reliable:
-                    self.established_among_spot[shard] = None
-
-    def was_established(self, model: str, before: float) -> bool:
-        """The newest established version was so before that time, and of each shard a holder has been heard since.
-
-        Not if a reliable worker of a shard that only spot workers have came before the server can have heard of them.
-        """
-        since = self.established_at.get(model, inf)
-        heard_s = self.plan.settings.report_s + 8 * self.plan.conditions.delay_s
-        for life in self.lives.values():
-            is_among_spot = life.hello.reliable and life.shard in self.established_among_spot
-            if is_among_spot and life.me.model == model and since <= life.started < since + heard_s:
-                return False
-        return since <= before and all(any(h.heard_at > since for h in some) for some in self._established_in[model])
-
-    def _outside(
-        self, shard: tuple[str, int], version: Version, made: Made, reliable: dict[tuple[str, int], None]
-    ) -> list[Life]:
-        """Who has it beside its publisher: the reliable ones, where any lives."""
-        holders = [holder for holder in self.holders(shard, version) if holder.me.replica != made.replica]
-        return [holder for holder in holders if holder.hello.reliable or shard not in reliable]
-
     def note_loss(self, life: Life, version: Version) -> None:
         """The process has it no longer: perhaps nobody has."""
         is_gone = not self.is_whole(life.me.model, version) if life.cut else not self.holders(life.shard, version)
@@ -270,7 +226,7 @@ class Truth:
             case events.CopiedOut(version, failure):
                 if failure is None and life.copying is not None:
                     life.copies[version] = Copied(version, life.copying[1], self.now, life.host_memory(version))
-                    self.note_whole(life, version)
+                    self.established.note_whole(life, version)
                 life.copying = None
             case events.CopyDropped(version):
                 life.freeing.pop(version, None)
@@ -284,10 +240,10 @@ class Truth:
         life.crossed = (version, life.crosses_since(read)) if read.is_cross_site else None
         if complete and read.grant.to_host:
             life.copies[version] = Copied(version, root, self.now, read.into, not read.shares)
-            self.note_whole(life, version)
+            self.established.note_whole(life, version)
         elif complete and life.call is not None:
             life.held, life.poisoned = Held(version, root, self.now), False
-            self.note_whole(life, version)
+            self.established.note_whole(life, version)
         elif code and not read.is_stopped:
             life.failures.append((self.now, read.grant.source, code))
 
@@ -297,7 +253,7 @@ class Truth:
             case events.StartServing(version, root):
                 is_published = life.call is not None and life.call.verb == "publish"
                 life.held, life.poisoned = Held(version, root, self.now, is_published), False
-                self.note_whole(life, version)
+                self.established.note_whole(life, version)
             case events.StopServing(version):
                 if life.held is not None and life.held.version == version:
                     life.held.is_served, life.held.stopped_at = False, self.now
@@ -374,6 +330,7 @@ class Truth:
         if self.now > life.heard_at + MOST_OF_A_LEASE * self.plan.settings.lease_s:
             life.away_until = self.now
         life.heard, life.heard_at, life.heard_by, life.is_connected = report, self.now, self.server_life, True
+        self.established.heard(life)
         for call in reversed(life.past):
             if call.end_heard < inf:
                 break
@@ -391,3 +348,4 @@ class Truth:
         for copy in life.said.copies if life.said is not None else ():
             if copy.number in orders.release:
                 life.released[copy.version] = None
+                self.established.released(life, copy.version)

@@ -1,0 +1,97 @@
+"""Which version of each model is established: whole outside its publisher, and since when a server must know that."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...core.names import Version
+from .life import Life
+
+if TYPE_CHECKING:
+    from .record import Made, Truth
+
+
+@dataclass
+class Newest:
+    """The newest established version of one model."""
+
+    version: Version
+    since: float
+    holders: list[list[Life]]  # of each shard, when it became so
+    said: dict[int, Life] = field(default_factory=dict)  # who has been heard of those since, by shard
+
+
+class Established:
+    """Asked by the judges what a server may not give up."""
+
+    def __init__(self, truth: "Truth") -> None:
+        self._truth = truth
+        self._newest: dict[str, Newest] = {}
+        self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
+
+    def version(self, model: str) -> Version | None:
+        """The newest one of the model."""
+        newest = self._newest.get(model)
+        return newest.version if newest is not None else None
+
+    def is_among_spot(self, shard: tuple[str, int]) -> bool:
+        """Only workers that nobody relies on had that shard of it, as there were no others."""
+        return shard in self._among_spot
+
+    def note_whole(self, life: Life, version: Version) -> None:
+        """One more has all of its shard: perhaps the version is established by that."""
+        truth, model = self._truth, life.me.model
+        made, newest = truth.exists(model, version), self._newest.get(model)
+        if made is None or (newest is not None and version <= newest.version):
+            return
+        unburied_s = 1.2 * truth.plan.settings.lease_s  # so long a server may believe that who has died lives
+        unburied = [other for other in truth.dead.values() if truth.now - other.died < unburied_s]
+        living = [other for other in truth.lives.values() if truth.may_be_in_session(other)]
+        outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica != made.replica)
+        reliable = {other.shard: None for other in outside if other.hello.reliable}  # a replica may live in part
+        for cut in truth.cuts(model):
+            found = [self._outside(shard, version, made, reliable) for shard in cut]
+            if not all(found):
+                continue
+            self._newest[model] = Newest(version, truth.now, found)
+            for shard in cut:
+                self._among_spot.pop(shard, None)
+                if shard not in reliable:
+                    self._among_spot[shard] = None
+
+    def _outside(
+        self, shard: tuple[str, int], version: Version, made: "Made", reliable: dict[tuple[str, int], None]
+    ) -> list[Life]:
+        """Who has it beside its publisher: the reliable ones, where any lives."""
+        holders = [holder for holder in self._truth.holders(shard, version) if holder.me.replica != made.replica]
+        return [holder for holder in holders if holder.hello.reliable or shard not in reliable]
+
+    def heard(self, life: Life) -> None:
+        """A server has taken in its report."""
+        newest = self._newest.get(life.me.model)
+        if newest is None or not self._truth.said_to_have(life, newest.version):
+            return
+        is_held = life.held is not None and life.held.version == newest.version
+        for place, holders in enumerate(newest.holders):
+            if life in holders and (is_held or newest.version not in life.released):
+                newest.said.setdefault(place, life)
+
+    def released(self, life: Life, version: Version) -> None:
+        """A server lets its copy go. If it had not heard of all shards yet, it does not count this one any more."""
+        newest = self._newest.get(life.me.model)
+        if newest is not None and newest.version == version and len(newest.said) < len(newest.holders):
+            newest.said = {place: other for place, other in newest.said.items() if other is not life}
+
+    def is_known(self, model: str, version: Version, before: float) -> bool:
+        """That version was the newest one before that time, and of each shard a holder has said so since.
+
+        Not if a reliable worker of a shard that only spot workers have came before the server can have heard of them.
+        """
+        newest, truth = self._newest.get(model), self._truth
+        if newest is None or newest.version != version or newest.since > before:
+            return False
+        heard_s = truth.plan.settings.report_s + 8 * truth.plan.conditions.delay_s
+        for life in truth.lives.values():
+            is_other = life.hello.reliable and life.me.model == model and life.shard in self._among_spot
+            if is_other and newest.since <= life.started < newest.since + heard_s:
+                return False
+        return len(newest.said) == len(newest.holders)
