@@ -70,8 +70,9 @@ class CrossingJudge(Judge):
             return True
         if not troubles.serves(other, since) or other.layout != reader.layout:
             return True
-        if reader.stood_still.get(other.me, -inf) > settled - self.settings.leave_s:
-            return True  # a source from which nothing came is the reader's last choice for a while
+        stood_still = (life.stood_still.get(other.me, -inf) for life in self.truth.same_shard(reader.shard))
+        if any(at > settled - self.settings.leave_s for at in stood_still):
+            return True  # a source from which nothing came is everybody's last choice for a while
         has_failed = other.failed_since(since) or reader.failed_since(since, other.me)
         return has_failed or self._withdrew(other, since)
 
