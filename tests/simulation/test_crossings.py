@@ -6,6 +6,7 @@ import pytest
 
 from tensorhub.core.messages import PROTOCOL, Grant, Hello
 from tensorhub.core.names import Digest, Ticket, Version, WorkerId, worker_id
+from tensorhub.core.worker.events import ReadEnded
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.crossings import CrossingJudge
 from tensorhub.sim.truth.life import Life, Memory
@@ -19,7 +20,7 @@ ROOT, VERSION = Digest("root"), Version(1)
 
 @dataclass
 class Reading:
-    """A read into a host copy, from another site."""
+    """A read into a host copy, from another site or from `first`."""
 
     grant: Grant
     began: float
@@ -27,6 +28,12 @@ class Reading:
     is_ended: bool = False
     shares: bool = False
     is_cross_site: bool = True
+    done: int = 0
+    root: Digest = ROOT
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.grant.ticket
 
     @property
     def tickets(self) -> dict[Ticket, WorkerId]:
@@ -59,16 +66,33 @@ class Bench:
         life.heard_by, life.heard_since, life.trust_until = self.truth.server_life, 0.0, 1000.0
         return life
 
-    def reading(self, ticket: int, *, began: float) -> Reading:
-        grant = Grant(Ticket(ticket), VERSION, ROOT, worker_id("m", "far", 0), (), "", to_host=True, is_cross_site=True)
-        return Reading(grant, began)
+    def reading(self, ticket: int, *, began: float, source: str = "far") -> Reading:
+        is_far = source == "far"
+        grant = Grant(
+            *(Ticket(ticket), VERSION, ROOT, worker_id("m", source, 0), (), ""),
+            from_host=not is_far,
+            to_host=True,
+            is_cross_site=is_far,
+        )
+        return Reading(grant, began, is_cross_site=is_far)
 
     def at(self, now: float) -> None:
         self.world.now = now
 
-    def chunk_comes_to_first(self, now: float) -> None:
+    def chunk_comes_to_first(self, now: float, chunk: int = 0) -> None:
         self.at(now)
-        self.truth.accepted(self.first, self.early)
+        self.truth.accepted(self.first, self.early, chunk)
+
+    def chunk_comes_to_second_behind_first(self, now: float, *, first_had_it_at: float) -> None:
+        """Its first chunk, just after `first` has got the last one; later the second reads from afar."""
+        self.at(10.0)
+        behind = self.reading(3, began=10.0, source="first")
+        self.truth.begins(self.second, behind)
+        self.chunk_comes_to_first(first_had_it_at, 0)
+        self.chunk_comes_to_first(now - 0.1, 1)
+        self.truth.told(self.first, ReadEnded(self.early.ticket, complete=True))
+        self.at(now)
+        self.truth.accepted(self.second, behind, 0)
 
     def chunk_goes_to_second(self, now: float) -> None:
         self.at(now)
@@ -89,3 +113,16 @@ def test_that_the_first_had_stood_still_is_remembered_though_it_stood_still_agai
     for now in (16.0, 19.8, 22.1):  # nothing for 3.8 s when the second began, and then nothing for 2.3 s once more
         bench.chunk_comes_to_first(now)
     bench.chunk_goes_to_second(22.5)
+
+
+def test_who_got_nothing_for_long_of_what_its_source_had_may_read_from_afar_though_the_source_got_on() -> None:
+    bench = Bench()
+    bench.chunk_comes_to_second_behind_first(13.5, first_had_it_at=11.0)
+    bench.chunk_goes_to_second(20.5)
+
+
+def test_who_got_a_chunk_soon_after_its_source_had_it_may_not_read_from_afar() -> None:
+    bench = Bench()
+    bench.chunk_comes_to_second_behind_first(13.5, first_had_it_at=12.0)
+    with pytest.raises(OracleViolation, match="has or reads it"):
+        bench.chunk_goes_to_second(20.5)

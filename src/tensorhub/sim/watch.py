@@ -224,7 +224,7 @@ class Watch:
     def accepted(self, process: "Process", read: SimRead | SimAcross, chunk: int) -> None:
         """A reader takes a chunk for good."""
         self.memory.accepted(self.life(process), read, chunk, read.target.memory[chunk])
-        self.truth.accepted(self.life(process), read)
+        self.truth.accepted(self.life(process), read, chunk)
 
     def chunk_sent(self, source: "Process", read: SimRead, chunk: int) -> None:
         """A chunk goes over the wire."""

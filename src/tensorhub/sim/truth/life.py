@@ -38,6 +38,9 @@ class Read(Protocol):
     @property
     def into(self) -> Memory: ...
 
+    @property
+    def done(self) -> int: ...
+
     def read_now(self) -> Sequence[Part]: ...
 
     @property
@@ -54,6 +57,7 @@ class Held:
     published: bool = False
     is_served: bool = True
     stopped_at: float = inf  # peers were told off
+    landed: dict[int, float] = field(default_factory=dict)  # when each chunk was in place, if it came by a read
 
 
 @dataclass(eq=False)
@@ -65,6 +69,7 @@ class Copied:
     since: float
     memory: Memory  # which others may share
     is_counted: bool = True  # here, and not where it is shared from
+    landed: dict[int, float] = field(default_factory=dict)  # as in `Held`
 
 
 @dataclass(eq=False)
@@ -138,10 +143,12 @@ class Life:
     registered: float = 0.0
     close_deadline: float = inf
     fed_at: float = -inf  # when its open read began, or last brought a chunk
+    filling: tuple[Version, bool] | None = None  # what it last began to read, and whether into host memory
+    landed: dict[int, float] = field(default_factory=dict)  # when each chunk of that was in place
     starved: deque[tuple[float, float]] = field(  # from when to when reads brought nothing for long, of late
         default_factory=lambda: deque(maxlen=MOST_SPANS)
     )
-    stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had all: when its read last did
+    stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had more: when its read last did
     failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
     poisoned: bool = False  # a fill that had written ended badly
 
@@ -168,6 +175,13 @@ class Life:
     def has(self, version: Version) -> bool:
         """All of the version is here, to read or to come back to."""
         return (self.held is not None and self.held.version == version) or version in self.copies
+
+    def has_had(self, version: Version, chunk: int, *, on_host: bool) -> float:
+        """Since when it has that chunk; if it has not, since when nothing has come here."""
+        had = self.copies.get(version) if on_host else self.held
+        if had is not None and had.version == version:
+            return had.landed.get(chunk, had.since)
+        return self.landed.get(chunk, self.fed_at) if self.filling == (version, on_host) else self.fed_at
 
     def root_of(self, version: Version) -> Digest:
         """The content that it has under that number."""

@@ -235,14 +235,14 @@ class Truth:
         read, life.read = life.read, None
         if read is None:
             return
-        self._note_stood_still(life, read)
+        self._note_stood_still(life, read, read.done)
         version, root = read.grant.version, read.root
         life.crossed = (version, life.crosses_since(read)) if read.is_cross_site else None
         if complete and read.grant.to_host:
-            life.copies[version] = Copied(version, root, self.now, read.into, not read.shares)
+            life.copies[version] = Copied(version, root, self.now, read.into, not read.shares, life.landed)
             self.established.note_whole(life, version)
         elif complete and life.call is not None:
-            life.held, life.poisoned = Held(version, root, self.now), False
+            life.held, life.poisoned = Held(version, root, self.now, landed=life.landed), False
             self.established.note_whole(life, version)
         elif code and not read.is_stopped:
             life.failures.append((self.now, read.grant.source, code))
@@ -291,27 +291,29 @@ class Truth:
 
     def begins(self, life: Life, read: Read) -> None:
         life.read, life.fed_at = read, self.now
+        filling = read.grant.version, read.grant.to_host
+        if life.filling != filling or not read.done:
+            life.filling, life.landed = filling, {}
         self.note_known(life, read.grant.version, read.grant.root)
 
-    def accepted(self, life: Life, read: Read) -> None:
+    def accepted(self, life: Life, read: Read, chunk: int) -> None:
         """A chunk is in place."""
-        self._note_stood_still(life, read)
+        self._note_stood_still(life, read, chunk)
+        life.landed = {**life.landed, chunk: self.now}
         if self.now - life.fed_at >= self.plan.settings.stalled_s:
             life.starved.append((life.fed_at, self.now))
         life.fed_at = self.now
 
-    def _note_stood_still(self, life: Life, read: Read) -> None:
+    def _note_stood_still(self, life: Life, read: Read, missing: int) -> None:
         """Nothing came by its read for as long as a source is left for.
 
-        That source had all of the version; or it was to get the rest itself, and nothing had come there either.
+        That source had the chunk that was missing; or it was to get it itself, and nothing had come there either.
         """
         source = self.lives.get(read.grant.source)
         if source is None or len(read.tickets) > 1 or source.cut != life.cut:
             return
-        had = source.copies.get(read.grant.version) if read.grant.from_host else source.held
-        is_whole = had is not None and had.version == read.grant.version
-        fed_at = had.since if had is not None and is_whole else source.fed_at
-        if self.now - max(life.fed_at, fed_at) >= self.plan.settings.stalled_s:
+        since = source.has_had(read.grant.version, missing, on_host=read.grant.from_host)
+        if self.now - max(life.fed_at, since) >= self.plan.settings.stalled_s:
             life.stood_still[source.me] = self.now
 
     def said(self, life: Life, report: Report) -> None:
