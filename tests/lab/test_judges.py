@@ -7,10 +7,11 @@ import pytest
 
 from tensorhub.lab.director import Ground, Run
 from tensorhub.lab.events import AnyEvent, Fault, Seen, SeenRead
+from tensorhub.lab.fan_out import FanOutRun
 from tensorhub.lab.goals import Finding
 from tensorhub.lab.network import Place
 from tensorhub.lab.relays import SLOWED, EstablishedRun, SlowRelayRun
-from tensorhub.lab.scenarios import ESTABLISHED, SITES, SLOW_RELAY, Scenario
+from tensorhub.lab.scenarios import ESTABLISHED, LAYOUTS, SITES, SLOW_RELAY, Scenario
 from tensorhub.lab.uplinks import UplinkRun
 
 from .story import published, updated
@@ -91,3 +92,34 @@ def test_who_kept_a_copy_is_told_from_the_others(tmp_path: Path) -> None:
     assert finding.found == (
         "who kept a copy: mean 0.75 s, longest 0.75 s over 1; the others: mean 0.50 s, longest 0.50 s over 1"
     )
+
+
+def fan_out(folder: Path, took_s: list[float], alone: dict[str, float]) -> FanOutRun:
+    """A run of so many rollouts, the first of which has each of three versions at once, and the last so much later."""
+    events: list[AnyEvent] = [published(0.0, 0), updated(9.0, 0, is_first=True)]
+    for version in (1, 2, 3):
+        events.append(published(100.0 * version, version))
+        for number, s in enumerate(took_s):
+            events.append(updated(100.0 * version + s * version, version, process=f"rollout-{number}"))
+    run = FanOutRun(
+        replace(LAYOUTS, rollouts=len(took_s)), "hub", Ground(NOWHERE, NOWHERE, NOWHERE, []), folder / "run", alone
+    )
+    run.events = events
+    return run
+
+
+@pytest.mark.parametrize(("last_s", "holds"), [(5.7, True), (5.8, False)])
+def test_the_last_of_many_is_held_to_what_one_alone_took(tmp_path: Path, last_s: float, holds: bool) -> None:
+    alone: dict[str, float] = {}
+    assert fan_out(tmp_path / "one", [5.0], alone).judge() == []
+    assert alone == {"hub": 10.0}
+    finding = judged(fan_out(tmp_path / "many", [4.0, last_s, 5.0], alone))
+    assert finding.holds == holds
+    assert finding.found.startswith(f"{2 * last_s:.2f} s / 10.00 s = {last_s / 5:.2f} (")
+
+
+def test_without_one_alone_or_a_version_that_all_have_nothing_is_shown(tmp_path: Path) -> None:
+    assert not judged(fan_out(tmp_path / "none", [1.0, 2.0], {})).holds
+    run = fan_out(tmp_path / "half", [1.0, 2.0], {"hub": 10.0})
+    run.events = [event for event in run.events if getattr(event, "process", "") != "rollout-1"]
+    assert not judged(run).holds

@@ -48,7 +48,7 @@ def outcome_of(strategy: str, folder: Path) -> tuple[Run, Outcome]:
     return done, done.outcome()
 
 
-@pytest.mark.parametrize("strategy", ["hub", "hub-always", "hub-python", "star", "store"])
+@pytest.mark.parametrize("strategy", ["hub", "hub-recut", "hub-always", "hub-python", "star", "store"])
 def test_every_rollout_ends_with_the_last_version(strategy: str, tmp_path: Path) -> None:
     done, outcome = outcome_of(strategy, tmp_path)
     assert outcome.hashes_wrong == []
