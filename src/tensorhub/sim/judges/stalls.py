@@ -39,7 +39,9 @@ class StallJudge(Judge):
         call, report = life.call, life.heard
         if call is None or call.verb not in FILLS or call.resolved is None or report is None or life.read is not None:
             return None
-        if life.has(call.resolved) or life.held is not None or life.closing < inf or life.copying is not None:
+        if life.has(call.resolved) or life.held is not None or life.closing < inf:
+            return None
+        if life.copying is not None or life.is_copying_in:
             return None
         buffer, reported = report.buffer, report.call
         is_free = isinstance(buffer, Empty) or (isinstance(buffer, Poisoned) and buffer.version is None)

@@ -120,6 +120,7 @@ class Life:
     copies: dict[Version, Copied] = field(default_factory=dict)
     freeing: dict[Version, Copied] = field(default_factory=dict)  # no copies any more, but their memory is here yet
     copying: tuple[Version, Digest] | None = None  # out
+    is_copying_in: bool = False  # from host memory, which nothing stops
     full_until: float = -inf  # when it last had as many copies as it may have, and let one go
     read: Read | None = None
     crossed: tuple[Version, float] | None = None  # the read that ended last crossed sites: of what, and since when

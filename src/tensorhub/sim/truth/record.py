@@ -223,6 +223,8 @@ class Truth:
             case events.CopyCounted(version):
                 if version in life.copies:
                     life.copies[version].is_counted = True
+            case events.CopiedIn():
+                life.is_copying_in = False
             case events.CopiedOut(version, failure):
                 if failure is None and life.copying is not None:
                     life.copies[version] = Copied(version, life.copying[1], self.now, life.host_memory(version))
@@ -257,6 +259,8 @@ class Truth:
             case events.StopServing(version):
                 if life.held is not None and life.held.version == version:
                     life.held.is_served, life.held.stopped_at = False, self.now
+            case events.CopyIn():
+                life.is_copying_in = True
             case events.CopyOut(version):
                 life.copying = (version, life.held.root if life.held is not None else Digest(""))
             case events.DropCopy(version):
