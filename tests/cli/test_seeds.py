@@ -4,11 +4,15 @@ import io
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from runtime.kit import eventually
 from tensorhub.cli import seeds
 from tensorhub.core.errors import TensorHubError
 from tensorhub.sim.runner import SeedResult
@@ -85,3 +89,25 @@ def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(seeds, "run_seed", die)
     with pytest.raises(TensorHubError, match=r"process died; seed \d was in hand"):
         list(seeds.run_all(range(3), jobs=1))
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def processor_s(pid: int) -> float:
+    """That it has used by itself."""
+    used = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11]
+    return int(used) / os.sysconf("SC_CLK_TCK")
+
+
+def test_nobody_goes_on_simulating_when_the_command_was_killed() -> None:
+    command = [sys.executable, "-m", "tensorhub.cli", "simulate", "--storm", "--jobs", "2"]
+    storm = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        eventually(lambda: sum(processor_s(child) > 1.5 for child in children_of(storm.pid)) >= 2, "both simulate")
+        children = children_of(storm.pid)
+    finally:
+        storm.kill()
+        storm.wait()
+    eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children), "all have ended")

@@ -1,13 +1,16 @@
 """Running many seeds of the simulator at once, in processes of their own, and saying which of them failed."""
 
 import itertools
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait as wait_for
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -42,7 +45,7 @@ def run_all(seeds: Iterable[int], *, jobs: int, until: Callable[[], bool] = lamb
     """Results in the order in which they end. No new seed is begun once `until` says so."""
     waiting = iter(seeds)
     open_runs: dict[Future[SeedResult], int] = {}
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_leave_interrupts_to_the_parent)
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_follow_the_parent)
     try:
         while True:
             room = 0 if until() else jobs * IN_HAND - len(open_runs)
@@ -60,8 +63,17 @@ def run_all(seeds: Iterable[int], *, jobs: int, until: Callable[[], bool] = lamb
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def _follow_the_parent() -> None:
+    """Leave Ctrl-C to it, and end when it has ended, however that was."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait_for([sentinel])
+    os._exit(1)
 
 
 def show_seeds(
