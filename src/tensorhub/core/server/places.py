@@ -32,7 +32,7 @@ def note_line(state: State, member: Member) -> None:
 def note_filled(state: State, model: Model, replica: Replica) -> None:
     """All of its shards have the same version: so what they have registered is all of the model."""
     lines = _lines_of(state, replica)
-    if lines is not None and lines not in model.cuts:
+    if lines is not None and lines != replica.cut:
         note_cut(model, replica, lines)
         state.mark_everyone_dirty(model)
 

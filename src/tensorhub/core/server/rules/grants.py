@@ -111,7 +111,8 @@ def _grant(state: State, model: Model, record: VersionRecord, member: Member, *,
     if (yield from _read_across(state, model, record, member, to_host=to_host)):
         return
     if member.line not in record.roots:  # only such as are filling have reported: nobody could say what is good
-        yield from across.see_that_it_begins(state, model, record, member)
+        if crossing.can_cross(record, member.line):
+            yield from across.see_that_it_begins(state, model, record, member)
         return
     if to_host and (yield from _share(state, model, record, member)):
         return
@@ -143,12 +144,12 @@ def _has_sound_source(state: State, model: Model, record: VersionRecord, member:
         not candidate.is_doubtful
         and not candidate.is_withdrawing
         and candidate.avoided_until <= state.now
-        and not _waits_itself(state, record, candidate)
+        and not _waits_to_begin(state, record, candidate)
         for candidate in sources.to_choose_from(state, model, record, member)
     )
 
 
-def _waits_itself(state: State, record: VersionRecord, source: Candidate) -> bool:
+def _waits_to_begin(state: State, record: VersionRecord, source: Candidate) -> bool:
     """It has nothing of the version yet, and cannot begin to read it."""
     read = state.reads.current.get(source.worker)
     return read is not None and read.version == record.version and progress.cannot_begin(state, read)
