@@ -240,6 +240,9 @@ class SimAcross:
         else:
             part.arrived_bytes += CHUNK_BYTES
             reader.tell(PartMeasured(self.ticket, ticket, part.arrived_bytes))
+            if self.is_stopped or self.is_ended:  # its time was up just then
+                self._stopped()
+                return
             reader.accept(chunk, self)
             self._step()
 
