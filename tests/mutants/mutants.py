@@ -298,9 +298,40 @@ MUTANTS = (
     ),
     Mutant(
         "what its publisher has makes it established",
-        "        if not any(worker in reliable or not needs_reliable for worker in outside):\n",
-        "        if not record.whole.get(line):\n",
+        "        outside = (worker for worker in record.whole.get(line, {}) if worker.replica not in record.publishers)\n"
+        "        count",
+        "        outside = iter(record.whole.get(line, {}))\n        count",
         "a version is established outside its publisher only",
+    ),
+    Mutant(
+        "a copy that was told to go makes it established",
+        "        if not any(_is_to_stay(state, worker, record.version) for worker in count):\n",
+        "        if not any(True for _ in count):\n",
+        "a version is established only by what is to stay",
+    ),
+    Mutant(
+        "a mixture is a cut",
+        "    return before is not None and lines != before and any(line in before for line in lines)\n",
+        "    return False\n",
+        "the shards of a replica are of a cut only if they have been registered as one",
+    ),
+    Mutant(
+        "a shard that will hold its version again holds nothing",
+        "    comes_back = told is not None and replica.finished < told.number < call.number\n",
+        "    comes_back = False\n",
+        "an update never goes back",
+    ),
+    Mutant(
+        "who keeps the last version keeps others from reading across",
+        " or retention.waits_for_its_readers(state, other, record.version):\n            continue\n",
+        ":\n            continue\n",
+        "of two that wait for each other one reads across",
+    ),
+    Mutant(
+        "a seed that cannot begin is waited for",
+        "    return begins_until(state, read) <= state.now\n",
+        "    return False\n",
+        "nobody waits for a reader whose former read does not stop",
     ),
     Mutant(
         "without room it does not leave last",
@@ -334,9 +365,9 @@ MUTANTS = (
     ),
     Mutant(
         "content is granted that nobody vouched for",
-        "    if member.line not in record.roots:\n        return  #",
-        "    if member.line not in record.roots:\n"
-        "        record.roots[member.line] = record.layouts.setdefault(member.line, member.report.layout)  #",
+        "            yield from across.see_that_it_begins(state, model, record, member)\n        return\n",
+        "            yield from across.see_that_it_begins(state, model, record, member)\n"
+        "        record.roots[member.line] = record.layouts.setdefault(member.line, member.report.layout)\n",
         "a grant names the root that a holder or publisher has reported",
     ),
     Mutant(
