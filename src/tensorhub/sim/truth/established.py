@@ -26,6 +26,7 @@ class Established:
     def __init__(self, truth: "Truth") -> None:
         self._truth = truth
         self._newest: dict[str, Newest] = {}
+        self._known: dict[str, Newest] = {}  # the newest of which a server has been told, by holders of all shards
         self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
 
     def version(self, model: str) -> Version | None:
@@ -74,6 +75,8 @@ class Established:
         for place, holders in enumerate(newest.holders):
             if life in holders and (is_held or newest.version not in life.released):
                 newest.said.setdefault(place, life)
+        if len(newest.said) == len(newest.holders):
+            self._known[life.me.model] = newest
 
     def released(self, life: Life, version: Version) -> None:
         """A server lets its copy go. If it had not heard of all shards yet, it does not count this one any more."""
@@ -82,16 +85,27 @@ class Established:
             newest.said = {place: other for place, other in newest.said.items() if other is not life}
 
     def is_known(self, model: str, version: Version, before: float) -> bool:
-        """That version was the newest one before that time, and of each shard a holder has said so since.
+        """That is the newest one, before that time, of which a server has been told by holders of all shards.
 
-        Not if a reliable worker of a shard that only spot workers have came before the server can have heard of them.
+        Not if a newer one has become it since: that may be known from others. Nor if a reliable worker of a shard that
+        only spot workers have came before the server can have heard of them.
         """
-        newest, truth = self._newest.get(model), self._truth
-        if newest is None or newest.version != version or newest.since > before:
+        known, newest, truth = self._known.get(model), self._newest.get(model), self._truth
+        if known is None or newest is None or known.version != version or known.since > before:
+            return False
+        if newest is not known and self._may_be_known(newest):
             return False
         heard_s = truth.plan.settings.report_s + 8 * truth.plan.conditions.delay_s
         for life in truth.lives.values():
             is_other = life.hello.reliable and life.me.model == model and life.shard in self._among_spot
-            if is_other and newest.since <= life.started < newest.since + heard_s:
+            if is_other and known.since <= life.started < known.since + heard_s:
                 return False
-        return len(newest.said) == len(newest.holders)
+        return True
+
+    def _may_be_known(self, newest: Newest) -> bool:
+        """Each shard has somebody who has told a server of it, whether he was among the first or not."""
+        shards = [holders[0].shard for holders in newest.holders]
+        return all(
+            any(self._truth.said_to_have(life, newest.version) for life in self._truth.same_shard(shard))
+            for shard in shards
+        )
