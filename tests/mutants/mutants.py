@@ -317,8 +317,8 @@ MUTANTS = (
     ),
     Mutant(
         "a shard that will hold its version again holds nothing",
-        "    comes_back = told is not None and replica.finished < told.number < call.number\n",
-        "    comes_back = False\n",
+        "    is_former = told is None or replica.finished < told.number < call.number\n",
+        "    is_former = told is None\n",
         "an update never goes back",
     ),
     Mutant(
@@ -426,8 +426,8 @@ MUTANTS = (
     ),
     Mutant(
         "copies are released while they are read",
-        "        if copy.number in member.releasing and not _is_read(state, member, copy)\n",
-        "        if copy.number in member.releasing\n",
+        "    return tuple(copy.number for copy in told if not _is_read(state, member, copy))\n",
+        "    return tuple(copy.number for copy in told)\n",
         "a host copy goes only when nobody reads it",
     ),
     Mutant(
@@ -817,8 +817,8 @@ MUTANTS = (
     ),
     Mutant(
         "a stranger's host copies are released at once",
-        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return ()\n",
-        "    if not model.roll.is_over:\n        return ()\n",
+        "    if not member.releasing or not model.roll.is_over or witness.is_strange(state, member):\n",
+        "    if not member.releasing or not model.roll.is_over:\n",
         "who was not on the roll may serve somebody of whom nobody else has heard",
     ),
     Mutant(
@@ -913,8 +913,8 @@ MUTANTS = (
     ),
     Mutant(
         "nobody waits for copies that the first lease keeps",
-        "    if state.is_recovering and member.content.copies:\n        return True\n",
-        "",
+        "    return bool(_going(member) or (state.is_recovering and member.content.copies))\n",
+        "    return bool(_going(member))\n",
         "the established version is not given up for want of room that others are about to leave",
     ),
     Mutant(
@@ -1194,5 +1194,41 @@ MUTANTS = (
         "        record.layouts.setdefault(line, layout)\n        self.add_holder(record, worker, line)\n",
         "        record.layouts.setdefault(line, layout)\n",
         "what a worker has takes no room of what else it has: nobody could read that",
+    ),
+    Mutant(
+        "who comes to a call while it withdraws holds nothing",
+        "    return buffer.version if is_former or is_this else None\n",
+        "    return buffer.version if is_former else None\n",
+        "an update does not go back because a shard still stops serving what it may hold again",
+    ),
+    Mutant(
+        "a copy that failed makes no room",
+        "    if any(not _is_read(state, member, copy) for copy in _going(member)):\n        is_squeezed = False",
+        "    if False:\n        is_squeezed = False",
+        "no other copy is let go for room that is there in a moment",
+    ),
+    Mutant(
+        "who waits to leave last has begun to read",
+        "    return read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)\n",
+        "    return True\n",
+        "nobody reads from another site what a neighbour has got since",
+    ),
+    Mutant(
+        "who cannot begin waits for a neighbour to have everything",
+        "    return candidate.is_full or _is_sound(state, candidate.worker, without=reader.worker)\n",
+        "    return candidate.is_full\n",
+        "nobody reads from another site what a neighbour is getting",
+    ),
+    Mutant(
+        "who is between two calls holds nothing",
+        "    is_former = told is None or replica.finished < told.number < call.number\n",
+        "    is_former = told is not None and replica.finished < told.number < call.number\n",
+        "an update does not go back because a shard has just ended the call before",
+    ),
+    Mutant(
+        "who has not come to the call yet had nothing",
+        "            had.append(_held(replica, call, member) if member is not None else None)\n",
+        "            had.append(None)\n",
+        "an update that is made once more does not go back because one shard is the first to make it",
     ),
 )

@@ -103,11 +103,12 @@ class RetentionJudge(Judge):
         )
 
     def _were_all_away(self, life: Life, version: Version) -> bool:
-        """All who have some other shard of it have hardly come back from where the server could not hear them."""
+        """All who have some other shard of it were where the server could not hear them, or have only just got it."""
         shards = [(life.shard[0], shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
+        lately = self._lately
         return any(
             all(
-                not self.truth.is_in_session(other) or other.away_until > self._lately
+                not self.truth.is_in_session(other) or max(other.away_until, other.whole_since(version)) > lately
                 for other in self.truth.holders(shard, version)
             )
             for shard in shards

@@ -104,4 +104,9 @@ class VersionJudge(Judge):
         is_copied = copy is not None and copy.since < since
         if (not is_held and not is_copied) or holder.closing <= self.now:
             return False
+        if (
+            holder.heard_by != self.truth.server_life
+            and self.truth.troubles.server_back > since + self.settings.lease_s
+        ):
+            return False  # it may still be about to connect to the new server
         return self.truth.troubles.hears(holder, since)

@@ -177,6 +177,11 @@ class Life:
         """All of the version is here, to read or to come back to."""
         return (self.held is not None and self.held.version == version) or version in self.copies
 
+    def whole_since(self, version: Version) -> float:
+        """Since when it has had all of the version, in one memory or the other; never: for ever from now."""
+        held = self.held.since if self.held is not None and self.held.version == version else inf
+        return min(held, self.copies[version].since if version in self.copies else inf)
+
     def has_had(self, version: Version, chunk: int, *, on_host: bool) -> float:
         """Since when it has that chunk; if it has not, since when nothing has come here."""
         had = self.copies.get(version) if on_host else self.held

@@ -18,6 +18,7 @@ It must never: move all readers of a source at once to another one that serves a
 from collections.abc import Generator, Iterator
 from math import inf
 
+from ...messages import Holding, Withdrawing
 from ...names import WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
@@ -271,25 +272,23 @@ def to_idle(
 
     It leaves a source that is itself still filling, whose pace it follows, or one that serves others too. It never goes
     back: a reader that has a whole source to itself stays there. Between sites the pace is the uplink's: a reader
-    leaves only one that it shares, for one that is idle; but while it cannot begin, any for one in its own site.
+    leaves only one that it shares, for one that is idle; but while it cannot begin, any for any in its own site.
     """
     if state.now < read.looked_at + state.settings.rebalance_s or reader.line not in record.roots:
         return False
     yield LookedForBetter(read)
     source = state.known(read.source)
     is_cross_site = source.hello.site != reader.hello.site
-    reading = reader.report.reading
-    has_begun = reading is not None and reading.ticket == read.ticket
+    may_go_near = is_cross_site and not _has_begun(reader, read)
     is_its_own = facts.is_full(source, read.version, read.grant.from_host) and state.reads.load(read.source) < 2
-    if is_its_own and (has_begun or not is_cross_site):
+    if is_its_own and not may_go_near:
         return False
     is_shared = is_cross_site and sources.reads_leaving(state, record, reader)[source.hello.site] > 0
     better = [
         candidate
-        for candidate in _for_idle(state, model, record, reader, is_shared)
-        if candidate.is_full and not candidate.load and not candidate.published
+        for candidate in _for_idle(state, model, record, reader, is_among_all=is_shared or may_go_near)
         if not candidate.is_withdrawing and not candidate.is_doubtful and not candidate.is_slow
-        if candidate.is_same_site or (is_shared and not candidate.leaving_site)
+        if _is_idle(candidate, is_shared) or (may_go_near and _is_near(state, reader, candidate))
     ]
     choice = choose_source(better, now=state.now)
     if choice is None:
@@ -301,8 +300,31 @@ def to_idle(
     return True
 
 
-def _for_idle(state: State, model: Model, record: VersionRecord, reader: Member, is_shared: bool) -> list[Candidate]:
-    """Among whom an idle source is looked for; where it may be in another site, among all."""
-    if is_shared or not model.roll.is_over:
+def _has_begun(reader: Member, read: OpenRead) -> bool:
+    """It reads, or may any moment: no former read of its own, and nothing that its buffer holds, stands in the way."""
+    reading, buffer = reader.report.reading, reader.content.buffer
+    if reading is None or reading.ticket != read.ticket:
+        return False
+    return read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)
+
+
+def _is_idle(candidate: Candidate, is_shared: bool) -> bool:
+    """It has everything and serves nobody; in another site, no other read leaves that one."""
+    is_all_its_own = candidate.is_full and not candidate.load and not candidate.published
+    return is_all_its_own and (candidate.is_same_site or (is_shared and not candidate.leaving_site))
+
+
+def _is_near(state: State, reader: Member, candidate: Candidate) -> bool:
+    """It is in the reader's own site, and has the version, or gets it."""
+    if not candidate.is_same_site or candidate.avoided_until > state.now:
+        return False
+    return candidate.is_full or _is_sound(state, candidate.worker, without=reader.worker)
+
+
+def _for_idle(
+    state: State, model: Model, record: VersionRecord, reader: Member, *, is_among_all: bool
+) -> list[Candidate]:
+    """Among whom an idle source is looked for; where any other may do, or one in another site, among all."""
+    if is_among_all or not model.roll.is_over:
         return sources.candidates(state, model, record, reader)
     return sources.idle(state, model, record, reader)

@@ -64,19 +64,32 @@ def _held_by_all(state: State, replica: Replica, call: GroupCall) -> Version | N
 
 
 def _held(replica: Replica, call: GroupCall, member: Member) -> Version | None:
-    """What it holds, or will hold again: it had withdrawn for a call before this one, which did not end well."""
+    """What it holds, or can hold again: nothing has been written over it yet.
+
+    It had withdrawn for a call before this one, which did not end well. Where it has come to this call since, that says
+    what it held when it came.
+    """
     buffer, told = member.content.buffer, member.report.call
-    comes_back = told is not None and replica.finished < told.number < call.number
-    if isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing | Vacated) and comes_back):
+    if isinstance(buffer, Holding):
         return buffer.version
-    return None
+    if not isinstance(buffer, Withdrawing | Vacated):
+        return None
+    is_former = told is None or replica.finished < told.number < call.number
+    is_this = told is not None and told.number == call.number and told.floor == buffer.version
+    return buffer.version if is_former or is_this else None
 
 
 def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | None:
-    """The version that each shard of the replica held when its caller began to wait, if it is one."""
+    """The version that each shard of the replica held when its caller began to wait, if it is one.
+
+    Who has not come yet will have held what it holds now.
+    """
     had = []
     for worker in replica.members.values():
         member = state.members.get(worker)
         asked = member.report.call if member is not None else None
-        had.append(asked.floor if asked is not None and asked.number == call.number else None)
+        if asked is not None and asked.number == call.number:
+            had.append(asked.floor)
+        else:
+            had.append(_held(replica, call, member) if member is not None else None)
     return had[0] if len(had) == replica.shards and had.count(had[0]) == len(had) else None

@@ -64,15 +64,10 @@ def copies_to_let_go(state: State, model: Model, replica: Replica, member: Membe
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
     """The host copies, by number, that are to go and that nobody can be reading any more."""
-    if not member.releasing:
+    if not member.releasing or not model.roll.is_over or witness.is_strange(state, member):
         return ()
-    if not model.roll.is_over or witness.is_strange(state, member):
-        return ()
-    return tuple(
-        copy.number
-        for copy in member.content.copies
-        if copy.number in member.releasing and not _is_read(state, member, copy)
-    )
+    told = (copy for copy in member.content.copies if copy.number in member.releasing)
+    return tuple(copy.number for copy in told if not _is_read(state, member, copy))
 
 
 def _is_read(state: State, member: Member, copy: HostCopy) -> bool:
@@ -95,6 +90,8 @@ def _not_needed(state: State, model: Model, replica: Replica, member: Member, *,
     if not copies:
         return []
     is_squeezed = _is_squeezed(version_to_offload(state, model, member), member)
+    if any(not _is_read(state, member, copy) for copy in _going(member)):
+        is_squeezed = False  # there will be room at once: no other one has to go
     return [c.number for c in copies if not _is_needed(state, model, replica, member, c, is_squeezed, unread)]
 
 
@@ -103,11 +100,14 @@ def _is_squeezed(offload: Version | None, member: Member) -> bool:
     return offload is not None and not member.report.copies_left and member.copy(offload) is None
 
 
+def _going(member: Member) -> list[HostCopy]:
+    """Its host copies that are on their way out."""
+    return [copy for copy in member.content.copies if copy.leaving or copy.number in member.releasing]
+
+
 def _makes_room(state: State, member: Member) -> bool:
     """A host copy is on its way out, or may be when a server that has restarted releases copies again."""
-    if state.is_recovering and member.content.copies:
-        return True
-    return any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
+    return bool(_going(member) or (state.is_recovering and member.content.copies))
 
 
 def must_stay(state: State, model: Model, member: Member) -> bool:
