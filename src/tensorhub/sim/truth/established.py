@@ -11,13 +11,25 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Way:
+    """A cut of which each shard is whole outside the publisher."""
+
+    holders: list[list[Life]]  # of each shard, when it became so
+    said: dict[int, Life] = field(default_factory=dict)  # who has been heard of those since, by shard
+
+    @property
+    def is_said(self) -> bool:
+        """A server has been told by holders of all shards."""
+        return len(self.said) == len(self.holders)
+
+
+@dataclass
 class Newest:
     """The newest established version of one model."""
 
     version: Version
     since: float
-    holders: list[list[Life]]  # of each shard, when it became so
-    said: dict[int, Life] = field(default_factory=dict)  # who has been heard of those since, by shard
+    ways: dict[int, Way] = field(default_factory=dict)  # in which it is so, by the number of the cut
 
 
 class Established:
@@ -42,22 +54,26 @@ class Established:
         """One more has all of its shard: perhaps the version is established by that."""
         truth, model = self._truth, life.me.model
         made, newest = truth.exists(model, version), self._newest.get(model)
-        if made is None or (newest is not None and version <= newest.version):
+        if made is None or (newest is not None and version < newest.version):
             return
+        is_new = newest is None or version > newest.version
+        ways = newest.ways if newest is not None and not is_new else {}
         unburied_s = 1.2 * truth.plan.settings.lease_s  # so long a server may believe that who has died lives
         unburied = [other for other in truth.dead.values() if truth.now - other.died < unburied_s]
         living = [other for other in truth.lives.values() if truth.may_be_in_session(other)]
         outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica != made.replica)
         reliable = {other.shard: None for other in outside if other.hello.reliable}  # a replica may live in part
-        for cut in truth.cuts(model):
+        for number, cut in enumerate(truth.cuts(model)):
             found = [self._outside(shard, version, made, reliable) for shard in cut]
-            if not all(found):
+            if not all(found) or number in ways:
                 continue
-            self._newest[model] = Newest(version, truth.now, found)
+            ways[number] = Way(found)
             for shard in cut:
                 self._among_spot.pop(shard, None)
                 if shard not in reliable:
                     self._among_spot[shard] = None
+        if is_new and ways:
+            self._newest[model] = Newest(version, truth.now, ways)
 
     def _outside(
         self, shard: tuple[str, int], version: Version, made: "Made", reliable: dict[tuple[str, int], None]
@@ -72,17 +88,21 @@ class Established:
         if newest is None or not self._truth.said_to_have(life, newest.version):
             return
         is_held = life.held is not None and life.held.version == newest.version
-        for place, holders in enumerate(newest.holders):
-            if life in holders and (is_held or newest.version not in life.released):
-                newest.said.setdefault(place, life)
-        if len(newest.said) == len(newest.holders):
+        for way in newest.ways.values():
+            for place, holders in enumerate(way.holders):
+                if life in holders and (is_held or newest.version not in life.released):
+                    way.said.setdefault(place, life)
+        if any(way.is_said for way in newest.ways.values()):
             self._known[life.me.model] = newest
 
     def released(self, life: Life, version: Version) -> None:
         """A server lets its copy go. If it had not heard of all shards yet, it does not count this one any more."""
         newest = self._newest.get(life.me.model)
-        if newest is not None and newest.version == version and len(newest.said) < len(newest.holders):
-            newest.said = {place: other for place, other in newest.said.items() if other is not life}
+        if newest is None or newest.version != version:
+            return
+        for way in newest.ways.values():
+            if not way.is_said:
+                way.said = {place: other for place, other in way.said.items() if other is not life}
 
     def is_known(self, model: str, version: Version, before: float) -> bool:
         """That is the newest one, before that time, of which a server has been told by holders of all shards.
@@ -103,9 +123,11 @@ class Established:
         return True
 
     def _may_be_known(self, newest: Newest) -> bool:
-        """Each shard has somebody who has told a server of it, whether he was among the first or not."""
-        shards = [holders[0].shard for holders in newest.holders]
-        return all(
-            any(self._truth.said_to_have(life, newest.version) for life in self._truth.same_shard(shard))
-            for shard in shards
+        """Each shard of a cut has somebody who has told a server of it, whether he was among the first or not."""
+        return any(
+            all(
+                any(self._truth.said_to_have(life, newest.version) for life in self._truth.same_shard(holders[0].shard))
+                for holders in way.holders
+            )
+            for way in newest.ways.values()
         )
