@@ -247,9 +247,15 @@ say(publish=error_of(weights.publish, 2))
     assert "'mapped'" in found["publish"]["text"]
 
 
-def test_a_host_copy_is_not_written_where_the_tensors_were(server):
-    """What was fetched ahead lies beside them; the call fails, the process lives."""
-    story = """
+@pytest.mark.parametrize(
+    ("last_look", "told"), [("settle", "before they could be"), ("settle_to_fill", "while they were")]
+)
+def test_a_host_copy_is_not_written_where_the_tensors_were(server, last_look, told):
+    """What was fetched ahead lies beside them; the call fails at once, and the process lives.
+
+    Nothing else is tried: by then anything may be where the tensors were, even the stack of a thread.
+    """
+    story = f"""
 from tensorhub.memory.registration import Registration
 trainer, tensors = join("trainer", 1.0)
 trainer.publish(1)
@@ -262,15 +268,40 @@ def ahead():
     return [v for replica in replicas if replica.name == "reader" for worker in replica.workers for v in worker.copies]
 while 2 not in ahead():
     time.sleep(0.05)
+look, begun = Registration.{last_look}, []
+def free_then(self):
+    look(self)
+    begun.append(self)
+    free(target["freed"])
+Registration.{last_look} = free_then
+say(update=error_of(reader.update, 2, timeout=10), version=reader.version, times=len(begun))
+"""
+    found = run(BEGIN + story, server.address).only()
+    assert found["update"]["kind"] == "UsageError"
+    assert told in found["update"]["text"]
+    assert "'freed'" in found["update"]["text"]
+    assert found["version"] is None
+    assert found["times"] == 1
+
+
+@pytest.mark.parametrize("transports", ["tcp", "local"])
+def test_a_read_is_not_begun_into_tensors_that_were_freed(server, transports):
+    """Between the look at the beginning of the call and the first byte there is time to free them."""
+    story = f"""
+from tensorhub.memory.registration import Registration
+trainer, tensors = join("trainer", 1.0, transports="{transports}")
+trainer.publish(1)
+reader, target = join("reader", 0.0, transports="{transports}")
 settle = Registration.settle
 def free_first(self):
     settle(self)
     free(target["freed"])
 Registration.settle = free_first
-say(update=error_of(reader.update, 2, timeout=10), version=reader.version)
+say(replicate=error_of(reader.replicate, 1, timeout=10), version=reader.version)
 """
     found = run(BEGIN + story, server.address).only()
-    assert "kind" in found["update"]
+    assert found["replicate"]["kind"] == "UsageError"
+    assert "before they could be filled: 'freed'" in found["replicate"]["text"]
     assert found["version"] is None
 
 

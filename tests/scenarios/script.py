@@ -313,6 +313,10 @@ def _stumble(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).copies_end(failure, next_is_slow=True)
 
 
+def _free(stage: Stage, words: list[str]) -> None:
+    _player(stage, words[0]).copies_end(Failure("usage", "the memory of 'w' was freed before it could be filled"))
+
+
 def _prefetch(stage: Stage, words: list[str]) -> None:
     for player in _players(stage, words[0]):
         player.wish(int(words[1]) if words[1].isdigit() else words[1], player.worker.pins)
@@ -429,6 +433,7 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "copied": _copied,
     "spoil": _spoil,
     "stumble": _stumble,
+    "free": _free,
     "prefetch": _prefetch,
     "pin": _pin,
     "write": _write,

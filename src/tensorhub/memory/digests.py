@@ -28,6 +28,7 @@ from ..core.errors import LayoutMismatch, UsageError
 from ..core.manifest import DIGEST_BYTES, Layout, Manifest, chunk_count
 from ..transport.base import MOST_MANIFEST_BYTES, ByteStream
 from .guarded import Freed, addresses_of, parts, room_for
+from .in_place import some
 from .parallel import in_parallel
 from .registration import Registration
 
@@ -42,7 +43,6 @@ MULTILINEAR: Algorithm = "multilinear-128"
 ALGORITHMS: tuple[Algorithm, ...] = (ALGORITHM, MULTILINEAR)
 NO_ALGORITHM = "none"
 MANIFEST_HEAD_BYTES = 1024  # all of a manifest but its digests
-NAMES_SHOWN = 5  # tensors in an error
 MAX_THREADS = 8  # 8 cores at 20-30 GiB/s read more than the memory bus of one socket gives
 
 
@@ -180,12 +180,6 @@ def freed(registration: Registration, offsets: Sequence[int]) -> list[str]:
         if any(spec.offset_bytes <= at < spec.offset_bytes + spec.size_bytes for at in offsets):
             found[spec.name] = None
     return list(found)
-
-
-def some(names: Sequence[str]) -> str:
-    """A few of these names, and how many more there are, as errors show them."""
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(map(repr, names[:NAMES_SHOWN])) + more
 
 
 @runtime_checkable

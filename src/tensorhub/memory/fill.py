@@ -132,6 +132,7 @@ class FillSink:
             if is_first and self._on_begin is not None:
                 self._on_begin(self)
         self._hashing.clear()  # of a read that broke off: its bytes may be written over unobserved
+        self._is_settled = False  # since when the tensors may have been freed
         progress = self.progress
         return [chunk for chunk in range(progress.chunk_count) if not progress.has(chunk)]
 
@@ -141,7 +142,7 @@ class FillSink:
             return
         with self._telling:
             if not self._is_settled:
-                self._registration.settle()
+                self._registration.settle_to_fill()
                 self._is_settled = True
 
     def terms(self) -> Terms | None:

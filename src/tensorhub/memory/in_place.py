@@ -20,6 +20,14 @@ from .describe import Described
 if TYPE_CHECKING:
     import torch
 
+NAMES_SHOWN = 5  # tensors in an error
+
+
+def some(names: Sequence[str]) -> str:
+    """A few of these names, and how many more there are, as errors show them."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:NAMES_SHOWN])) + more
+
 
 class InPlace:
     """Registered tensors, and where their bytes were then."""

@@ -26,7 +26,7 @@ from ..core.names import Digest
 from ..transport.base import ByteStream
 from .describe import Described, describe_all
 from .host import HostStream, Piece
-from .in_place import InPlace
+from .in_place import InPlace, some
 from .masters import Casts, cast
 from .modules import Held, boxes_of_module, is_dtensor, is_module, parts_of, tensors_of_module
 
@@ -107,6 +107,17 @@ class Registration:
                 from .cuda import synchronize
 
                 synchronize(device)
+
+    def settle_to_fill(self) -> None:
+        """The same before it is filled. Raises `UsageError` where tensors no longer are the registered memory.
+
+        Whatever is where they were may be anybody's by now, even the stack of one of our threads.
+        """
+        self.settle()
+        moved = self.moved()
+        if moved:
+            text = f"the memory of these tensors was freed, or replaced, before they could be filled: {some(moved)}"
+            raise UsageError(text, hint="register() again what was given other memory, and update once more")
 
 
 def register(

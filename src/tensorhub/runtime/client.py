@@ -27,7 +27,7 @@ from ..core.metadata import Json, decode_metadata, digest_of_metadata
 from ..core.names import Digest, Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, ClaimDropped, Registered, Wished
-from ..memory.digests import NAMES_SHOWN, some
+from ..memory.in_place import NAMES_SHOWN, some
 from ..memory.registration import Registration
 from ..memory.room import HINT
 from ..transport.base import Transport

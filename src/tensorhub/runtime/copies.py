@@ -14,10 +14,11 @@ from ..core.manifest import Manifest
 from ..core.messages import Failure
 from ..core.names import Digest, Version, WorkerId
 from ..core.worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped, Event
-from ..memory.digests import freed, some
+from ..memory.digests import freed
 from ..memory.fill import FillSink
 from ..memory.guarded import Freed
 from ..memory.hostmemory import MOST_THREADS, HostMemory, copy_stream, over_shared
+from ..memory.in_place import some
 from ..memory.offloading import can_offload, offload
 from ..memory.parallel import in_parallel
 from ..memory.registration import Registration
@@ -184,7 +185,7 @@ class HostCopies:
         assert manifest is not None, "a whole copy has a manifest"
 
         def copy() -> None:
-            target.settle()
+            target.settle_to_fill()
             judge = self._judge(target, manifest)
             streams = content.registration.stream, target.stream
             try:

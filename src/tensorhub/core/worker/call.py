@@ -25,6 +25,7 @@ class Call:
     resolved: Version | None = None
     answer: Answer | None = None
     opened: Version | None = None  # some source had this version, and its manifest is here
+    hopeless: Failure | None = None  # why no source, and no host copy, can help this worker
     is_delayed: bool = False  # the caller was told why it waits so long
     waits: bool = False  # of a replicate: for a number that nobody has published yet
     metadata: Digest = Digest("")  # of a publish

@@ -38,6 +38,8 @@ def advance(worker: WorkerState) -> None:
         fail(worker, answer.error)
     elif answer is not None and answer.finished:
         _end_well(worker, call)
+    elif call.hopeless is not None:
+        fail(worker, call.hopeless)
     elif is_late:
         fail(worker, deadline_failure(worker, call))
     else:

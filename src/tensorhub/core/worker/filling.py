@@ -42,6 +42,8 @@ def copied_in(worker: WorkerState, version: Version, failure: Failure | None) ->
     root = worker.copies.copied_in(version, failure, next_report=worker.next_report)
     if failure is not None:
         worker.note(f"filling from the host copy of version {version} failed: {failure.message}")
+        if failure.code == "usage" and worker.call is not None and worker.call.fills:
+            worker.call.hopeless = failure  # its tensors are not there: whoever has the version, it cannot be had here
     if root is not None and isinstance(worker.buffer, Filling) and worker.buffer.version == version:
         worker.want(worker.memory.complete(root))
         worker.note(f"holds version {version}, from its host copy")

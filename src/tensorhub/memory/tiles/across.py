@@ -147,7 +147,7 @@ class Across:
         """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
         with self._lock:
             if not self._is_settled:
-                self.registration.settle()
+                self.registration.settle_to_fill()
                 self._is_settled = True
 
     def revoke(self, error: TensorHubError) -> None:

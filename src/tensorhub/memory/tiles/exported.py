@@ -21,8 +21,9 @@ from ...transport.native import load
 from ...transport.progress import Progress
 from ...transport.rows import Placed, Rows, RowStream
 from ...transport.vectors import Addresses
-from ..digests import ALGORITHM, NO_ALGORITHM, freed, some
+from ..digests import ALGORITHM, NO_ALGORITHM, freed
 from ..guarded import Freed, addresses_of, copy
+from ..in_place import some
 from ..parallel import in_parallel
 from ..registration import Registration
 from .arrays import Ints, row_major, starts_of
