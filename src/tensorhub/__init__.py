@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from . import aio
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
     from .core.boxes import Box
+    from .group import Group, open_group
     from .loading import Loaded, load, load_shards
     from .memory.empty import empty, empty_like
 
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 _LAZY = {
     **dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api"),
     "Box": ".core.boxes",
+    **dict.fromkeys(("Group", "open_group"), ".group"),
     **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
     **dict.fromkeys(("empty", "empty_like"), ".memory.empty"),
 }
@@ -58,6 +60,7 @@ __all__ = [
     "Closed",
     "CorruptTransfer",
     "DeadlineExceeded",
+    "Group",
     "GroupIncomplete",
     "GroupMismatch",
     "HostMemoryFull",
@@ -88,6 +91,7 @@ __all__ = [
     "load",
     "load_shards",
     "open",
+    "open_group",
     "serve",
 ]
 

@@ -138,6 +138,10 @@ class ProgressJudge(Judge):
         whole = [version for version in self.truth.existing(model)[1:] if self.truth.is_whole(model, version)]
         return whole[: max(0, self.conditions.retain - 1)]
 
+    def _has_twice(self, life: Life, version: Version) -> bool:
+        """In host memory beside its tensors. Who does not hold it yet needs its copy for the next call."""
+        return version in life.copies and life.held is not None and life.held.version == version
+
     def _is_awaited(self, model: str) -> bool:
         """A caller is not back yet with what it wants."""
         return any(
@@ -145,7 +149,7 @@ class ProgressJudge(Judge):
         )
 
     def copies(self) -> None:
-        """Everybody holds the newest version: no host copy is needed but of what is pinned or retained.
+        """Who holds the newest version needs no host copy of it: only of what is pinned or retained.
 
         And one of the newest for each shard, made ahead of need: it outlives the birth of the next version. More of
         that are needed as long as a caller is on its way to it.
@@ -156,12 +160,13 @@ class ProgressJudge(Judge):
             pinned = [v for other in self.truth.lives.values() for v in other.pins]
             newest = self.truth.newest(life.me.model)
             for version in life.copies:
-                kept = [
+                beside = [
                     other.name
                     for other in self.truth.lives.values()
-                    if other.shard == life.shard and version in other.copies
+                    if other.shard == life.shard and self._has_twice(other, version)
                 ]
-                is_spare = version == newest and len(kept) > 1 and not self._is_awaited(life.me.model)
+                is_spare = version == newest and life.name in beside and len(beside) > 1
+                is_spare = is_spare and not self._is_awaited(life.me.model)
                 is_old = newest is None or is_spare or version < newest - 2 * self.conditions.retain
                 is_old = is_old and version not in self._kept(life.me.model)
                 publishers = [r for r in self.plan.replicas if r.is_trainer and r.model == life.me.model]

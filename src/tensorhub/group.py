@@ -1,0 +1,248 @@
+"""All shards of a replica in one process: `open_group`, and one object for what each shard would call.
+
+For an engine that has several shards in one process, and for whoever wants a full model of N shards without boxes. Each
+shard is a worker of its own, as if it lived in a process of its own; their calls run at the same time, which is what a
+group's calls need. It must never: leave a call under way at some shards when it has ended at another.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from . import aio
+from .core.boxes import Box
+from .core.errors import GroupIncomplete, GroupMismatch, UsageError
+from .core.messages import Spec
+from .core.metadata import Json, encode_metadata
+from .memory.registration import register as register_tensors
+from .runtime.config import check_integer, parse_seconds, worker_options
+from .runtime.loops import loop_thread
+
+if TYPE_CHECKING:
+    from .memory.registration import type_of_dtype, type_of_weights
+
+T = TypeVar("T")
+
+ECHOES = (GroupIncomplete, GroupMismatch)  # what the other shards hear of when one has failed
+
+
+def open_group(
+    model: str,
+    *,
+    replica: str,
+    shards: int,
+    server: str | None = None,
+    reliable: bool = True,
+    site: str | None = None,
+    token: str | None = None,
+    host: str | None = None,
+    verify: str | None = None,
+    chunk_bytes: int | str | None = None,
+    transports: str | Sequence[str] | None = None,
+    prefetch: str | None = None,
+    retain: int | None = None,
+    host_bytes: int | str | None = None,
+    timeout: float | None = None,
+    call_timeout: float | None = None,
+) -> "Group":
+    """Join `model` as all shards of one replica; the arguments and errors are those of `tensorhub.open`.
+
+    `host_bytes` is for each shard. Where one of them cannot join none does.
+    """
+    check_integer(shards, "shards", least=1, most=aio.MOST_SHARDS)
+    began = time.monotonic()
+    options = worker_options(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
+
+    async def join() -> list[aio.Weights]:
+        opening = (
+            aio.open(
+                model,
+                replica=replica,
+                shard=shard,
+                shards=shards,
+                server=server,
+                reliable=reliable,
+                site=site,
+                token=token,
+                host=host,
+                verify=verify,
+                chunk_bytes=chunk_bytes,
+                transports=transports,
+                prefetch=prefetch,
+                retain=retain,
+                host_bytes=host_bytes,
+                timeout=timeout,
+                call_timeout=call_timeout,
+            )
+            for shard in range(shards)
+        )
+        found = await asyncio.gather(*opening, return_exceptions=True)
+        opened = [each for each in found if isinstance(each, aio.Weights)]
+        if len(opened) < shards:
+            await _leave(opened)
+            raise _cause([each for each in found if isinstance(each, BaseException)])
+        return opened
+
+    what = f"open_group of {model}/{replica}"
+    return Group(loop_thread().wait(join(), deadline=began + options.connect_s, what=what, undo=_leave))
+
+
+class Group:
+    """All shards of one replica, in order, in this process. Made by `open_group`.
+
+    A call is made for all shards at once, and returns when all have ended; of their errors it raises the cause. What a
+    call does, and what it raises, `tensorhub.Weights` says.
+    """
+
+    def __init__(self, members: list[aio.Weights]) -> None:
+        self._members = members
+        self._name = f"{members[0]._client.me.model}/{members[0]._client.me.replica}[0..{len(members) - 1}]"
+
+    def __repr__(self) -> str:
+        return f"<Group {self._name}>"
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(timeout=None if error is None else self._members[0]._hurry())
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        tensors: "Sequence[type_of_weights]",
+        *,
+        dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None,
+        boxes: "Sequence[Mapping[str, Sequence[Box]] | None] | None" = None,
+        partial: bool = False,
+    ) -> None:
+        """Take these tensors in place: for each shard, in order, a module or a mapping; likewise `boxes`.
+
+        Where those of one shard are refused, all shards keep what they had.
+        """
+        count = len(self._members)
+        cut = [None] * count if boxes is None else list(boxes)
+        for what, given in (("tensors", list(tensors)), ("boxes", cut)):
+            if isinstance(tensors, Mapping) or len(given) != count:
+                text = f"{what} of {self._name} are for {count} shards, in order, not {len(given)}"
+                raise UsageError(text, hint="a sequence with one module or mapping for each shard")
+        self._members[0]._check_process()
+        taken = [register_tensors(each, dtype, box, partial=partial) for each, box in zip(tensors, cut, strict=True)]
+        works = [member.take(one) for member, one in zip(self._members, taken, strict=True)]
+        self._wait(works, None, "register()")
+
+    def publish(
+        self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
+    ) -> int:
+        """As `Weights.publish`, of all shards."""
+        return self._all(lambda m: m.publish(version, metadata=metadata, timeout=timeout), timeout, "publish()")[0]
+
+    def unpublish(self, *, timeout: float | None = None) -> None:
+        """As `Weights.unpublish`, of all shards."""
+        self._all(lambda m: m.unpublish(timeout=timeout), timeout, "unpublish()")
+
+    @contextmanager
+    def mutating(
+        self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
+    ) -> Iterator[None]:
+        """As `Weights.mutating`: the block may change the tensors of all shards."""
+        if metadata is not None:
+            encode_metadata(metadata)
+        try:
+            self._all(lambda m: m._claim(version, timeout=timeout), timeout, f"mutating(version={version!r})")
+            yield
+        except BaseException:
+            for member in self._members:
+                member._drop_claim()
+            raise
+        self.publish(version, metadata=metadata, timeout=timeout)
+
+    def replicate(self, spec: Spec = "latest", *, wait: bool = False, timeout: float | None = None) -> int:
+        """As `Weights.replicate`, of all shards."""
+        return self._all(lambda m: m.replicate(spec, wait=wait, timeout=timeout), timeout, f"replicate({spec!r})")[0]
+
+    def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
+        """As `Weights.update`, of all shards."""
+        return self._all(lambda m: m.update(spec, timeout=timeout), timeout, f"update({spec!r})")[0]
+
+    def prefetch(self, spec: Spec = "latest") -> None:
+        """As `Weights.prefetch`, of all shards."""
+        self._all(lambda m: m.prefetch(spec), None, f"prefetch({spec!r})")
+
+    def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
+        """As `Weights.wait_for`."""
+        return self._wait([self._members[0].wait_for(spec, timeout=timeout)], timeout, f"wait_for({spec!r})")[0]
+
+    def check(self, *, timeout: float | None = None) -> None:
+        """As `Weights.check`, of all shards."""
+        self._all(lambda m: m.check(timeout=timeout), timeout, "check()")
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """As `Weights.close`, of all shards. Idempotent."""
+        self._all(lambda m: m.close(timeout=timeout), timeout, "close()")
+
+    # --- how things are -----------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        """The version that every shard holds, whole and verified; None if there is none."""
+        held = {member.version for member in self._members}
+        return held.pop() if len(held) == 1 else None
+
+    @property
+    def metadata(self) -> dict[str, Json] | None:
+        """What its publisher said of the version that every shard holds; None if there is none."""
+        return self._members[0].metadata if self.version is not None else None
+
+    def statistics(self) -> list[dict[str, object]]:
+        """Counters of each shard, in order."""
+        return [member.statistics() for member in self._members]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _all(
+        self, call: Callable[[aio.Weights], Coroutine[object, object, T]], timeout: float | None, what: str
+    ) -> list[T]:
+        return self._wait([call(member) for member in self._members], timeout, what)
+
+    def _wait(self, works: list[Coroutine[object, object, T]], timeout: float | None, what: str) -> list[T]:
+        first = self._members[0]
+        try:
+            first._check_process()
+            deadline = first._deadline(timeout)
+        except BaseException:
+            for work in works:
+                work.close()
+            raise
+        with ExitStack() as waiting:
+            for member in self._members:
+                waiting.enter_context(member._client.callers.blocked())
+            return first._thread.wait(_together(works), deadline=deadline, what=f"{what} of {self._name}")
+
+
+async def _together(works: list[Coroutine[object, object, T]]) -> list[T]:
+    """All of them at once, to the end of the last. Raises the error that the others came of."""
+    found = await asyncio.gather(*works, return_exceptions=True)
+    errors = [each for each in found if isinstance(each, BaseException)]
+    if errors:
+        raise _cause(errors)
+    return [each for each in found if not isinstance(each, BaseException)]
+
+
+def _cause(errors: Sequence[BaseException]) -> BaseException:
+    return min(errors, key=lambda error: isinstance(error, ECHOES))
+
+
+async def _leave(opened: list[aio.Weights]) -> None:
+    """They were opened when another could not be, or when their caller gave up: nobody will ever use them."""
+    for each in opened:
+        await each._leave()
