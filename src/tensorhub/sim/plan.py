@@ -152,7 +152,7 @@ class Plan:
     def slowest_read_s(self) -> float:
         """As long as a whole version may take across an uplink that all shards share, from whoever stays slow."""
         c, sites = self.conditions, dict.fromkeys(replica.site for replica in self.replicas)
-        streams = c.shards * len(sites)
+        streams = c.shards * len(sites) * len(dict.fromkeys(replica.cut for replica in self.replicas))
         slow = max([1.0, *(bad.value for bad in self.misfortunes if bad.kind == "slow" and bad.stays)])
         return c.chunks * c.chunk_s * slow * (1 + c.uplink * streams)
 

@@ -81,8 +81,13 @@ class ProgressJudge(Judge):
             return True
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
         most_s = inf if is_hindered else max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
-        is_young = all(call.ended == inf and self.now - call.began < most_s for call in begun)
+        is_young = all(self._is_well(call, newest) and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards and is_young
+
+    def _is_well(self, call: Call, newest: Version) -> bool:
+        """It goes on, or has just brought that version, while those of its siblings go on."""
+        is_good = call.outcome is not None and call.error is None and call.outcome.version == newest
+        return call.ended == inf or is_good
 
     def _has_failed(self, call: Call) -> bool:
         """It ended in an error, and not because its caller gave it less time than the network may take."""
