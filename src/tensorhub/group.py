@@ -57,7 +57,7 @@ def open_group(
     options = worker_options(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
 
     async def join() -> list[aio.Weights]:
-        opening = (
+        opening = [
             aio.open(
                 model,
                 replica=replica,
@@ -78,13 +78,8 @@ def open_group(
                 call_timeout=call_timeout,
             )
             for shard in range(shards)
-        )
-        found = await asyncio.gather(*opening, return_exceptions=True)
-        opened = [each for each in found if isinstance(each, aio.Weights)]
-        if len(opened) < shards:
-            await _leave(opened)
-            raise _cause([each for each in found if isinstance(each, BaseException)])
-        return opened
+        ]
+        return await _all_or_none(opening)
 
     what = f"open_group of {model}/{replica}"
     return Group(loop_thread().wait(join(), deadline=began + options.connect_s, what=what, undo=_leave))
@@ -242,7 +237,24 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
     return min(errors, key=lambda error: isinstance(error, ECHOES))
 
 
+async def _all_or_none(opening: list[Coroutine[object, object, aio.Weights]]) -> list[aio.Weights]:
+    tasks = [asyncio.ensure_future(each) for each in opening]
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await _leave([task.result() for task in tasks if not task.cancelled() and task.exception() is None])
+        raise
+    errors = [error for error in (task.exception() for task in tasks) if error is not None]
+    opened = [task.result() for task in tasks if task.exception() is None]
+    if errors:
+        await _leave(opened)
+        raise _cause(errors)
+    return opened
+
+
 async def _leave(opened: list[aio.Weights]) -> None:
     """They were opened when another could not be, or when their caller gave up: nobody will ever use them."""
-    for each in opened:
-        await each._leave()
+    await asyncio.gather(*(each._leave() for each in opened))

@@ -1,12 +1,14 @@
 """All shards of a replica in one process: calls of all of them together, and one error for all."""
 
+import asyncio
 from functools import partial
 
 import numpy as np
 import pytest
 
 import tensorhub
-from runtime.kit import in_threads
+from runtime.kit import eventually, in_threads
+from tensorhub import aio
 
 SHARDS = 3
 
@@ -128,3 +130,37 @@ def test_where_one_shard_is_taken_nobody_joins(group, server, join):
 def test_a_number_of_shards_that_is_none(shards, server):
     with pytest.raises(tensorhub.UsageError, match="shards"):
         tensorhub.open_group("m", replica="r", shards=shards, server=server.address)
+
+
+def test_nobody_lives_on_when_the_caller_is_interrupted_while_they_join(server, interrupting, monkeypatch):
+    """One has joined by then, one has just, and one is about to."""
+    join, joined = aio.open_client, []
+    with interrupting(join) as interrupted:
+
+        async def one_after_the_other(*arguments, **options):
+            joined.append(arguments)
+            await asyncio.sleep(0)  # the others begin
+            return await (interrupted if len(joined) == SHARDS and arguments[2] == 1 else join)(*arguments, **options)
+
+        monkeypatch.setattr(aio, "open_client", one_after_the_other)
+        tensorhub.open_group("m", replica="t", shards=SHARDS, server=server.address)
+    monkeypatch.undo()
+    assert len(joined) == SHARDS
+    tensorhub.open_group("m", replica="t", shards=SHARDS, server=server.address).close()
+    eventually(lambda: not tensorhub.connect(server.address).replicas("m"), "nobody is there")
+
+
+def test_an_interrupted_block_frees_its_number(group, monkeypatch):
+    first, _ = group("first", 1.0)
+    second, _ = group("second", 2.0)
+    with pytest.raises(KeyboardInterrupt), first.mutating(version=2):
+        raise KeyboardInterrupt
+    eventually(lambda: _is_free(second, 2), "the number is given back")
+
+
+def _is_free(weights, version):
+    try:
+        weights.publish(version)
+    except tensorhub.VersionConflict:
+        return False
+    return True
