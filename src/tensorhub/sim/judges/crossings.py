@@ -73,6 +73,8 @@ class CrossingJudge(Judge):
         stood_still = (life.stood_still.get(other.me, -inf) for life in self.truth.same_shard(reader.shard))
         if any(at > settled - self.settings.leave_s for at in stood_still):
             return True  # a source from which nothing came is everybody's last choice for a while
+        if any(life.failed_since(settled, other.me) for life in self.truth.same_shard(reader.shard)):
+            return True  # until it is heard again everybody has reason to doubt it
         has_failed = other.failed_since(since) or reader.failed_since(since, other.me)
         return has_failed or self._withdrew(other, since)
 

@@ -65,7 +65,8 @@ class ProgressJudge(Judge):
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
         plain_at = self.conditions.storm_s + self.conditions.calm_s / 2
-        since = max(plain_at, made.exists) if made is not None else plain_at
+        is_news = min(made.known, made.exists + self.spread_s) if made is not None else plain_at
+        since = max(plain_at, is_news)
         lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
         calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
         begun = [call for call in calls if call.began >= (since if call.ended < inf else plain_at)]

@@ -39,7 +39,7 @@ class RetentionJudge(Judge):
             self.broken(f"{life.name} gave up the last reliable reference of version {version}, {where}")
         heard_s = FLEETING_S + 8 * self.conditions.delay_s  # until then a server may not know what it let go
         is_established = truth.established.is_known(model, version, self.now - heard_s)
-        if is_established and self._had_room(life, where) and not self._is_with_spot(life, version):
+        if is_established and had_room and not self._is_with_spot(life, version):
             text = f"{life.name} gave up the last reliable reference of version {version}, {where}, and no newer one"
             self.broken(f"{text} is established", "G6 established")
 
