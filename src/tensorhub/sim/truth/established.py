@@ -62,7 +62,8 @@ class Established:
         unburied = [other for other in truth.dead.values() if truth.now - other.died < unburied_s]
         living = [other for other in truth.lives.values() if truth.may_be_in_session(other)]
         outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica != made.replica)
-        reliable = {other.shard: None for other in outside if other.hello.reliable}  # a replica may live in part
+        stay = (other for other in outside if other.hello.reliable and not _said_to_leave(other))
+        reliable = {other.shard: None for other in stay}  # a replica may live in part
         for number, cut in enumerate(truth.cuts(model)):
             found = [self._outside(shard, version, made, reliable) for shard in cut]
             if not all(found) or number in ways:
@@ -131,3 +132,8 @@ class Established:
             )
             for way in newest.ways.values()
         )
+
+
+def _said_to_leave(life: Life) -> bool:
+    """A server has heard that it closes: it is not waited for."""
+    return life.heard is not None and life.heard.closing
