@@ -24,8 +24,10 @@ class RetentionJudge(Judge):
             return
         if made.root_of(life.shard) is None or self._was_lost(life, version):
             return
-        had_room = self._had_room(life, where) and life.full_until <= self._lately
-        if not had_room and self._were_all_away(life, version):
+        if "host" in where and life.was_unfilled:
+            return  # its last chunk came when it had been told to go
+        had_room = self._had_room(life, where) and life.full_until <= self._decided(life, where)
+        if not had_room and self._were_all_away(life, version, self._decided(life, where)):
             return
         if any(other.hello.reliable for other in truth.holders(life.shard, version) if other is not life):
             return
@@ -87,10 +89,10 @@ class RetentionJudge(Judge):
         """Before it gave the version up, something else could have been kept beside it."""
         return self._has_room(life) and (self.conditions.host_copies > len(life.copies) + 1 or "host" not in where)
 
-    @property
-    def _lately(self) -> float:
-        """When it was decided that somebody may give a version up, which takes so long at most."""
-        return self.now - FLEETING_S - 8 * self.conditions.delay_s
+    def _decided(self, life: Life, where: str) -> float:
+        """When it was decided that it may give a version up. The rest takes so long at most, unless it was away."""
+        lately = self.now - FLEETING_S - 8 * self.conditions.delay_s
+        return lately if "host" in where else min(lately, life.let_go_at)
 
     def _was_lost(self, life: Life, version: Version) -> bool:
         """Some other shard of it had been lost before, so there was nothing left to keep."""
@@ -102,13 +104,12 @@ class RetentionJudge(Judge):
             or self.truth.lost.get((model, version), -inf) >= since
         )
 
-    def _were_all_away(self, life: Life, version: Version) -> bool:
+    def _were_all_away(self, life: Life, version: Version, decided: float) -> bool:
         """All who have some other shard of it were where the server could not hear them, or have only just got it."""
         shards = [(life.shard[0], shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
-        lately = self._lately
         return any(
             all(
-                not self.truth.is_in_session(other) or max(other.away_until, other.whole_since(version)) > lately
+                not self.truth.is_in_session(other) or max(other.away_until, other.whole_since(version)) > decided
                 for other in self.truth.holders(shard, version)
             )
             for shard in shards

@@ -140,6 +140,9 @@ class Life:
     layout: Digest = Digest("")
     pins: tuple[Version, ...] = ()
     released: dict[Version, None] = field(default_factory=dict)  # copies that a server has asked it to let go
+    unfilled: dict[Version, None] = field(default_factory=dict)  # of those, what it had not heard to be whole
+    was_unfilled: bool = False  # the copy that it has dropped last was such a one: nobody ever relied on it
+    let_go_at: float = inf  # since when a server says that nobody reads what it withdraws
     pinned_at: float = inf
     registered: float = 0.0
     close_deadline: float = inf

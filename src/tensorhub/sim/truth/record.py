@@ -270,6 +270,8 @@ class Truth:
                     life.freeing[version] = life.copies.pop(version)
                     if life.closing < inf:  # it goes, and this with it
                         self.last_holder_gone[*life.shard, version] = self.now
+                life.was_unfilled = version in life.unfilled
+                life.unfilled.pop(version, None)
                 life.released.pop(version, None)
             case events.Trust(until):
                 life.trust_until = until
@@ -351,7 +353,14 @@ class Truth:
             call.resolved_as = answer.number
         if call is not None and answer is not None and answer.number == call.number and answer.error is not None:
             call.refused_at = min(call.refused_at, self.now)
+        if orders.drained is not None:
+            life.let_go_at = min(life.let_go_at, self.now)
+        elif life.held is None or life.held.is_served:
+            life.let_go_at = inf
+        heard = {copy.number: copy for copy in life.heard.copies} if life.heard is not None else {}
         for copy in life.said.copies if life.said is not None else ():
             if copy.number in orders.release:
+                if copy.version not in life.released and copy.number in heard and not heard[copy.number].whole:
+                    life.unfilled[copy.version] = None
                 life.released[copy.version] = None
                 self.established.released(life, copy.version)
