@@ -13,7 +13,10 @@ from .tiny import tiny
 LONG = [7 * place % 120 + 3 for place in range(140)]  # more than a block, so that its beginning is cached
 PROMPTS = [[5, 9, 2, 40, 17, 3], [90, 91, 92], LONG]
 VOCABULARY = 126  # which vLLM fills up to 128
-ROUNDED = 2.0  # how far vLLM may be from float32, in units of how far transformers' own bfloat16 is: on the average
+# How far vLLM may be from float32, in units of how far transformers' own bfloat16 is, on the average. It was 1.1 to 1.5
+# away on one processor; with its packing off on one that multiplies bfloat16 itself (AMD, avx512_bf16) 2.1, as what it
+# loads from a file by itself is (`check_exactly`).
+ROUNDED = 3.0
 FAR = 20.0  # in the same units: how far two versions are apart, at least
 ALL = {
     "vocab_size": VOCABULARY,

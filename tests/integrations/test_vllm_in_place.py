@@ -91,6 +91,7 @@ def test_from_the_trainers_shards_and_from_an_engine_of_other_ranks(
     for each in (engine, late):
         assert each.call("update") == version
         judge.check(each)
+        judge.check_exactly(each)
     text = (
         f"vLLM in place from two FSDP2 ranks, {kind}, TP{ranks}, 5 versions: {worst:.2f} times as far from float32 as"
     )
