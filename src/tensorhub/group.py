@@ -122,7 +122,7 @@ class Group:
     ) -> None:
         """Take these tensors in place: for each shard, in order, a module or a mapping; likewise `boxes`.
 
-        Where those of one shard are refused, all shards keep what they had.
+        Tensors that cannot be taken are refused before any shard has let go of what it had.
         """
         count = len(self._members)
         cut = [None] * count if boxes is None else list(boxes)
@@ -134,6 +134,14 @@ class Group:
         taken = [register_tensors(each, dtype, box, partial=partial) for each, box in zip(tensors, cut, strict=True)]
         works = [member.take(one) for member, one in zip(self._members, taken, strict=True)]
         self._wait(works, None, "register()")
+
+    def suspend(self, *, timeout: float | None = None) -> None:
+        """As `Weights.suspend`, of all shards."""
+        self._all(lambda m: m.suspend(timeout=timeout), timeout, "suspend()")
+
+    def resume(self) -> None:
+        """As `Weights.resume`, of all shards: what was registered is looked for where it is now."""
+        self._all(lambda m: m.resume(), None, "resume()")
 
     def publish(
         self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
@@ -173,6 +181,19 @@ class Group:
         """As `Weights.prefetch`, of all shards."""
         self._all(lambda m: m.prefetch(spec), None, f"prefetch({spec!r})")
 
+    def pin(self, version: int, *, timeout: float | None = None) -> None:
+        """As `Weights.pin`, of all shards."""
+        self._all(lambda m: m.pin(version, timeout=timeout), timeout, f"pin({version!r})")
+
+    def unpin(self, version: int, *, timeout: float | None = None) -> None:
+        """As `Weights.unpin`, of all shards."""
+        self._all(lambda m: m.unpin(version, timeout=timeout), timeout, f"unpin({version!r})")
+
+    def wait_held(self, version: int, fraction: float = 1.0, *, timeout: float | None = None) -> tuple[str, ...]:
+        """As `Weights.wait_held`."""
+        waiting = [self._members[0].wait_held(version, fraction, timeout=timeout)]
+        return self._wait(waiting, timeout, f"wait_held({version!r}, {fraction!r})")[0]
+
     def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
         """As `Weights.wait_for`."""
         return self._wait([self._members[0].wait_for(spec, timeout=timeout)], timeout, f"wait_for({spec!r})")[0]
@@ -197,6 +218,12 @@ class Group:
     def metadata(self) -> dict[str, Json] | None:
         """What its publisher said of the version that every shard holds; None if there is none."""
         return self._members[0].metadata if self.version is not None else None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Chunks in place, and chunks in all, of the fills under way, all shards together."""
+        every = [member.progress for member in self._members]
+        return sum(done for done, _ in every), sum(chunks for _, chunks in every)
 
     def statistics(self) -> list[dict[str, object]]:
         """Counters of each shard, in order."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tensorhub
-from runtime.kit import eventually, in_threads
+from runtime.kit import eventually, in_threads, is_free
 from tensorhub.runtime.config import server_settings
 from tensorhub.runtime.serving import ServerThread
 
@@ -48,7 +48,7 @@ def test_a_block_that_raises_gives_its_number_back_and_leaves_the_tensors_unpubl
     with pytest.raises(ZeroDivisionError), first.mutating(version=2):
         array /= 1 // 0
     assert first.version is None
-    eventually(lambda: _is_free(second, 2), "the number is given back")
+    eventually(lambda: is_free(second, 2), "the number is given back")
     assert first.publish(3) == 3
 
 
@@ -60,15 +60,7 @@ def test_a_claim_that_is_granted_when_its_caller_is_interrupted_is_given_back(jo
         monkeypatch.setattr(client, "operate", operate)
         with first.mutating(version=2):
             pytest.fail("the block ran")
-    eventually(lambda: _is_free(second, 2), "the number is given back")
-
-
-def _is_free(weights, version):
-    try:
-        weights.publish(version)
-    except tensorhub.VersionConflict:
-        return False
-    return True
+    eventually(lambda: is_free(second, 2), "the number is given back")
 
 
 def test_a_claim_ends_with_its_worker(join):

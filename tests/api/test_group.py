@@ -1,13 +1,14 @@
 """All shards of a replica in one process: calls of all of them together, and one error for all."""
 
 import asyncio
+import inspect
 from functools import partial
 
 import numpy as np
 import pytest
 
 import tensorhub
-from runtime.kit import eventually, in_threads
+from runtime.kit import eventually, in_threads, is_free
 from tensorhub import aio
 
 SHARDS = 3
@@ -150,17 +151,40 @@ def test_nobody_lives_on_when_the_caller_is_interrupted_while_they_join(server, 
     eventually(lambda: not tensorhub.connect(server.address).replicas("m"), "nobody is there")
 
 
-def test_an_interrupted_block_frees_its_number(group, monkeypatch):
+def test_a_claim_that_is_granted_when_its_caller_is_interrupted_is_given_back(group, interrupting, monkeypatch):
     first, _ = group("first", 1.0)
     second, _ = group("second", 2.0)
-    with pytest.raises(KeyboardInterrupt), first.mutating(version=2):
-        raise KeyboardInterrupt
-    eventually(lambda: _is_free(second, 2), "the number is given back")
+    client = first._members[1]._client
+    with interrupting(client.operate) as operate:
+        monkeypatch.setattr(client, "operate", operate)
+        with first.mutating(version=2):
+            pytest.fail("the block ran")
+    eventually(lambda: is_free(second, 2), "the number is given back")
 
 
-def _is_free(weights, version):
-    try:
-        weights.publish(version)
-    except tensorhub.VersionConflict:
-        return False
-    return True
+def test_what_a_group_can_do_is_what_its_shards_can():
+    """And takes the same, but where tensors are handed over: they are handed over for each shard."""
+    alone = {name: call for name, call in vars(tensorhub.Weights).items() if not name.startswith("_")}
+    together = {name: call for name, call in vars(tensorhub.Group).items() if not name.startswith("_")}
+    assert sorted(together) == sorted(alone)
+    for name, call in alone.items():
+        if callable(call) and name not in ("register", "resume"):
+            assert list(inspect.signature(call).parameters) == list(inspect.signature(together[name]).parameters), name
+
+
+def test_engines_that_sleep_pins_and_back_pressure(group):
+    trainer, _ = group("t", 1.0)
+    trainer.publish(1)
+    rollout, engine = group("r", reliable=False)
+    rollout.replicate(1)
+    assert trainer.wait_held(1, timeout=20) == ("r",)
+    rollout.pin(1)
+    rollout.suspend()
+    with pytest.raises(tensorhub.UsageError, match="suspended"):
+        rollout.replicate(1)
+    rollout.resume()
+    assert rollout.version is None
+    assert rollout.replicate(1, timeout=20) == 1
+    assert rollout.progress == (0, 0)
+    rollout.unpin(1)
+    assert numbers(engine) == {1.0}

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import aiohttp
 
+import tensorhub
 from tensorhub.core.messages import PROTOCOL, Hello
 from tensorhub.core.names import ModelName, ReplicaName, Shard
 from tensorhub.runtime.codec import encode
@@ -121,6 +122,15 @@ def within(seconds: float) -> Iterator[None]:
     yield
     took_s = time.monotonic() - began
     assert took_s < seconds + STANDSTILL_S, f"took {took_s:.2f} s, at most {seconds} s were promised"
+
+
+def is_free(weights: "tensorhub.Weights | tensorhub.Group", version: int) -> bool:
+    """Nobody has taken that number: it is published by this."""
+    try:
+        weights.publish(version)
+    except tensorhub.VersionConflict:
+        return False
+    return True
 
 
 def in_threads(*bodies: Callable[[], object]) -> list[object]:

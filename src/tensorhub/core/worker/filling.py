@@ -5,6 +5,7 @@ Once it is drained it is vacated: nobody reads it here, and all of its bytes are
 makes the buffer *filling*. If the call ends before that, the old version is held again.
 """
 
+from ..errors import UsageError
 from ..messages import Empty, Failure, Filling, Holding, Poisoned, Vacated, Withdrawing
 from ..names import Ticket, Version
 from .call import Call
@@ -42,7 +43,7 @@ def copied_in(worker: WorkerState, version: Version, failure: Failure | None) ->
     root = worker.copies.copied_in(version, failure, next_report=worker.next_report)
     if failure is not None:
         worker.note(f"filling from the host copy of version {version} failed: {failure.message}")
-        if failure.code == "usage" and worker.call is not None and worker.call.fills:
+        if failure.code == UsageError.code and worker.call is not None and worker.call.fills:
             worker.call.hopeless = failure  # its tensors are not there: whoever has the version, it cannot be had here
     if root is not None and isinstance(worker.buffer, Filling) and worker.buffer.version == version:
         worker.want(worker.memory.complete(root))

@@ -65,8 +65,8 @@ class ProgressJudge(Judge):
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
         plain_at = self.conditions.storm_s + self.conditions.calm_s / 2
-        is_news = min(made.known, made.exists + self.spread_s) if made is not None else plain_at
-        since = max(plain_at, is_news)
+        told_at = min(made.known, made.exists + self.spread_s) if made is not None else plain_at
+        since = max(plain_at, told_at)
         lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
         calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
         begun = [call for call in calls if call.began >= (since if call.ended < inf else plain_at)]
@@ -144,10 +144,6 @@ class ProgressJudge(Judge):
         whole = [version for version in self.truth.existing(model)[1:] if self.truth.is_whole(model, version)]
         return whole[: max(0, self.conditions.retain - 1)]
 
-    def _has_twice(self, life: Life, version: Version) -> bool:
-        """In host memory beside its tensors. Who does not hold it yet needs its copy for the next call."""
-        return version in life.copies and life.held is not None and life.held.version == version
-
     def _is_awaited(self, model: str) -> bool:
         """A caller is not back yet with what it wants."""
         return any(
@@ -155,10 +151,10 @@ class ProgressJudge(Judge):
         )
 
     def copies(self) -> None:
-        """Who holds the newest version needs no host copy of it: only of what is pinned or retained.
+        """Everybody holds the newest version: no host copy is needed but of what is pinned or retained.
 
         And one of the newest for each shard, made ahead of need: it outlives the birth of the next version. More of
-        that are needed as long as a caller is on its way to it.
+        that are needed as long as a caller is on its way to it, and where a sibling's tensors keep a replica from it.
         """
         if any(trouble.misfortune.stays for trouble in self.truth.troubles.all):
             return
@@ -166,12 +162,13 @@ class ProgressJudge(Judge):
             pinned = [v for other in self.truth.lives.values() for v in other.pins]
             newest = self.truth.newest(life.me.model)
             for version in life.copies:
-                beside = [
+                kept = [
                     other.name
                     for other in self.truth.lives.values()
-                    if other.shard == life.shard and self._has_twice(other, version)
+                    if other.shard == life.shard and version in other.copies
+                    if self._fits(f"{other.me.model}/{other.me.replica}")
                 ]
-                is_spare = version == newest and life.name in beside and len(beside) > 1
+                is_spare = version == newest and life.name in kept and len(kept) > 1
                 is_spare = is_spare and not self._is_awaited(life.me.model)
                 is_old = newest is None or is_spare or version < newest - 2 * self.conditions.retain
                 is_old = is_old and version not in self._kept(life.me.model)

@@ -272,7 +272,8 @@ def to_idle(
 
     It leaves a source that is itself still filling, whose pace it follows, or one that serves others too. It never goes
     back: a reader that has a whole source to itself stays there. Between sites the pace is the uplink's: a reader
-    leaves only one that it shares, for one that is idle; but while it cannot begin, any for any in its own site.
+    leaves only one that it shares, for one that is idle. But while it cannot begin it leaves any, for whoever in its
+    own site has the version or gets it.
     """
     if state.now < read.looked_at + state.settings.rebalance_s or reader.line not in record.roots:
         return False
