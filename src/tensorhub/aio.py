@@ -125,7 +125,7 @@ class Weights:
 
     async def take(self, registration: Registration) -> None:
         """Take tensors that `memory.registration.register` has looked at already."""
-        await self._here(self._client.register(registration))
+        await self._here(self._client.register(registration, self._deadline(None)))
 
     async def suspend(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Withdraw, and forget where the tensors are, until `resume`."""

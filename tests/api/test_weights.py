@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -261,6 +262,28 @@ def test_tensors_that_were_given_other_memory_are_found(server):
         model.bias.data = torch.zeros(3)
         with pytest.raises(tensorhub.NotDrained, match="'bias'"):
             weights.check()
+
+
+def test_other_tensors_are_registered_once_nobody_reads_what_a_failed_call_left(join, monkeypatch):
+    """A reader behind the failed one may still be there: `register` waits for it, it does not refuse."""
+    tensors = {f"layer.{i}": np.ones(1000, dtype=np.float32) for i in range(20)}
+    trainer, _ = join("t", tensors=tensors, chunk_bytes=1000)
+    trainer.publish(1)
+    tensors["layer.19"][-1] = 2
+    rollout, _ = join("r", tensors={name: np.zeros(1000, dtype=np.float32) for name in tensors}, chunk_bytes=1000)
+    driver, held_back = rollout._aio._client.driver, Queue[int]()
+    stop_serving = driver.data.stop_serving
+    monkeypatch.setattr(driver.data, "stop_serving", held_back.put)
+    with pytest.raises(tensorhub.CorruptTransfer):
+        rollout.replicate(1, timeout=20)
+    version = held_back.get(timeout=20)
+
+    def let_go():
+        eventually(lambda: driver._awaited, "register() waits")
+        rollout._aio._thread.loop.call_soon_threadsafe(stop_serving, version)
+
+    assert in_threads(lambda: rollout.register({"v": np.zeros(3)}), let_go) == [None, None]
+    assert rollout.publish(2) == 2
 
 
 def test_other_tensors_can_be_registered_when_nothing_is_held(join):

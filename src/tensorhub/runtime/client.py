@@ -73,13 +73,20 @@ class Client:
         """Connect. Raises `ServerUnreachable`, `ShardTaken`, `Refused`, `UsageError`."""
         await self.driver.start(deadline)
 
-    async def register(self, registration: Registration) -> None:
-        """Take other tensors; nobody may read or write the present ones."""
+    async def register(self, registration: Registration, deadline: float) -> None:
+        """Take other tensors; nobody may read or write the present ones.
+
+        A call that has failed may leave readers behind, who are being cut off: that is waited for.
+        """
         self._check_usable()
         await self._behind.over(None, "register()")
         worker = self.driver.worker
+        if not self._calling and worker.held is None:
+            await self.driver.until(lambda: worker.may_register or bool(self._calling), deadline)
+            self._check_usable()
         if self._calling or not worker.may_register:
-            why = f"{self._calling} has not ended" if self._calling else f"version {worker.held} is held"
+            held = f"version {worker.held} is held" if worker.held is not None else "its tensors are still being read"
+            why = f"{self._calling} has not ended" if self._calling else held
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
         if registration.table is not None and self.options.verify == "none":
             text = f'{self.me} says verify="none", and what has boxes is verified tile by tile'

@@ -58,6 +58,7 @@ class Established:
             return
         is_new = newest is None or version > newest.version
         ways = newest.ways if newest is not None and not is_new else {}
+        before = len(ways)
         unburied_s = 1.2 * truth.plan.settings.lease_s  # so long a server may believe that who has died lives
         unburied = [other for other in truth.dead.values() if truth.now - other.died < unburied_s]
         living = [other for other in truth.lives.values() if truth.may_be_in_session(other)]
@@ -73,6 +74,8 @@ class Established:
                 self._among_spot.pop(shard, None)
                 if shard not in reliable:
                     self._among_spot[shard] = None
+        if newest is not None and not is_new and ways and not before:
+            newest.since = truth.now
         if is_new and ways:
             self._newest[model] = Newest(version, truth.now, ways)
 
@@ -86,7 +89,10 @@ class Established:
     def heard(self, life: Life) -> None:
         """A server has taken in its report."""
         newest = self._newest.get(life.me.model)
-        if newest is None or not self._truth.said_to_have(life, newest.version):
+        if newest is None:
+            return
+        self._doubt(newest, life)
+        if not self._truth.said_to_have(life, newest.version):
             return
         is_held = life.held is not None and life.held.version == newest.version
         for way in newest.ways.values():
@@ -95,6 +101,16 @@ class Established:
                     way.said.setdefault(place, life)
         if any(way.is_said for way in newest.ways.values()):
             self._known[life.me.model] = newest
+
+    def _doubt(self, newest: Newest, life: Life) -> None:
+        """Somebody reliable of a shard that only spot workers have: not established until a server knows of all of it."""
+        made = self._truth.exists(life.me.model, newest.version)
+        is_publisher = made is not None and life.me.replica == made.replica
+        if life.shard not in self._among_spot or not life.hello.reliable or is_publisher or _said_to_leave(life):
+            return
+        for number, way in list(newest.ways.items()):
+            if not way.is_said and any(holders[0].shard == life.shard for holders in way.holders):
+                del newest.ways[number]
 
     def released(self, life: Life, version: Version) -> None:
         """A server lets its copy go. If it had not heard of all shards yet, it does not count this one any more."""
