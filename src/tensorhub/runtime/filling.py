@@ -76,7 +76,7 @@ async def _fill(
             till_s = deadline - leave_s
             opening = open_client(model, replica, shard, len(made), False, options, till_s, is_passing=True)
             clients.append(await opening)
-            await clients[-1].register(registration)
+            await clients[-1].register(registration, till_s)
         await _replicate(clients, version, deadline - leave_s)
         said = [client.metadata or {} for client in clients]
     finally:
