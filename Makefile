@@ -13,8 +13,8 @@ BIN := .venv/bin
 # Tests in a few processes, handed out one by one in their order, so that the quick checks come first. ARGS="-n0": in one.
 SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 
-# Whatever environment the caller is in, only .venv counts.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# Whatever environment the caller is in, only .venv counts. What is compiled is kept: tests start Python a thousand times.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 
 .PHONY: help setup check format test test-engines closing e2e sim storm explore mutants bench lab demo demo-vllm gpu bless docs clean

@@ -103,7 +103,7 @@ class Established:
             self._known[life.me.model] = newest
 
     def _doubt(self, newest: Newest, life: Life) -> None:
-        """Somebody reliable of a shard that only spot workers have: not established until a server knows of all of it."""
+        """Who is relied on has come for a shard that only spot workers have, before a server knew of all of it."""
         made = self._truth.exists(life.me.model, newest.version)
         is_publisher = made is not None and life.me.replica == made.replica
         if life.shard not in self._among_spot or not life.hello.reliable or is_publisher or _said_to_leave(life):
