@@ -3,10 +3,12 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from forked import Forked
+
+from .rank import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,20 +28,8 @@ class Job:
         self.log = folder / f"job-{port}.log"
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         environ = {**os.environ, **place, "TENSORHUB_SERVER": server, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", "tests.integrations.rank"]
         with self.log.open("wb") as log:
-            self.ranks = [
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**environ, "RANK": str(rank)},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                )
-                for rank in range(ranks)
-            ]
+            self.ranks = [Forked(main, env={**environ, "RANK": str(rank)}, stderr=log) for rank in range(ranks)]
 
     def answers(self, do, **arguments):
         """What each rank gave: a mapping with `value`, or with `code` and `message`; None of one that died."""
@@ -59,10 +49,7 @@ class Job:
     def end(self):
         """Whatever they do."""
         for rank in self.ranks:
-            rank.kill()
-            rank.wait(10)
-            rank.stdin.close()
-            rank.stdout.close()
+            rank.close()
 
 
 def eventually(condition, what, *, within_s=30.0):

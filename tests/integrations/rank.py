@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -74,8 +76,11 @@ class Rank:
 
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
 
-    def attach(self, model, **options):
-        self.publisher = fsdp.attach(self.module, model, **options)
+    def attach(self, model, fails=None, **options):
+        """The rank `fails` has joined, and then its tensors are refused."""
+        refuse = mock.patch.object(tensorhub.Weights, "register", side_effect=tensorhub.UsageError("not these"))
+        with refuse if fails == dist.get_rank() else nullcontext():
+            self.publisher = fsdp.attach(self.module, model, **options)
         return self.publisher.version
 
     def forward(self):

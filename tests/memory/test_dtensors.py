@@ -1,7 +1,5 @@
 """DTensors: what the boxes say is what torch itself puts on each rank. Meshes of many ranks in one process."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
 
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import forked
 from tensorhub.core.boxes import Box
 from tensorhub.core.errors import UsageError
 from tensorhub.memory.dtensors import boxes_of_dtensor, is_dtensor
@@ -168,7 +167,6 @@ for name, value in module.named_parameters():
 )
 def test_parameters_that_fsdp_has_cut(rank: int, mesh_shape: tuple[int, ...], said: list[str]) -> None:
     """FSDP2 itself, with uneven and empty shards, and hybrid. A process each, for torch keeps meshes by their shape."""
-    command = [sys.executable, "-c", FSDP_RANK, *map(str, (rank, *mesh_shape))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = forked.run(FSDP_RANK, [rank, *mesh_shape], within_s=100)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == said

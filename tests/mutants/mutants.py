@@ -19,6 +19,19 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a call fails for what is left of a job that was killed",
+        "    others = [state.members.get(replica.members[shard]) for shard in call.arrived if shard in replica.members]\n"
+        "    return bool(others)",
+        "    others = []\n    return bool(others)",
+        "a job that is started again at once waits for all of its shards, not for those of its former self",
+    ),
+    Mutant(
+        "a shard that was there is awaited as one that was killed before",
+        "    return bool(others) and all(other is not None and not other.report.ended for other in others)\n",
+        "    return True\n",
+        "a call whose shard dies ends when the lease of that shard does",
+    ),
+    Mutant(
         "a copy is made ahead where there is no room",
         "    return version if member.copy(version) is not None or member.report.copies_left > spare else None\n",
         "    return version\n",
@@ -110,8 +123,8 @@ MUTANTS = (
     ),
     Mutant(
         "only who had come is missed when it dies",
-        '        if self.call is not None:\n            text = f"shard {shard} of {self.name} {why}',
-        "        if self.call is not None and shard in self.call.arrived:\n"
+        '        elif self.call is not None:\n            text = f"shard {shard} of {self.name} {why}',
+        "        elif self.call is not None and shard in self.call.arrived:\n"
         '            text = f"shard {shard} of {self.name} {why}',
         "a shard that dies before it comes to a call costs its siblings a lease, not their deadline",
     ),
@@ -244,8 +257,8 @@ MUTANTS = (
     ),
     Mutant(
         "a member's death is not told",
-        '        if self.call is not None:\n            text = f"shard {shard} of {self.name} {why}',
-        '        if False:\n            text = f"shard {shard} of {self.name} {why}',
+        '        elif self.call is not None:\n            text = f"shard {shard} of {self.name} {why}',
+        '        elif False:\n            text = f"shard {shard} of {self.name} {why}',
         "a call fails on all shards when one of them dies",
     ),
     Mutant(

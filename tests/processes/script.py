@@ -5,6 +5,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import forked
+
 BEFORE = """
 import gc, json, os, sys, time
 import tensorhub
@@ -36,8 +38,14 @@ class Ended:
 
 
 def run(text: str, address: str, *arguments: str, within_s: float = 90.0, prefix: tuple[str, ...] = ()) -> Ended:
-    """Run it to its end. It may use `say(name=value)` and `error_of(call, …)`."""
-    command = [*prefix, sys.executable, "-c", BEFORE + text, address, *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=within_s)
+    """Run it to its end. It may use `say(name=value)` and `error_of(call, …)`.
+
+    `prefix`: words of a command that starts a Python of its own for it, as `env` does.
+    """
+    if prefix:
+        command = [*prefix, sys.executable, "-c", BEFORE + text, address, *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=within_s)
+    else:
+        ended = forked.run(BEFORE + text, [address, *arguments], within_s=within_s)
     lines = tuple(json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{"))
     return Ended(ended.returncode, lines, ended.stderr)

@@ -136,7 +136,6 @@ def test_memory_that_is_lent_to_a_socket_is_freed_in_mid_transfer(server):
     """The kernel keeps the pages that it was lent: what arrives is what was published, or it does not count."""
     before = """
 os.environ["TENSORHUB_TRANSPORTS"] = "tcp"
-os.environ["TENSORHUB_NATIVE"] = "no"  # the moment of freeing is between two calls of Python's
 """
     story = """
 from tensorhub.transport import tcp_lend
@@ -160,7 +159,8 @@ tcp_lend.Pipe.send = send
 reader, target = join("reader", 0.0)
 say(replicate=error_of(reader.replicate, 1, timeout=5), calls=state["calls"], version=reader.version)
 """
-    found = run(before + BEGIN + story, server.address).only()
+    by_python = ("env", "TENSORHUB_NATIVE=no")  # the moment of freeing is between two calls of Python's
+    found = run(before + BEGIN + story, server.address, prefix=by_python).only()
     assert found["calls"] >= 3, found
     assert found["replicate"].get("kind") in ("SourceLost", "DeadlineExceeded", "VersionUnavailable")
     assert found["version"] is None

@@ -6,21 +6,18 @@ stacked experts; trainers cut rows unevenly, in three and in two.
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 import tensorhub
+from forked import Forked
 
+from .cut_worker import main
 from .process import eventually
 
 pytestmark = pytest.mark.processes
-
-PROGRAM = Path(__file__).with_name("cut_worker.py")
 
 
 class Cut:
@@ -28,15 +25,7 @@ class Cut:
 
     def __init__(self, address: str, name: str, kind: str, ranks: int) -> None:
         self.name, self.ranks = name, ranks
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(PROGRAM), address, name, kind, str(rank), str(ranks)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
+        self.processes = [Forked(main, [address, name, kind, rank, ranks]) for rank in range(ranks)]
         self._pool = ThreadPoolExecutor(ranks)
 
     def ready(self) -> "Cut":
@@ -65,8 +54,7 @@ class Cut:
     def kill(self) -> None:
         """As `kill -9`."""
         for process in self.processes:
-            process.kill()
-            process.communicate()
+            process.close()
         self._pool.shutdown()
 
 

@@ -72,20 +72,23 @@ def attach(
     number = max(version, after) if held < 0 else held
     publishes = place.copy == 0
     publisher = Publisher(module, ranks)
-    with ranks.agreeing("attach() failed"):
-        if publishes or held >= 0:
-            name = replica if publishes else f"{replica}-copy-{place.copy}"
-            options |= {} if publishes else {"reliable": False, "host_bytes": 0}
-            weights = tensorhub.open(model, replica=name, shard=place.shard, shards=place.shards, **options)
-            weights.register(tensors_of(module), dtype=dtype, boxes=boxes or {})
-            if held >= 0:
-                weights.replicate(held)
-            else:
-                weights.publish(number)
-            if publishes:
-                publisher.weights = weights
-            else:  # it serves nobody: nobody would ask before this rank's next step
-                weights.close()
+    with ExitStack() as stack:  # who leaves for an error keeps no sibling waiting
+        with ranks.agreeing("attach() failed"):
+            if publishes or held >= 0:
+                name = replica if publishes else f"{replica}-copy-{place.copy}"
+                options |= {} if publishes else {"reliable": False, "host_bytes": 0}
+                opening = tensorhub.open(model, replica=name, shard=place.shard, shards=place.shards, **options)
+                weights = stack.enter_context(opening)
+                weights.register(tensors_of(module), dtype=dtype, boxes=boxes or {})
+                if held >= 0:
+                    weights.replicate(held)
+                else:
+                    weights.publish(number)
+                if publishes:
+                    publisher.weights = weights
+                else:  # it serves nobody: nobody would ask before this rank's next step
+                    weights.close()
+        stack.pop_all()
     publisher.version, publisher.next_version = number, max(after, number + 1)
     return publisher
 

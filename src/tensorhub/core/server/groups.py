@@ -39,7 +39,7 @@ class GroupCall:
     number: int
     verb: str
     spec: Spec
-    began: float  # when its first shard arrived, by the server's clock
+    began: float  # when its first shard arrived, or a successor was waited for, by the server's clock
     is_inherited: bool = False  # that shard was in it already when its session began: a former server may have ended it
     claim: Version | None = None  # of an unpublish: what it is to be followed by; `version` once it is granted
     version: Version | None = None
@@ -256,10 +256,15 @@ class Replica:
             return max(self.ended, current.number if current is not None else 0) + 1
         return current.number if current.is_same(reported) else 0
 
-    def lose(self, shard: Shard, why: str) -> None:
-        """The shard's worker is gone: the call under way fails, whether or not the shard had come to it."""
+    def lose(self, shard: Shard, why: str, *, is_awaited_since: float | None = None) -> None:
+        """The shard's worker is gone: the call under way fails, whether or not the shard had come to it.
+
+        Unless its successor is waited for since a moment, as a shard is that was never there.
+        """
         self.members.pop(shard, None)
-        if self.call is not None:
+        if self.call is not None and is_awaited_since is not None:
+            self.call.began = is_awaited_since
+        elif self.call is not None:
             text = f"shard {shard} of {self.name} {why} during {self.call}"
             self.call.give_up(text, "restart that shard, then retry on all shards")
 

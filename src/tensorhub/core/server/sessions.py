@@ -45,7 +45,8 @@ def end(state: State, member: Member, why: str) -> None:
         state.spent[member.sender] = None
     intake.close_reads(state, member, None)
     model.move(member.worker, member.content, NOTHING)
-    replica.lose(member.shard, why)
+    awaited_since = state.now if _is_of_a_former_job(state, replica, member) else None
+    replica.lose(member.shard, why, is_awaited_since=awaited_since)
     model.forget(member.worker)
     model.reliable.get(member.line, {}).pop(member.worker, None)
     places.note_company(state, model, member.line)
@@ -65,6 +66,18 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_readers_dirty(member.worker)
     apply.offer_keeper(state, model, member)
     apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
+
+
+def _is_of_a_former_job(state: State, replica: Replica, member: Member) -> bool:
+    """It has made calls, and of those who have come to the present one nobody ever has: it was killed before they began.
+
+    A job that is started again at once meets what is left of its former self, until the leases of that end.
+    """
+    call = replica.call
+    if call is None or call.is_over or member.shard in call.arrived or not member.report.ended:
+        return False
+    others = [state.members.get(replica.members[shard]) for shard in call.arrived if shard in replica.members]
+    return bool(others) and all(other is not None and not other.report.ended for other in others)
 
 
 def connect(state: State, hello: Hello, sender: str) -> None:
