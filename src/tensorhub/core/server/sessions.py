@@ -69,7 +69,7 @@ def end(state: State, member: Member, why: str) -> None:
 
 
 def _is_of_a_former_job(state: State, replica: Replica, member: Member) -> bool:
-    """It has made calls, and of those who have come to the present one nobody ever has: it was killed before they began.
+    """It has made calls, and of those who have come to the present one nobody ever has: it belongs to what was before.
 
     A job that is started again at once meets what is left of its former self, until the leases of that end.
     """
