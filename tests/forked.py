@@ -7,6 +7,7 @@ are processes as any other: with pipes, killed and stopped by others, and they e
 import ctypes
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -74,6 +75,11 @@ class Forked:
         self.stdin.close()
         if self.stdout is not None:
             self.stdout.close()
+
+
+def module(name: str) -> Callable[[], object]:
+    """What `python -m` runs."""
+    return partial(runpy.run_module, name, run_name="__main__")
 
 
 def run(text: str, arguments: Sequence[object] = (), *, within_s: float) -> "subprocess.CompletedProcess[str]":

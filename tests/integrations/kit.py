@@ -6,9 +6,7 @@ import socket
 import time
 from pathlib import Path
 
-from forked import Forked
-
-from .rank import main
+from forked import Forked, module
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +27,10 @@ class Job:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         environ = {**os.environ, **place, "TENSORHUB_SERVER": server, "GLOO_SOCKET_IFNAME": "lo"}
         with self.log.open("wb") as log:
-            self.ranks = [Forked(main, env={**environ, "RANK": str(rank)}, stderr=log) for rank in range(ranks)]
+            self.ranks = [
+                Forked(module("integrations.rank"), env={**environ, "RANK": str(rank)}, stderr=log)
+                for rank in range(ranks)
+            ]
 
     def answers(self, do, **arguments):
         """What each rank gave: a mapping with `value`, or with `code` and `message`; None of one that died."""

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import tensorhub
-from forked import Forked
+from forked import Forked, module
 
-from .cut_worker import main
 from .process import eventually
 
 pytestmark = pytest.mark.processes
@@ -25,7 +24,9 @@ class Cut:
 
     def __init__(self, address: str, name: str, kind: str, ranks: int) -> None:
         self.name, self.ranks = name, ranks
-        self.processes = [Forked(main, [address, name, kind, rank, ranks]) for rank in range(ranks)]
+        self.processes = [
+            Forked(module("processes.cut_worker"), [address, name, kind, rank, ranks]) for rank in range(ranks)
+        ]
         self._pool = ThreadPoolExecutor(ranks)
 
     def ready(self) -> "Cut":
