@@ -178,7 +178,7 @@ def test_further_streams_take_half_of_the_room_at_most() -> None:
     readers = [TcpTransport(TcpSettings(streams=4, stream_bytes=1024, stream_rate_bytes_per_s=0)) for _ in range(3)]
     try:
         source.export(full("k", right, MIB // 4))
-        target = Target(right, MIB // 4, gates={0: gate})
+        target = Target(right, MIB // 4, gates=dict.fromkeys(range(32), gate))  # who has one does not leave before
         _, first = start_read(readers[0], source.endpoint, "k", target)
         assert gate.reached.wait(kit.DEADLINE_S)
         kit.until(lambda: source.statistics()["connections_refused"] >= 2, "further streams find no room")
