@@ -1,8 +1,9 @@
 """What server and workers say to each other: how things are, never what changed.
 
-A worker sends `Hello` once on connecting, `LayoutInfo` once it has registered, and its whole `Report` whenever that
-changes and once a second. The server answers each report with the worker's `Orders`, and sends them unasked when they
-change. A lost, repeated or late message is mended by the next one. Bodies are MessagePack; nothing is ever pickled.
+A worker sends `Hello` once on connecting, and its whole `Report` whenever that changes and once a second. The server
+answers each report with the worker's `Orders`, and sends them unasked when they change. A layout that it does not know
+it asks for (`LayoutWanted`) and gets (`LayoutInfo`), before it takes the report that names it. A lost, repeated or late
+message is mended by the next one. Bodies are MessagePack; nothing is ever pickled.
 
 Two numbers make stale messages harmless. `Orders.number` rises over the server's lives, so a worker drops orders that
 come late; and orders are the *whole* truth at their number: a ticket below `number` that they do not name is void.
@@ -11,9 +12,9 @@ come late; and orders are the *whole* truth at their number: a ticket below `num
 import msgspec
 
 from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
-from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
+from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId, shortened
 
-PROTOCOL = "tensorhub/3"
+PROTOCOL = "tensorhub/4"
 MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; of a read across 100 for each source
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
@@ -31,11 +32,6 @@ MAX_PARTS = 256  # sources of one read across: no version is read out of more sh
 Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
 VERBS = ("publish", "unpublish", "replicate", "update")
 PREFETCH = ("seed", "always", "never")  # fill a host copy ahead: for the whole site, for oneself too, not at all
-
-
-def shortened(text: str, most: int) -> str:
-    """The text, or its beginning and an ellipsis: names and other people's words make an error as long as they like."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
@@ -142,7 +138,7 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class LayoutInfo(_Message, frozen=True, tag="layout"):
-    """The tensors that this worker has registered, so that a mismatch can name the tensor.
+    """The tensors that a worker has registered, so that a mismatch can name the tensor. Sent when asked for.
 
     `boxes`, which the server never decodes, says which parts of which global tensors they are; empty: of none, and a
     shard's number is all that tells them from those of another. `partial`: some of the model is left out.
@@ -285,9 +281,7 @@ class Report(_Message, frozen=True, tag="report"):
     newest: Version | None = None
     failures: tuple[TicketFailure, ...] = ()
     received_bytes: dict[str, int] = {}  # by source replica, over this life: the latest few, and OTHERS
-    cross_site_bytes: dict[
-        int, int
-    ] = {}  # by version: of those received, how many came from other sites; the latest few
+    cross_site_bytes: dict[int, int] = {}  # by version: of these, those from other sites; the latest few
     copies: tuple[HostCopy, ...] = ()
     copies_left: int = 0
     copy_error: Failure | None = None
@@ -393,6 +387,12 @@ class Refusal(_Message, frozen=True, tag="refusal"):
     message: str
     hint: str = ""
     retry_s: float = 0.0
+
+
+class LayoutWanted(_Message, frozen=True, tag="layout-wanted"):
+    """The server does not know what this layout is. One who has it says so for all."""
+
+    layout: Digest
 
 
 ToServer = Hello | LayoutInfo | Report

@@ -23,6 +23,7 @@ from ..core.messages import (
     Filling,
     Hello,
     LayoutInfo,
+    LayoutWanted,
     Orders,
     Poisoned,
     Refusal,
@@ -39,7 +40,7 @@ MOST_WORD = 300  # characters of a name, a host, an endpoint
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(Hello | LayoutInfo | Report)
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(Orders | Refusal)
+_to_worker: msgspec.msgpack.Decoder[ToWorker | LayoutWanted] = msgspec.msgpack.Decoder(Orders | Refusal | LayoutWanted)
 
 
 class Malformed(Exception):
@@ -50,7 +51,7 @@ class OddNumber(Malformed):
     """A report that is well made but for a number. Its worker may come back: the next one may be right."""
 
 
-def encode(message: ToServer | ToWorker) -> bytes:
+def encode(message: ToServer | ToWorker | LayoutWanted) -> bytes:
     """The message as it travels."""
     return _encoder.encode(message)
 
@@ -74,7 +75,7 @@ def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
     return message
 
 
-def decode_to_worker(data: bytes) -> ToWorker:
+def decode_to_worker(data: bytes) -> ToWorker | LayoutWanted:
     """A message from the server."""
     try:
         return _to_worker.decode(data)

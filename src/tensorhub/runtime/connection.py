@@ -10,7 +10,9 @@ what is sent. Only a server that lives by that and shows no other sign of life f
 at a time of its own. So it is while a line begins: who hangs up in the queue of a busy server, to come back at its end,
 leaves it only lines that nobody wants any more.
 
-It must never: give up by itself (a definitive `Refusal` ends it), or look into a message.
+What the worker's layout is goes when the server asks for it: of ten thousand that have the same, one is asked.
+
+It must never: give up by itself (a definitive `Refusal` ends it), or look into a report or orders.
 """
 
 import asyncio
@@ -25,7 +27,7 @@ from math import inf
 
 import aiohttp
 
-from ..core.messages import Hello, LayoutInfo, Refusal, Report
+from ..core.messages import Hello, LayoutInfo, LayoutWanted, Refusal, Report
 from ..core.worker.events import Connected, Disconnected, Received
 from ..transport import shortages
 from .codec import Malformed, decode_to_worker, encode
@@ -79,19 +81,26 @@ class Connection:
         self._hello = hello
         self._on_event = on_event
         self._layout: LayoutInfo | None = None
+        self._is_layout_wanted = False
         self._report: Report | None = None
         self._has_mail = asyncio.Event()
         self._heard_at, self._silence_s = 0.0, SILENCE_S
 
     def send(self, message: Report | LayoutInfo) -> None:
-        """Send it if there is a line; the newest replaces what still waits."""
+        """Send it if there is a line, a layout when asked for it; the newest replaces what still waits."""
         if not self.is_connected:
             return
         if isinstance(message, LayoutInfo):
             self._layout = message
-        else:
-            self._report = message
+            return
+        self._report = message
         self._has_mail.set()
+
+    def _asked(self, wanted: LayoutWanted) -> None:
+        """If other tensors were registered meanwhile, the next report names theirs."""
+        if self._layout is not None and self._layout.digest() == wanted.layout:
+            self._is_layout_wanted = True
+            self._has_mail.set()
 
     async def run(self) -> None:
         """Connect and connect again, until refused for good or cancelled."""
@@ -143,7 +152,7 @@ class Connection:
         refusal, has_heard, self.why = None, False, "it does not answer"
         patience_s = _patience_s()
         self._heard_at, self._silence_s = time.monotonic(), SILENCE_S
-        self.is_connected, self._layout, self._report = True, None, None
+        self.is_connected, self._layout, self._report, self._is_layout_wanted = True, None, None, False
         self._has_mail.clear()
         self.connects += 1
         self._on_event(Connected())
@@ -157,6 +166,9 @@ class Connection:
                         break
                     message = decode_to_worker(frame.data)
                     has_heard, self._heard_at = True, time.monotonic()
+                    if isinstance(message, LayoutWanted):
+                        self._asked(message)
+                        continue
                     if isinstance(message, Refusal):
                         refusal = message
                     else:
@@ -195,9 +207,9 @@ class Connection:
             while True:
                 await self._has_mail.wait()
                 self._has_mail.clear()
-                layout, self._layout = self._layout, None
-                if layout is not None:
-                    await socket.send_bytes(encode(layout))
+                if self._is_layout_wanted and self._layout is not None:
+                    self._is_layout_wanted = False
+                    await socket.send_bytes(encode(self._layout))
                 report, self._report = self._report, None
                 if report is not None:
                     await socket.send_bytes(encode(report))

@@ -86,6 +86,11 @@ class Intake:
         self.replaced += isinstance(message, Report) and inbox.report is not None
         inbox.put(message, self._clock())
 
+    def put_back(self, line: Line, report: Report) -> None:
+        """What the line has said before can be handled now, if it has said nothing newer."""
+        inbox = self._inbox(line)
+        inbox.report = inbox.report or report
+
     def end(self, line: Line) -> None:
         """The line has ended. What it said before counts."""
         self._inbox(line).is_over = True

@@ -11,8 +11,8 @@ from math import inf
 
 from aiohttp import WSCloseCode, web
 
-from ..core.messages import Orders, Refusal, ToWorker
-from ..core.names import Ticket
+from ..core.messages import LayoutWanted, Orders, Refusal, ToWorker
+from ..core.names import Digest, Ticket
 from .codec import encode
 
 CLOSE_S = 1.0  # for the other side's goodbye
@@ -32,6 +32,7 @@ class Line:
         self._transport = request.transport
         self._orders: Orders | None = None
         self._refusal: Refusal | None = None
+        self._wanted: LayoutWanted | None = None
         self._has_mail = asyncio.Event()
 
     @property
@@ -48,6 +49,11 @@ class Line:
             self._orders = message
         self._has_mail.set()
 
+    def ask(self, layout: Digest) -> None:
+        """Let it say what this layout is, the one that its newest report names."""
+        self._wanted = LayoutWanted(layout)
+        self._has_mail.set()
+
     async def write(self) -> None:
         """Send what is posted, until the line ends or was refused."""
         with contextlib.suppress(OSError, RuntimeError):  # it is closing: whoever reads it sees that
@@ -55,13 +61,15 @@ class Line:
                 await self._has_mail.wait()
                 self._has_mail.clear()
                 orders, self._orders = self._orders, None
+                wanted, self._wanted = self._wanted, None
                 self.sending_since = time.monotonic()
                 if self._refusal is not None:
                     await self.socket.send_bytes(encode(self._refusal))
                     await self.socket.close(code=WSCloseCode.POLICY_VIOLATION)
                     return
-                if orders is not None:
-                    await self.socket.send_bytes(encode(orders))
+                for message in (orders, wanted):
+                    if message is not None:
+                        await self.socket.send_bytes(encode(message))
                 self.sending_since = inf
 
     async def say_goodbye(self) -> None:

@@ -16,13 +16,24 @@ from math import inf
 import msgspec
 from aiohttp import WSMsgType, web
 
-from ..core.messages import MAX_LAYOUT_BYTES, PROTOCOL, Hello, Orders, Refusal, ToServer, ToWorker
+from ..core.messages import (
+    MAX_LAYOUT_BYTES,
+    PROTOCOL,
+    Hello,
+    LayoutInfo,
+    Orders,
+    Refusal,
+    Report,
+    ToServer,
+    ToWorker,
+)
 from ..core.server import Server
 from ..core.settings import Settings
 from ..core.snapshot import Status
 from .answers import Answers
 from .codec import Malformed, OddNumber, decode_to_server
 from .intake import Intake
+from .layouts import UnknownLayouts
 from .lines import Line
 from .showing import encode_status, take_status
 
@@ -47,6 +58,7 @@ class ServerShell:
         self.on_failure = asyncio.Event()
         self._token = token.encode()
         self.intake = Intake(self)
+        self._unknown = UnknownLayouts(lambda layout: layout in self.machine.state.layouts)
         self._lines: dict[str, Line] = {}
         self._opened = 0
         self._timer: asyncio.Handle | None = None
@@ -94,9 +106,14 @@ class ServerShell:
         self._timer_at = at
 
     def decide(self, line: Line, message: ToServer, *, now: float, arrived: float) -> None:
-        """The intake's turn: what a worker has said is handled."""
+        """The intake's turn: what a worker has said is handled, a report once its layout is known."""
+        if isinstance(message, Report) and self._unknown.holds(line, message):
+            return
         try:
             self._deliver(self.machine.handle(message, sender=line.sender, now=now, arrived=arrived))
+            if isinstance(message, LayoutInfo):
+                for waiting, report in self._unknown.came(message.digest()):
+                    self.intake.put_back(waiting, report)
         except AssertionError as error:  # an invariant: this server stops, the next one starts from reports
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - what this worker said is more than we understand: not to be repeated
@@ -105,7 +122,10 @@ class ServerShell:
 
     def end(self, line: Line, *, now: float) -> None:
         """The intake's turn: a line has ended."""
+        held = self._unknown.take(line)
         try:
+            if held is not None:
+                self._deliver(self.machine.handle(held, sender=line.sender, now=now))
             self._deliver(self.machine.disconnected(line.sender, now=now))
         except Exception as error:  # noqa: BLE001 - our bug: this server stops, the next one starts from reports
             self._fail(error)

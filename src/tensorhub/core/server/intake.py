@@ -62,6 +62,7 @@ def count(state: State, report: Report) -> None:
 
 def take_layout(state: State, layout: LayoutInfo) -> None:
     """The tensors that some worker has registered: to name the one that differs, and for who asks what a version is."""
+    state.counters["layouts"] += 1
     state.layouts[layout.digest()] = state.layouts.pop(layout.digest(), layout)  # newest last
     if len(state.layouts) > state.most_layouts:
         _forget_layouts(state)

@@ -12,8 +12,8 @@ from math import inf
 from msgspec.structs import replace
 
 from ..errors import InvariantViolation
-from ..messages import MAX_FAILURES, MAX_WORDS, Failure, Grant, Reading, TicketFailure, shortened
-from ..names import Digest, Number, Ticket, WorkerId
+from ..messages import MAX_FAILURES, MAX_WORDS, Failure, Grant, Reading, TicketFailure
+from ..names import Digest, Number, Ticket, WorkerId, shortened
 from .events import Effect, OpenRead, ReadMeasured, StartRead, StopRead, Trust
 from .events_across import OpenAcross, StartAcross
 from .parts import Parts

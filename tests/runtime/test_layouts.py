@@ -1,0 +1,217 @@
+"""Layouts on request: of all who name one, one is asked, and nobody's last word is lost."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub.core.manifest import Layout, TensorSpec
+from tensorhub.core.messages import Holding, LayoutInfo, LayoutWanted, Orders, Report
+from tensorhub.core.names import Digest, Version
+from tensorhub.runtime import layouts
+from tensorhub.runtime.codec import decode_to_worker, encode
+from tensorhub.runtime.layouts import UnknownLayouts
+from tensorhub.runtime.lines import Line
+
+from .kit import PATIENCE_S, ServerProcess, eventually, hello, line_to
+from .test_lines import Socket, settle
+
+
+def layout(name: str) -> LayoutInfo:
+    return LayoutInfo.of(Layout((TensorSpec(name, "uint8", (16,), (1,), 0, 16),), 16))
+
+
+A, B = layout("a"), layout("b")
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+        yield running
+
+
+async def heard(socket, kind: type) -> object:
+    """The next message of this kind on a raw line."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            message = decode_to_worker((await socket.receive()).data)
+            if isinstance(message, kind):
+                return message
+
+
+async def says(socket, *messages: object) -> None:
+    for message in messages:
+        await socket.send_bytes(encode(message))
+
+
+class Desk:
+    """`UnknownLayouts` with lines that keep what they were asked."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.asked: list[tuple[str, str]] = []
+        self.desk = UnknownLayouts(self.known.__contains__)
+
+    def line(self, name: str) -> Line:
+        line = Line(name, Socket(), Socket())
+        line.ask = lambda wanted: self.asked.append((name, wanted))
+        return line
+
+
+def test_of_many_who_name_a_layout_one_is_asked_and_all_go_on_when_it_came():
+    async def story() -> None:
+        it = Desk()
+        lines = [it.line(f"{number}") for number in range(100)]
+        assert all(it.desk.holds(line, Report(1, layout=A.digest())) for line in lines)
+        assert it.asked == [("0", A.digest())]
+        assert [line.sender for line, _ in it.desk.came(A.digest())] == [line.sender for line in lines]
+        assert it.desk.came(A.digest()) == [], "once"
+
+    asyncio.run(story())
+
+
+def test_a_known_layout_and_none_wait_for_nothing():
+    async def story() -> None:
+        it = Desk()
+        it.known.add(A.digest())
+        assert not it.desk.holds(it.line("x"), Report(1, layout=A.digest()))
+        assert not it.desk.holds(it.line("y"), Report(1))
+        assert it.asked == []
+
+    asyncio.run(story())
+
+
+def test_the_newest_report_of_a_line_waits_in_its_first_place():
+    async def story() -> None:
+        it = Desk()
+        one, two = it.line("one"), it.line("two")
+        for line, number in ((one, 1), (two, 1), (one, 2)):
+            assert it.desk.holds(line, Report(number, layout=A.digest()))
+        assert [(line.sender, report.number) for line, report in it.desk.came(A.digest())] == [("one", 2), ("two", 1)]
+
+    asyncio.run(story())
+
+
+def test_who_names_another_layout_meanwhile_waits_for_that_alone():
+    async def story() -> None:
+        it = Desk()
+        one = it.line("one")
+        it.desk.holds(one, Report(1, layout=A.digest()))
+        it.desk.holds(one, Report(2, layout=B.digest()))
+        assert it.asked == [("one", A.digest()), ("one", B.digest())]
+        assert it.desk.came(A.digest()) == []
+        assert [report.number for _, report in it.desk.came(B.digest())] == [2]
+
+    asyncio.run(story())
+
+
+def test_a_report_of_no_layout_takes_the_place_of_what_waits():
+    async def story() -> None:
+        it = Desk()
+        one = it.line("one")
+        it.desk.holds(one, Report(1, layout=A.digest()))
+        assert not it.desk.holds(one, Report(2))
+        assert it.desk.came(A.digest()) == []
+
+    asyncio.run(story())
+
+
+def test_the_next_one_is_asked_at_once_when_the_one_who_was_asked_goes():
+    async def story() -> None:
+        it = Desk()
+        lines = [it.line(name) for name in ("one", "two", "three")]
+        for line in lines:
+            it.desk.holds(line, Report(1, layout=A.digest()))
+        it.desk.take(lines[1])
+        assert it.asked == [("one", A.digest())], "it is asked already"
+        it.desk.take(lines[0])
+        assert it.asked == [("one", A.digest()), ("three", A.digest())]
+
+    asyncio.run(story())
+
+
+def test_others_are_asked_more_and_more_rarely_and_each_once(monkeypatch):
+    monkeypatch.setattr(layouts, "ASK_AGAIN_S", 0.01)
+
+    async def story() -> None:
+        it = Desk()
+        for name in ("one", "two", "three"):
+            it.desk.holds(it.line(name), Report(1, layout=A.digest()))
+        async with asyncio.timeout(PATIENCE_S):
+            while len(it.asked) < 3:
+                await settle()
+        queue = it.desk._queues[A.digest()]
+        assert queue.pause_s == pytest.approx(0.08)
+        async with asyncio.timeout(PATIENCE_S):
+            while queue.timer is not None:
+                await settle()
+        assert [name for name, _ in it.asked] == ["one", "two", "three"]
+
+    asyncio.run(story())
+
+
+def test_a_stopped_worker_keeps_nobody_waiting_for_its_layout(server):
+    """It has named its layout, is asked, and says nothing; who has the same one is asked next."""
+
+    async def story() -> None:
+        async with line_to(server.address, hello(), Report(1, layout=A.digest())) as stopped:
+            assert await heard(stopped, LayoutWanted) == LayoutWanted(A.digest())
+            async with line_to(server.address, hello(replica="s"), Report(1, layout=A.digest())) as other:
+                assert await heard(other, LayoutWanted) == LayoutWanted(A.digest())
+                await says(other, A)
+                assert (await heard(other, Orders)).acknowledged == 1
+                assert (await heard(stopped, Orders)).acknowledged == 1
+
+    asyncio.run(story())
+
+
+def test_the_last_thing_that_a_line_says_counts_though_its_layout_never_came(server):
+    async def story() -> None:
+        report = Report(1, layout=A.digest(), newest=Version(7), buffer=Holding(Version(7), Digest("root")))
+        async with line_to(server.address, hello(), report) as line:
+            await heard(line, LayoutWanted)
+        eventually(lambda: server.status().counters.get("reports") == 1, "the report is taken")
+
+    asyncio.run(story())
+
+
+def test_another_layout_than_the_one_that_was_asked_for_helps_nobody(server):
+    async def story() -> None:
+        async with line_to(server.address, hello(), Report(1, layout=A.digest())) as line:
+            await heard(line, LayoutWanted)
+            await says(line, B, Report(2, layout=A.digest()))
+            async with line_to(server.address, hello(replica="s"), Report(1, layout=B.digest())) as other:
+                assert (await heard(other, Orders)).acknowledged == 1, "what it did say is known"
+            await says(line, A)
+            assert (await heard(line, Orders)).acknowledged == 2
+
+    asyncio.run(story())
+
+
+def test_after_a_restart_the_server_asks_few_for_what_all_have():
+    with ServerProcess() as server, contextlib.ExitStack() as open_ones:
+        view = tensorhub.connect(server.address)
+        workers = [
+            open_ones.enter_context(tensorhub.open("m", replica=f"r{number}", server=server.address))
+            for number in range(6)
+        ]
+        for worker in workers:
+            worker.register({f"w{number}": np.zeros(4) for number in range(200)})
+        workers[0].publish(1)
+        assert [worker.update("latest", timeout=PATIENCE_S) for worker in workers[1:]] == [1] * 5
+        assert view.status().counters["layouts"] == 1, "they registered one after the other"
+        server.kill()
+        server.restart()
+        eventually(lambda: are_back(view, len(workers)), "all are back")
+        assert 1 <= view.status().counters["layouts"] < len(workers)
+        workers[0].unpublish()
+        workers[0].publish(2)
+        assert [worker.update("latest", timeout=PATIENCE_S) for worker in workers[1:]] == [2] * 5
+
+
+def are_back(view: tensorhub.View, workers: int) -> bool:
+    with contextlib.suppress(tensorhub.TensorHubError):
+        return len(view.replicas("m")) == workers and any(each.version == 1 for each in view.versions("m"))
+    return False
