@@ -28,7 +28,8 @@ A, B = layout("a"), layout("b")
 
 @pytest.fixture
 def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+    """Whose patience is long, so that the machine may be busy."""
+    with tensorhub.serve(lease_s=4 * PATIENCE_S) as running:
         yield running
 
 
@@ -49,10 +50,15 @@ async def says(socket, *messages: object) -> None:
 class Desk:
     """`UnknownLayouts` with lines that keep what they were asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = 600.0) -> None:
         self.known: set[str] = set()
         self.asked: list[tuple[str, str]] = []
-        self.desk = UnknownLayouts(self.known.__contains__)
+        self.through: list[tuple[str, int]] = []
+        self.desk = UnknownLayouts(
+            self.known.__contains__,
+            lambda line, report: self.through.append((line.sender, report.number)),
+            patience_s=patience_s,
+        )
 
     def line(self, name: str) -> Line:
         line = Line(name, Socket(), Socket())
@@ -66,8 +72,9 @@ def test_of_many_who_name_a_layout_one_is_asked_and_all_go_on_when_it_came():
         lines = [it.line(f"{number}") for number in range(100)]
         assert all(it.desk.holds(line, Report(1, layout=A.digest())) for line in lines)
         assert it.asked == [("0", A.digest())]
-        assert [line.sender for line, _ in it.desk.came(A.digest())] == [line.sender for line in lines]
-        assert it.desk.came(A.digest()) == [], "once"
+        it.desk.came(A.digest())
+        it.desk.came(A.digest())
+        assert it.through == [(line.sender, 1) for line in lines], "in their order, and once"
 
     asyncio.run(story())
 
@@ -89,7 +96,8 @@ def test_the_newest_report_of_a_line_waits_in_its_first_place():
         one, two = it.line("one"), it.line("two")
         for line, number in ((one, 1), (two, 1), (one, 2)):
             assert it.desk.holds(line, Report(number, layout=A.digest()))
-        assert [(line.sender, report.number) for line, report in it.desk.came(A.digest())] == [("one", 2), ("two", 1)]
+        it.desk.came(A.digest())
+        assert it.through == [("one", 2), ("two", 1)]
 
     asyncio.run(story())
 
@@ -101,8 +109,10 @@ def test_who_names_another_layout_meanwhile_waits_for_that_alone():
         it.desk.holds(one, Report(1, layout=A.digest()))
         it.desk.holds(one, Report(2, layout=B.digest()))
         assert it.asked == [("one", A.digest()), ("one", B.digest())]
-        assert it.desk.came(A.digest()) == []
-        assert [report.number for _, report in it.desk.came(B.digest())] == [2]
+        it.desk.came(A.digest())
+        assert it.through == []
+        it.desk.came(B.digest())
+        assert it.through == [("one", 2)]
 
     asyncio.run(story())
 
@@ -113,7 +123,8 @@ def test_a_report_of_no_layout_takes_the_place_of_what_waits():
         one = it.line("one")
         it.desk.holds(one, Report(1, layout=A.digest()))
         assert not it.desk.holds(one, Report(2))
-        assert it.desk.came(A.digest()) == []
+        it.desk.came(A.digest())
+        assert it.through == []
 
     asyncio.run(story())
 
@@ -145,9 +156,83 @@ def test_others_are_asked_more_and_more_rarely_and_each_once(monkeypatch):
         queue = it.desk._queues[A.digest()]
         assert queue.pause_s == pytest.approx(0.08)
         async with asyncio.timeout(PATIENCE_S):
-            while queue.timer is not None:
+            while queue.next_ask is not None:
                 await settle()
         assert [name for name, _ in it.asked] == ["one", "two", "three"]
+
+    asyncio.run(story())
+
+
+def test_who_has_waited_for_long_is_let_through_and_so_is_who_comes_then():
+    async def story() -> None:
+        it = Desk(patience_s=0.01)
+        one, two = it.line("one"), it.line("two")
+        assert it.desk.holds(one, Report(1, layout=A.digest()))
+        async with asyncio.timeout(PATIENCE_S):
+            while not it.through:
+                await settle()
+        assert it.through == [("one", 1)]
+        assert not it.desk.holds(one, Report(1, layout=A.digest())), "as it comes back"
+        assert not it.desk.holds(two, Report(1, layout=A.digest()))
+        assert it.desk.holds(two, Report(2, layout=B.digest())), "of another layout"
+        it.desk.came(A.digest())
+        assert it.through == [("one", 1)], "once"
+
+    asyncio.run(story())
+
+
+def test_a_layout_that_nobody_says_is_asked_for_again_when_one_comes_who_may_have_it(monkeypatch):
+    monkeypatch.setattr(layouts, "ASK_AGAIN_S", 0.01)
+
+    async def story() -> None:
+        it = Desk(patience_s=0.01)
+        one, two = it.line("one"), it.line("two")
+        it.desk.holds(one, Report(1, layout=A.digest()))
+        async with asyncio.timeout(PATIENCE_S):
+            while not it.through or it.desk._queues[A.digest()].next_ask is not None:
+                await settle()
+        it.desk.holds(one, Report(2, layout=A.digest()))
+        assert it.asked == [("one", A.digest())], "each once"
+        it.desk.holds(two, Report(1, layout=A.digest()))
+        assert it.asked == [("one", A.digest()), ("two", A.digest())]
+
+    asyncio.run(story())
+
+
+def test_those_who_never_say_what_they_named_cost_nobody_the_lease():
+    """The first to name it are asked and are silent; who has the layout reports, and is not asked for long."""
+
+    async def story() -> None:
+        async with contextlib.AsyncExitStack() as lines:
+            server = lines.enter_context(tensorhub.serve(lease_s=2, report_s=0.2))
+            for number in range(8):
+                silent = line_to(server.address, hello(replica=f"liar-{number}"), Report(1, layout=A.digest()))
+                await heard(await lines.enter_async_context(silent), Orders)
+            own = await lines.enter_async_context(
+                line_to(server.address, hello(replica="honest"), Report(1, layout=A.digest()))
+            )
+            assert (await heard(own, Orders)).acknowledged == 1
+
+    asyncio.run(story())
+
+
+def test_a_last_report_that_makes_no_sense_ends_its_line_and_not_the_server(server, monkeypatch):
+    machine = server._server.shell.machine
+    handle = machine.handle
+
+    def choke(message, **how):
+        if isinstance(message, Report):
+            raise KeyError("a shard that never was")
+        return handle(message, **how)
+
+    async def story() -> None:
+        async with line_to(server.address, hello(), Report(1, layout=A.digest())) as line:
+            await heard(line, LayoutWanted)
+            monkeypatch.setattr(machine, "handle", choke)
+        eventually(lambda: not server._server.shell._lines, "the line has ended")
+        monkeypatch.undo()
+        async with line_to(server.address, hello(replica="s"), Report(1)) as other:
+            assert (await heard(other, Orders)).acknowledged == 1
 
     asyncio.run(story())
 

@@ -26,6 +26,11 @@ Errors are told apart by class, or on the wire by `code`; never by their text.
 """
 
 
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and an ellipsis: names and other people's words make an error as long as they like."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 class TensorHubError(Exception):
     """Root of the tree. `code` travels on the wire; `hint` says what to do next and is shown as a note."""
 

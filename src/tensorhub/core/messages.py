@@ -11,15 +11,15 @@ come late; and orders are the *whole* truth at their number: a ticket below `num
 
 import msgspec
 
+from .errors import shortened
 from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
-from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId, shortened
+from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
 PROTOCOL = "tensorhub/4"
 MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; of a read across 100 for each source
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
 MAX_HINT = MAX_WORDS = 500  # of its hint; of each text in a report: why a read failed, how one goes
-
 MAX_FAILURES = 4  # ticket failures in one report
 MAX_SOURCES = 16  # replicas that a worker names in what it received; what came from others is one sum
 OTHERS = "(others)"  # the name of that sum

@@ -52,8 +52,3 @@ def is_partial(layout: Digest) -> bool:
 def is_tiled(root: Digest) -> bool:
     """That content can be read into any layout of the same global tensors."""
     return root.startswith(TILED)
-
-
-def shortened(text: str, most: int) -> str:
-    """The text, or its beginning and an ellipsis: names and other people's words make an error as long as they like."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"

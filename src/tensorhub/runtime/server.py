@@ -58,7 +58,9 @@ class ServerShell:
         self.on_failure = asyncio.Event()
         self._token = token.encode()
         self.intake = Intake(self)
-        self._unknown = UnknownLayouts(lambda layout: layout in self.machine.state.layouts)
+        self._unknown = UnknownLayouts(
+            lambda layout: layout in self.machine.state.layouts, self.intake.put_back, patience_s=settings.lease_s / 4
+        )
         self._lines: dict[str, Line] = {}
         self._opened = 0
         self._timer: asyncio.Handle | None = None
@@ -109,11 +111,13 @@ class ServerShell:
         """The intake's turn: what a worker has said is handled, a report once its layout is known."""
         if isinstance(message, Report) and self._unknown.holds(line, message):
             return
+        self._handle(line, message, now=now, arrived=arrived)
+        if isinstance(message, LayoutInfo):
+            self._unknown.came(message.digest())
+
+    def _handle(self, line: Line, message: ToServer, *, now: float, arrived: float) -> None:
         try:
             self._deliver(self.machine.handle(message, sender=line.sender, now=now, arrived=arrived))
-            if isinstance(message, LayoutInfo):
-                for waiting, report in self._unknown.came(message.digest()):
-                    self.intake.put_back(waiting, report)
         except AssertionError as error:  # an invariant: this server stops, the next one starts from reports
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - what this worker said is more than we understand: not to be repeated
@@ -121,11 +125,11 @@ class ServerShell:
             line.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
 
     def end(self, line: Line, *, now: float) -> None:
-        """The intake's turn: a line has ended."""
+        """The intake's turn: a line has ended. What it said last counts, though nobody has said what its layout is."""
         held = self._unknown.take(line)
+        if held is not None and not line.is_refused:
+            self._handle(line, held, now=now, arrived=now)
         try:
-            if held is not None:
-                self._deliver(self.machine.handle(held, sender=line.sender, now=now))
             self._deliver(self.machine.disconnected(line.sender, now=now))
         except Exception as error:  # noqa: BLE001 - our bug: this server stops, the next one starts from reports
             self._fail(error)

@@ -11,9 +11,9 @@ from math import inf
 
 from msgspec.structs import replace
 
-from ..errors import InvariantViolation
+from ..errors import InvariantViolation, shortened
 from ..messages import MAX_FAILURES, MAX_WORDS, Failure, Grant, Reading, TicketFailure
-from ..names import Digest, Number, Ticket, WorkerId, shortened
+from ..names import Digest, Number, Ticket, WorkerId
 from .events import Effect, OpenRead, ReadMeasured, StartRead, StopRead, Trust
 from .events_across import OpenAcross, StartAcross
 from .parts import Parts
