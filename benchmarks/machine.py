@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tensorhub.runtime.server import DECISIONS
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tensorhub", "numpy", "xxhash", "aiohttp", "msgspec", "uvloop", "torch")
 
@@ -81,6 +83,7 @@ def describe() -> dict[str, object]:
         "congestion": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
         "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
         "versions": versions,
+        "decisions": DECISIONS,
         "commit": _git("rev-parse", "HEAD"),
         "has_changes": bool(_git("status", "--porcelain")),
         "began": datetime.now(UTC).isoformat(timespec="seconds"),

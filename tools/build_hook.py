@@ -1,13 +1,21 @@
-"""What hatchling does besides packing files: it lets the native mover be built, and makes a wheel of this platform.
+"""What hatchling does besides packing files: it lets libraries be built, and makes a wheel of this platform.
 
-With the system's compiler, or else with ziglang, which pip then brings as a build requirement (a download of 90 MB, for
-the build only). `TENSORHUB_BUILD` chooses: `auto`, `cc` (the system's only), `zig` (ziglang only) or `no`. `make setup`
-takes `cc`, so that nothing is downloaded for it. Where nothing can be built the package is a plain Python one.
+The native mover: with the system's compiler, or else with ziglang, which pip then brings as a build requirement (a
+download of 90 MB, for the build only). `TENSORHUB_BUILD` chooses: `auto`, `cc` (the system's only), `zig` (ziglang
+only) or `no`. `make setup` takes `cc`, so that nothing is downloaded for it.
+
+The server's decisions: with mypyc, where `TENSORHUB_COMPILE=1`. It takes minutes, so it must be asked for; and what was
+asked for and cannot be done ends the build with an error. An editable install is never compiled: edits would not count.
+
+Where nothing is built the package is a plain Python one.
 """
 
 import importlib.util
+import os
+import shutil
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +25,52 @@ FOLDER = Path("src/tensorhub/transport/native")
 ZIGLANG = "ziglang>=0.13,<0.16"
 
 
-class MoverHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Builds the mover before the files are collected."""
+class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Builds them before the files are collected."""
+
+    _made: Path | None = None
 
     def dependencies(self) -> list[str]:
-        build = self._build()
+        build = self._module(FOLDER / "build.py")
         wants_zig = build.choice() == "zig" or (build.choice() == "auto" and build.system_compiler() is None)
-        return [ZIGLANG] if wants_zig and sys.platform == "linux" else []
+        needed = [ZIGLANG] if wants_zig and sys.platform == "linux" else []
+        if _wants_compiled():
+            needed += self._module(Path("tools/compile_server.py")).NEEDS
+        return needed
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        build = self._build()
+        build = self._module(FOLDER / "build.py")
         self.app.display_info(build.make())
-        if build.stamp() != build.fingerprint() or build.choice() == "no" or version == "editable":
+        if version == "editable":
             return
-        library = FOLDER / build.LIBRARY.name
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        build_data["force_include"][str(Path(self.root) / library)] = str(library.relative_to("src"))
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        if build.stamp() == build.fingerprint() and build.choice() != "no":
+            library = FOLDER / build.LIBRARY.name
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
+            build_data["force_include"][str(Path(self.root) / library)] = str(library.relative_to("src"))
+        if _wants_compiled():
+            self._made = Path(tempfile.mkdtemp(prefix="tensorhub-compiled-"))
+            for made in self._module(Path("tools/compile_server.py")).compile_into(self._made):
+                build_data["force_include"][str(self._made / made)] = str(made)
+            python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+            build_data["pure_python"] = False
+            build_data["tag"] = f"{python}-{python}-{platform}"
 
-    def _build(self) -> Any:
-        spec = importlib.util.spec_from_file_location("tensorhub_build", Path(self.root) / FOLDER / "build.py")
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+
+    def _module(self, path: Path) -> Any:
+        spec = importlib.util.spec_from_file_location(f"tensorhub_{path.stem}", Path(self.root) / path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
+
+
+def _wants_compiled() -> bool:
+    return os.environ.get("TENSORHUB_COMPILE", "").strip().lower() in ("1", "yes", "true", "on")

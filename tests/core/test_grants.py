@@ -187,6 +187,7 @@ def test_nobody_goes_on_reading_a_buffer_that_was_cut_short_because_its_worker_f
     assert town.orders[READER].drained == ONE, "nobody is left there"
 
 
+@pytest.mark.replaces
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def once_more(state: State, model: object, member: Member, wanted: object) -> Iterator[Decision]:
         state.mark_dirty(member.worker)

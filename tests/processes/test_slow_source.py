@@ -47,7 +47,6 @@ def test_a_whole_source_that_hardly_runs_is_left_for_an_idle_one(start, figures,
     cluster.publish(trainer, 1)
     assert slow.call("replicate", spec="latest") == 1
     (call,), at = held_midway(cluster, target, percent=25, timeout=DEADLINE_S)
-    assert cluster.sources("rollout-2") == {0: "rollout-1"}
     with stop_and_go(slow[0]):
         eventually(lambda: slow[0].stops > 0, "it is stopped")
         release(target)
@@ -75,7 +74,6 @@ def test_a_filling_source_that_hardly_runs_is_left_for_the_trainer(start, figure
     cluster.publish(trainer, 1)
     (first,), _ = held_midway(cluster, slow, percent=50)
     (call,), at = held_midway(cluster, target, percent=25, timeout=DEADLINE_S)
-    assert cluster.sources("rollout-2") == {0: "rollout-1"}
     with stop_and_go(slow[0]):
         eventually(lambda: slow[0].stops > 0, "it is stopped")
         release(target)
@@ -85,7 +83,7 @@ def test_a_filling_source_that_hardly_runs_is_left_for_the_trainer(start, figure
     cluster.judge(target, 1)
     cluster.judge(slow, 1)
     received = target.received()
-    assert "trainer" in received
+    assert set(received) == {"rollout-1", "trainer"}
     took_s = call.ended - call.asked
     share = received["trainer"] / cluster.size_bytes
     figures(

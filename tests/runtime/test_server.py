@@ -12,7 +12,7 @@ import pytest
 
 import tensorhub
 from tensorhub.core.errors import UsageError
-from tensorhub.core.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, Orders, Refusal, Report
+from tensorhub.core.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, PROTOCOL, Orders, Refusal, Report
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread
@@ -194,8 +194,9 @@ def test_a_server_with_a_token_answers_nobody_without_it():
             assert tensorhub.connect(server.address, token="s3cret").models() == ["m"]
             with pytest.raises(tensorhub.DeadlineExceeded):
                 weights.wait_for("latest", timeout=0.1)
-        status, _ = get(server.address, "/healthz")
+        status, said = get(server.address, "/healthz")
         assert status == 200
+        assert json.loads(said) == {"status": "ok", "protocol": PROTOCOL, "decisions": server_module.DECISIONS}
 
 
 def get(address, path, **headers):

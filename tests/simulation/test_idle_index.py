@@ -12,6 +12,7 @@ from tensorhub.sim.runner import run_seed
 SEEDS = range(12)
 
 
+@pytest.mark.replaces
 def test_the_best_idle_source_is_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     by_index = sources.to_choose_from

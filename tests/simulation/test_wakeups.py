@@ -25,15 +25,18 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return Judged.missed
 
 
+@pytest.mark.replaces
 def test_whoever_has_something_new_to_hear_is_decided_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge(monkeypatch) == []
 
 
+@pytest.mark.replaces
 def test_a_server_that_wakes_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "mark_waiting_dirty", lambda state, model, *topics: None)
     assert judge(monkeypatch)
 
 
+@pytest.mark.replaces
 def test_a_server_that_takes_every_report_for_nothing_new_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routine, "_is_still", lambda state, model, member, report: True)
     assert any("would hear" in missed for missed in judge(monkeypatch))

@@ -103,7 +103,9 @@ def take_back(state: State, member: Member) -> Iterator[Decision]:
 def is_short(state: State, member: Member) -> bool:
     """It reads across, and of what it needs a part has no source."""
     plan, parts = member.crossing, state.reads.parts.get(member.worker)
-    return plan is not None and parts is not None and any(line not in (*plan.done, *parts) for line in plan.cut)
+    return (
+        plan is not None and parts is not None and any(line not in plan.done and line not in parts for line in plan.cut)
+    )
 
 
 def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
