@@ -311,15 +311,14 @@ MUTANTS = (
     ),
     Mutant(
         "what its publisher has makes it established",
-        "        outside = (worker for worker in record.whole.get(line, {}) if worker.replica not in record.publishers)\n"
-        "        count",
-        "        outside = iter(record.whole.get(line, {}))\n        count",
+        "            if worker.replica not in record.publishers and (worker in reliable or not needs_reliable)\n",
+        "            if worker in reliable or not needs_reliable\n",
         "a version is established outside its publisher only",
     ),
     Mutant(
         "a copy that was told to go makes it established",
-        "        if not any(_is_to_stay(state, worker, record.version) for worker in count):\n",
-        "        if not any(True for _ in count):\n",
+        "            facts.has_whole(state, worker, record.version)\n            for worker in record.whole",
+        "            True\n            for worker in record.whole",
         "a version is established only by what is to stay",
     ),
     Mutant(
@@ -391,9 +390,15 @@ MUTANTS = (
     ),
     Mutant(
         "spot replicas count",
-        "        if member is None or member.report.closing or not (member.hello.reliable or not leaver.hello.reliable):\n",
-        "        if member is None or member.report.closing:\n",
+        "        return not (member.report.closing or is_inside or is_worse)\n",
+        "        return not (member.report.closing or is_inside)\n",
         "only reliable workers count for retention",
+    ),
+    Mutant(
+        "who goes with its publisher keeps it",
+        "        return not (member.report.closing or is_inside or is_worse)\n",
+        "        return not (member.report.closing or is_worse)\n",
+        "what is established is kept outside its publisher",
     ),
     Mutant(
         "who was let go counts as one who keeps it",
@@ -1180,8 +1185,8 @@ MUTANTS = (
     ),
     Mutant(
         "another cut does not count",
-        "        if all(any(counts(member) for member in those) for those in holders):\n            return True\n    return False\n\n\ndef has_company",
-        "        if all(any(counts(member) for member in those) for those in holders):\n            return False\n    return False\n\n\ndef has_company",
+        "        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in cut):\n            return True\n    return False\n\n\ndef has_company",
+        "        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in cut):\n            return False\n    return False\n\n\ndef has_company",
         "what others have in another cut needs no host copy, and nobody waits for it",
     ),
     Mutant(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..messages import Failure, Spec
 from ..names import Digest, ModelName, ReplicaName, Version, WorkerId, is_partial
 from ..version_spec import parse_spec, steps_back
-from .content import Content
+from .content import Content, Staying
 from .groups import Replica
 from .keepers import Keepers
 from .lines import Cut, Line, Place, plain_cut
@@ -82,6 +82,7 @@ class Model:
     sites: Counter[str] = field(default_factory=Counter)  # members by site
     hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
     reliable: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
+    staying: Staying = field(default_factory=Staying)  # who holds what, and does not leave it
     watches: Watches = field(default_factory=Watches)  # who waits for what
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
@@ -140,6 +141,7 @@ class Model:
 
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
         """The worker has something else than before: keep the index of holders."""
+        self.staying.move(worker, old, new)
         before, after = old.places, new.places
         for place in before:
             version, line = place

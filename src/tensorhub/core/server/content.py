@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..messages import Buffer, Empty, Filling, Holding, HostCopy, Vacated, Withdrawing
-from ..names import Digest, Shard, Version
+from ..names import Digest, Shard, Version, WorkerId
 from .lines import Line, Place
 
 WHOLE = (Holding, Withdrawing, Vacated)  # buffers that have all of a version
@@ -17,11 +17,13 @@ class Content:
     copies: tuple[HostCopy, ...]
     line: Line  # of the tensors that are registered now
     held: Version | None = field(init=False)  # the version all of which is in the buffer
+    staying: Place | None = field(init=False)  # the same, by line, unless it wants to take that back
     versions: dict[Version, bool] = field(init=False)  # of which it has anything, and whether that is all of it
     places: dict[Place, bool] = field(init=False)  # the same by line: a copy may be of tensors registered before
 
     def __post_init__(self) -> None:
         self.held = self.buffer.version if isinstance(self.buffer, WHOLE) else None
+        self.staying = (self.buffer.version, self.line) if isinstance(self.buffer, Holding) else None
         self.places = _places_in(self.buffer, self.copies, self.line)
         self.versions = {}
         for (version, _), is_whole in self.places.items():
@@ -31,6 +33,30 @@ class Content:
         """The line of what it has of that version in its buffer, or beside it."""
         layout = next((copy.layout for copy in self.copies if copy.version == version), NO_LAYOUT) if is_copy else ""
         return self.line.of(Digest(layout)) if layout else self.line
+
+
+@dataclass
+class Staying:
+    """Who has what in its buffer and does not want to take it back: while all leave a version, few of its holders."""
+
+    by_place: dict[Place, dict[WorkerId, None]] = field(default_factory=dict)
+
+    def at(self, version: Version, line: Line) -> dict[WorkerId, None]:
+        """All of them."""
+        return self.by_place.get((version, line), {})
+
+    def move(self, worker: WorkerId, old: Content, new: Content) -> None:
+        """The worker has something else than before."""
+        before, after = old.staying, new.staying
+        if before == after:
+            return
+        if before is not None:
+            those = self.by_place[before]
+            del those[worker]
+            if not those:
+                del self.by_place[before]
+        if after is not None:
+            self.by_place.setdefault(after, {})[worker] = None
 
 
 def _places_in(buffer: Buffer, copies: tuple[HostCopy, ...], line: Line) -> dict[Place, bool]:

@@ -85,6 +85,18 @@ def full_sources(state: State, record: VersionRecord, reader: Member) -> Iterato
             yield member
 
 
+def has_whole(state: State, worker: WorkerId, version: Version) -> bool:
+    """It has all of the version, in its buffer or as a host copy that is not about to go."""
+    member = state.members.get(worker)
+    return member is not None and (member.holds(version) or member.has_whole_copy(version))
+
+
+def holds_on(state: State, worker: WorkerId, version: Version) -> bool:
+    """It has the version in its buffer, and does not want to take it back."""
+    member = state.members.get(worker)
+    return member is not None and member.holds(version) and isinstance(member.content.buffer, Holding)
+
+
 def roots_of(state: State, replica: Replica, call: GroupCall) -> dict[Line, Digest]:
     """What those who have come to a publish bring, by line."""
     members = (state.members.get(worker) for worker in replica.members.values())

@@ -62,6 +62,9 @@ def _index_contradiction(state: State, model: Model) -> str | None:
             return f"{member.worker} is not kept among those of its host {member.hello.host!r}"
     if model.sites != Counter(member.hello.site for member in members):
         return f"the sites of {model.name} are kept as {dict(model.sites)}"
+    staying = sorted((place, m.worker) for m in members if (place := m.content.staying) is not None)
+    if staying != sorted((place, worker) for place, those in model.staying.by_place.items() for worker in those):
+        return f"those who stay with what they hold are {staying}, and kept are {model.staying.by_place}"
     for record in model.versions.values():
         for line, holders in record.holders.items():
             idle = sorted(worker for worker in holders if worker not in model.read_from)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 
 from ...messages import Empty, Failure, Holding, Poisoned, Vacated, Withdrawing
-from ...names import Shard, Version
+from ...names import Shard, Version, WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..decisions import AcceptPublish, Admit, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
@@ -263,10 +263,10 @@ def _may_come(model: Model, number: int) -> bool:
     return model.newest is None or model.newest < number
 
 
-def _can_serve(member: Member, version: Version) -> bool:
+def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:
     """It has the whole version, and does not want to leave it."""
-    is_held = isinstance(member.content.buffer, Holding) and member.holds(version)
-    return is_held or member.has_whole_copy(version)
+    member = state.members.get(worker)
+    return member is not None and (facts.holds_on(state, worker, version) or member.has_whole_copy(version))
 
 
 def _absent_line(state: State, model: Model, replica: Replica, record: VersionRecord) -> Line | None:
@@ -274,8 +274,7 @@ def _absent_line(state: State, model: Model, replica: Replica, record: VersionRe
     for shard in range(replica.shards):
         mine = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
         line = mine.line if mine is not None else Line(replica.shards, Shard(shard))
-        holders = (state.members.get(worker) for worker in record.holders.get(line, {}))
-        is_there = any(member is not None and _can_serve(member, record.version) for member in holders)
+        is_there = any(_can_serve(state, worker, record.version) for worker in record.holders.get(line, {}))
         if not is_there and not _can_serve_across(state, model, record, line):
             return line
     return None
@@ -286,8 +285,7 @@ def _can_serve_across(state: State, model: Model, record: VersionRecord, line: L
     if not crossing.can_cross(record, line):
         return False
     for cut in crossing.cuts_to_read(model, record, line):
-        holders = ((state.known(worker) for worker in record.whole[each]) for each in cut)
-        if all(any(_can_serve(member, record.version) for member in those) for those in holders):
+        if all(any(_can_serve(state, worker, record.version) for worker in record.whole[each]) for each in cut):
             return True
     return False
 

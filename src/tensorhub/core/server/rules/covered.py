@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from .. import facts
 from ..catalog import Model, VersionRecord
 from ..lines import Line
 from ..membership import Member
@@ -15,8 +16,7 @@ def is_whole(state: State, model: Model, record: VersionRecord) -> bool:
 
 
 def _is_line_whole(state: State, record: VersionRecord, line: Line) -> bool:
-    holders = (state.members.get(worker) for worker in record.holders.get(line, {}))
-    return any(m is not None and (m.holds(record.version) or m.has_whole_copy(record.version)) for m in holders)
+    return any(facts.has_whole(state, worker, record.version) for worker in record.holders.get(line, {}))
 
 
 def by_another_cut(
@@ -26,8 +26,7 @@ def by_another_cut(
     if not line.is_boxed:
         return False
     for cut in crossing.cuts_to_read(model, record, line):
-        holders = ((state.known(worker) for worker in record.whole[each]) for each in cut)
-        if all(any(counts(member) for member in those) for those in holders):
+        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in cut):
             return True
     return False
 

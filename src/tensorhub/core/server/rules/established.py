@@ -10,7 +10,6 @@ Where there is no room, it leaves the version after the others.
 """
 
 from ...messages import Holding, Withdrawing
-from ...names import Version, WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..keepers import Rank
@@ -35,17 +34,13 @@ def _is_cut_outside(state: State, model: Model, record: VersionRecord, cut: Cut)
     for line in cut:
         reliable = model.reliable.get(line, {})
         needs_reliable = any(w.replica not in record.publishers and w not in model.closing for w in reliable)
-        outside = (worker for worker in record.whole.get(line, {}) if worker.replica not in record.publishers)
-        count = (worker for worker in outside if worker in reliable or not needs_reliable)
-        if not any(_is_to_stay(state, worker, record.version) for worker in count):
+        if not any(
+            facts.has_whole(state, worker, record.version)
+            for worker in record.whole.get(line, {})
+            if worker.replica not in record.publishers and (worker in reliable or not needs_reliable)
+        ):
             return False
     return True
-
-
-def _is_to_stay(state: State, worker: WorkerId, version: Version) -> bool:
-    """What it has of the version is more than a host copy that is about to go."""
-    member = state.members.get(worker)
-    return member is not None and (member.holds(version) or member.has_whole_copy(version))
 
 
 def _is_all_outside(model: Model, record: VersionRecord) -> bool:

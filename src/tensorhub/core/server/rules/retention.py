@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from ...messages import Failure, Filling, Holding, HostCopy, Withdrawing
+from ...messages import Failure, Filling, HostCopy, Withdrawing
 from ...names import Version, WorkerId
 from .. import facts
 from ..catalog import Model, VersionRecord
@@ -307,15 +307,20 @@ def _is_kept_elsewhere(
     version = record.version
     is_outside = leaver.worker.replica not in record.publishers
     is_kept_outside = version == model.newest_established and is_outside and not is_publisher_enough
+
+    def is_relied_on(member: Member) -> bool:
+        is_inside = is_kept_outside and member.worker.replica in record.publishers  # it may go with its publisher
+        is_worse = leaver.hello.reliable and not member.hello.reliable
+        return not (member.report.closing or is_inside or is_worse)
+
+    for worker in model.staying.at(version, leaver.line):
+        if (is_copy or worker != leaver.worker) and is_relied_on(state.known(worker)):
+            return True
     for worker in record.holders.get(leaver.line, {}):
         member = state.members.get(worker)
-        if member is None or member.report.closing or not (member.hello.reliable or not leaver.hello.reliable):
+        if member is None or not is_relied_on(member):
             continue
-        if is_kept_outside and worker.replica in record.publishers:
-            continue  # it may go with its publisher
         is_self, comes_first = worker == leaver.worker, worker < leaver.worker or leaver.report.closing
-        if member.stays(version) and (is_copy or not is_self):
-            return True
         if member.has_whole_copy(version) and (not is_copy or (comes_first and not is_self)):
             return True
         buffer = member.content.buffer
@@ -324,9 +329,7 @@ def _is_kept_elsewhere(
             return True
 
     def counts(member: Member) -> bool:
-        is_inside = is_kept_outside and member.worker.replica in record.publishers
-        is_worse = leaver.hello.reliable and not member.hello.reliable
-        if member is leaver or member.report.closing or is_inside or is_worse:
+        if member is leaver or not is_relied_on(member):
             return False
         return member.stays(version) or member.has_whole_copy(version)
 
@@ -388,12 +391,6 @@ def _is_needed(
     is_last = _counts(state, model, member, version) and not is_kept
     if is_last and (not is_squeezed or covered.is_whole(state, model, record)):
         return not member.report.closing or _is_saved(state, model, record, member)
-    return (
-        bool(record.promised)
-        and not unread
-        and not any(
-            other.holds(version) and isinstance(other.content.buffer, Holding)
-            for other in (state.members.get(worker) for worker in record.holders.get(member.line, {}))
-            if other is not None
-        )
-    )
+    if not record.promised or unread:
+        return False
+    return not any(facts.holds_on(state, worker, version) for worker in record.holders.get(member.line, {}))
