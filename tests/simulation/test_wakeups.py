@@ -10,7 +10,7 @@ from tensorhub.sim.runner import run_seed
 from .wakeups import Judged
 
 SEEDS = range(8)
-EVERY = 12  # events: about a second for each seed
+EVERY = 9  # events: about a second for each seed
 
 
 def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:

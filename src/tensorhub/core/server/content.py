@@ -45,6 +45,11 @@ class Staying:
         """All of them."""
         return self.by_place.get((version, line), {})
 
+    def has_other(self, worker: WorkerId, place: Place) -> bool:
+        """Somebody else stays with that, whatever this one does."""
+        those = self.by_place.get(place, {})
+        return len(those) > (worker in those)
+
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
         """The worker has something else than before."""
         before, after = old.staying, new.staying

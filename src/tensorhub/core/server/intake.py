@@ -129,7 +129,8 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
         state.mark_concerned_dirty(model, concerned)
         if not isinstance(buffer, Holding) or copies or former.copies:
             state.mark_readers_dirty(member.worker)  # whoever reads from its buffer stays once that is whole
-        if any(model.look_up(version).exists for version, _ in concerned):
+        alone = [place for place in concerned if not model.staying.has_other(member.worker, place)]
+        if any(model.look_up(version).exists for version, _ in alone):
             state.mark_waiting_dirty(model, SERVICE)
         if model.closing:
             state.mark_everyone_dirty(model)  # one of them may be the heir
