@@ -3,8 +3,9 @@
     python -m tests.mutants [--only TEXT] [--seeds N] [--no-scenarios]
     python -m tests.mutants --mechanical [--draw 500] [--seed 1] [--minutes 20]
 
-The first runs the list in `mutants.py`: protective lines, shown to the scenarios and then to the seeds from 0 on until
-one fails. The second draws mutants made from the syntax tree (`mechanical.py`). The exit status is 1 if one survives.
+The first runs the list in `mutants.py`: protective lines, shown to scenarios, tests of the core and seeds from 0 on
+until one fails. The second draws mutants made from the syntax tree (`mechanical.py`). The exit status is 1 if one
+survives.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Shows each mutant of `mutants.py` to the scenarios, and what none of them notices to seeds."""
+"""Shows each mutant of `mutants.py` to the scenarios, then to the tests of the core, and what none notices to seeds."""
 
 from dataclasses import asdict
 
@@ -14,7 +14,7 @@ ENDLESS_S = 1e9  # seeds are told until one fails, or there are no more
 
 def run_list(only: str, seeds: int, jobs: int, *, scenarios: bool) -> int:
     """Those whose name contains the text. The exit status is 1 if nobody notices one of them."""
-    tests = [each for each in recorded.tests(jobs) if each.name.startswith(SCENARIOS)] if scenarios else []
+    tests = sorted(recorded.tests(jobs), key=lambda each: not each.name.startswith(SCENARIOS)) if scenarios else []
     chosen = [mutant for mutant in MUTANTS if only in mutant.name]
     compile_all()
     survivors = []

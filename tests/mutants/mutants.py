@@ -395,6 +395,12 @@ MUTANTS = (
         "only reliable workers count for retention",
     ),
     Mutant(
+        "whose way is over is waited for",
+        "    if was_promised:\n        state.mark_waiting_dirty(model, ARRIVALS)\n",
+        "",
+        "who leaves last hears when those it waits for have arrived, or gave up",
+    ),
+    Mutant(
         "who goes with its publisher keeps it",
         "        return not (member.report.closing or is_inside or is_worse)\n",
         "        return not (member.report.closing or is_worse)\n",

@@ -42,7 +42,7 @@ from .open_reads import OpenRead
 from .rules import established
 from .rules.draining import Drained
 from .state import State
-from .watches import NEWS, loss_of, sources_of
+from .watches import ARRIVALS, NEWS, loss_of, sources_of
 
 
 def carry_out(state: State, decisions: Iterable[Decision]) -> None:
@@ -220,6 +220,8 @@ def release(state: State, model: Model, call: GroupCall | None, replica: Replica
     if was_claimed or was_promised:
         lines = [line for cut in model.known_cuts() for line in cut if line.shards == replica.shards]
         state.mark_concerned_dirty(model, [(record.version, line) for line in lines])  # nobody of it wants it now
+    if was_promised:
+        state.mark_waiting_dirty(model, ARRIVALS)
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from .groups import Replica
 from .lines import Place
 from .membership import Member
 from .state import State
+from .watches import ARRIVALS
 
 
 def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
@@ -64,6 +65,7 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_replica_dirty(replica)
         state.mark_concerned_dirty(model, had)
         state.mark_readers_dirty(member.worker)
+        state.mark_waiting_dirty(model, ARRIVALS)
     apply.offer_keeper(state, model, member)
     apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
 
@@ -112,6 +114,7 @@ def _note_reach(state: State, member: Member) -> None:
     state.mark_replica_dirty(replica)
     state.mark_concerned_dirty(model, concerned(state, member))
     state.mark_readers_dirty(member.worker)
+    state.mark_waiting_dirty(model, ARRIVALS)
     for read in state.reads.of(member.worker):
         state.mark_dirty(read.source)
     apply.offer_keeper(state, model, member)

@@ -12,6 +12,7 @@ Topic = tuple[str, Version | None, Line | None]
 
 NEWS: Topic = ("news", None, None)  # which versions there are, and which of them are to be kept
 SERVICE: Topic = ("service", None, None)  # whether somebody serves a version that exists
+ARRIVALS: Topic = ("arrivals", None, None)  # whether others still are on their way to a version
 
 
 def loss_of(version: Version) -> Topic:

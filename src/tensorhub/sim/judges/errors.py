@@ -89,7 +89,8 @@ class ErrorJudge(GroupJudge):
             return self._unavailable_latest(life, call, since)
         version = call.resolved if call.resolved is not None else Version(int(call.spec))
         made, newest = self.truth.exists(model, version), self.truth.newest(model)
-        if call.waits and made is None and (newest is None or newest < version):
+        is_taken = any(len(each.roots) == self.conditions.shards for each in self.truth.made_as(model, version))
+        if call.waits and made is None and not is_taken and (newest is None or newest < version):
             return f"version {version} may still come, and it was to wait"
         if made is None or made.exists > since or self.truth.lost_since(model, version, since):
             return ""

@@ -110,6 +110,11 @@ class Truth:
                 mine.exists = self.now
         return mine
 
+    def made_as(self, model: str, version: Version) -> list[Made]:
+        """What replicas have published under that number. Where each shard has had it, though never all at once, the
+        server may have heard from all of them."""
+        return list(self.made.get((model, version), {}).values())
+
     def existing(self, model: str) -> list[Version]:
         """The versions that came to be, newest first."""
         found = [

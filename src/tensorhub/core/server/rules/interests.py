@@ -9,7 +9,7 @@ from ..catalog import Model
 from ..groups import Replica
 from ..membership import Member
 from ..state import State
-from ..watches import NEWS, SERVICE, Topic, loss_of, references_of, sources_of
+from ..watches import ARRIVALS, NEWS, SERVICE, Topic, loss_of, references_of, sources_of
 from . import crossing, grants, retention
 from .wanted import Wanted
 
@@ -32,10 +32,10 @@ def interests_of(
     if line.is_boxed:  # who has it in another cut counts too
         kept = [topic[1] for topic in found if topic[0] == "references" and topic[1] is not None]
         found += [references_of(version, each) for version in kept for cut in model.cuts for each in cut]
-    if call is not None and call.version is not None and retention.leaves_last(state, member):
-        found += [
-            references_of(call.version, each) for cut in model.known_cuts() for each in cut
-        ]  # until others have it
+    if retention.leaves_last(state, member):  # until others have what they are on their way to, or give it up
+        found.append(ARRIVALS)
+        if call is not None and call.version is not None:
+            found += [references_of(call.version, each) for cut in model.known_cuts() for each in cut]
     is_open = call is not None and not call.is_over
     if call is not None and is_open:
         found += [loss_of(call.version)] if call.version is not None else [SERVICE]
