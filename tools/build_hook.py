@@ -5,11 +5,13 @@ download of 90 MB, for the build only). `TENSORHUB_BUILD` chooses: `auto`, `cc` 
 only) or `no`. `make setup` takes `cc`, so that nothing is downloaded for it.
 
 The server's decisions: with mypyc, where `TENSORHUB_COMPILE=1`. It takes minutes, so it must be asked for; and what was
-asked for and cannot be done ends the build with an error. An editable install is never compiled: edits would not count.
+asked for and cannot be done ends the build with an error. An editable install is never compiled, and says so: edits
+would not count.
 
 Where nothing is built the package is a plain Python one.
 """
 
+import atexit
 import importlib.util
 import os
 import shutil
@@ -22,6 +24,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("src/tensorhub/transport/native")
+CHOICES = {"": False, "no": False, "0": False, "yes": True, "1": True}  # of TENSORHUB_COMPILE
 ZIGLANG = "ziglang>=0.13,<0.16"
 
 
@@ -44,6 +47,8 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
         build = self._module(FOLDER / "build.py")
         self.app.display_info(build.make())
         if version == "editable":
+            if _wants_compiled():
+                self.app.display_warning("TENSORHUB_COMPILE: an editable install is not compiled, so that edits count")
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         if build.stamp() == build.fingerprint() and build.choice() != "no":
@@ -53,6 +58,7 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
             build_data["force_include"][str(Path(self.root) / library)] = str(library.relative_to("src"))
         if _wants_compiled():
             self._made = Path(tempfile.mkdtemp(prefix="tensorhub-compiled-"))
+            atexit.register(shutil.rmtree, self._made, ignore_errors=True)  # where what follows fails
             for made in self._module(Path("tools/compile_server.py")).compile_into(self._made):
                 build_data["force_include"][str(self._made / made)] = str(made)
             python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
@@ -73,4 +79,7 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
 
 
 def _wants_compiled() -> bool:
-    return os.environ.get("TENSORHUB_COMPILE", "").strip().lower() in ("1", "yes", "true", "on")
+    said = os.environ.get("TENSORHUB_COMPILE", "").strip().lower()
+    if said not in CHOICES:
+        raise ValueError(f"TENSORHUB_COMPILE is {said!r}; it may be {', '.join(filter(None, CHOICES))}, or unset")
+    return CHOICES[said]

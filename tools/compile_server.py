@@ -21,7 +21,9 @@ COMPILED = CORE / "server"
 GROUP = "tensorhub_server"  # of it mypyc makes the name of the library that holds all code, beside the package
 NEEDS = ("mypy[mypyc]~=2.4.1", "msgspec>=0.19")  # the latter for its types
 TIMEOUT_S = 1200.0
-SAID = 4000  # characters of a compiler's complaint that are shown, the last ones
+LINES, SAID = 12, 400  # of a compiler's complaint: the last lines, and characters of each
+LAZY = "warning: Treating generator comprehension as list"  # known: no rule depends on a generator's laziness
+REMEDY = "It takes a C compiler and Python's headers (gcc, python3-dev); without TENSORHUB_COMPILE nothing is compiled."
 
 BUILD = f"""
 import sys
@@ -62,8 +64,9 @@ def _run_mypyc(stage: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise CannotCompile(f"mypyc did not end within {TIMEOUT_S:.0f} s") from error
     if done.returncode:
-        said = f"{done.stdout}\n{done.stderr}".strip()
-        raise CannotCompile(f"mypyc, or the C compiler, ended with {done.returncode}:\n{said[-SAID:]}")
+        lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line and not line.endswith(LAZY)]
+        shown = "\n".join(line[:SAID] for line in lines[-LINES:])
+        raise CannotCompile(f"mypyc, or the C compiler, ended with {done.returncode}:\n{shown}\n{REMEDY}")
 
 
 def main() -> int:

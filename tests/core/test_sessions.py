@@ -1,6 +1,7 @@
 """What is left when a session ends, and what may begin one."""
 
 import pytest
+from msgspec.structs import replace
 
 from tensorhub.core.manifest import Layout
 from tensorhub.core.messages import Holding, LayoutInfo, Refusal
@@ -59,3 +60,16 @@ def test_layouts_of_nobody_are_forgotten_and_those_in_use_are_not() -> None:
     layouts = town.server.state.layouts
     assert LAYOUT.digest() in layouts
     assert len(layouts) <= 2 * 8
+
+
+@pytest.mark.parametrize("is_reliable", [False, True])
+def test_whoever_says_otherwise_on_its_next_line_counts_otherwise(is_reliable: bool) -> None:
+    """An honest worker says the same of itself while it lives; this one was started anew with other words."""
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, reliable=is_reliable)
+    town.hellos[READER] = replace(town.hellos[READER], reliable=not is_reliable)
+    town.says_hello_again(READER)
+    town.says(READER, layout=Digest(""))
+    counting = town.server.state.models[TRAINER.model].reliable
+    assert [who for those in counting.values() for who in those if who == READER] == [READER] * (not is_reliable)

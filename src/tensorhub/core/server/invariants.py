@@ -62,6 +62,9 @@ def _index_contradiction(state: State, model: Model) -> str | None:
             return f"{member.worker} is not kept among those of its host {member.hello.host!r}"
     if model.sites != Counter(member.hello.site for member in members):
         return f"the sites of {model.name} are kept as {dict(model.sites)}"
+    reliable = sorted((member.line, member.worker) for member in members if member.hello.reliable)
+    if reliable != sorted((line, worker) for line, those in model.reliable.items() for worker in those):
+        return f"those who count for retention are {reliable}, and kept are {model.reliable}"
     staying = sorted((place, m.worker) for m in members if (place := m.content.staying) is not None)
     if staying != sorted((place, worker) for place, those in model.staying.by_place.items() for worker in those):
         return f"those who stay with what they hold are {staying}, and kept are {model.staying.by_place}"

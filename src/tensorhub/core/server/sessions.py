@@ -29,10 +29,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     state.members.add(member)
     state.note_size()
     rollcall.begin(state, model, member, report)
-    model.take_place(member.worker, hello.site, hello.host)
-    if hello.reliable:
-        places.note_company(state, model, member.line)
-        model.reliable.setdefault(member.line, {})[member.worker] = None
+    _take_place(state, model, member)
     model.retain = max(state.settings.default_retain, model.retain, hello.retain)
     state.counters["sessions"] += 1
     return member
@@ -49,9 +46,7 @@ def end(state: State, member: Member, why: str) -> None:
     awaited_since = state.now if _is_of_a_former_job(state, replica, member) else None
     replica.lose(member.shard, why, is_awaited_since=awaited_since)
     model.forget(member.worker)
-    model.reliable.get(member.line, {}).pop(member.worker, None)
-    places.note_company(state, model, member.line)
-    model.leave_place(member.worker, member.hello.site, member.hello.host)
+    _leave_place(state, model, member)
     del state.members[member.worker]
     state.note_size()
     rollcall.end(state, model, member)
@@ -68,6 +63,21 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_waiting_dirty(model, ARRIVALS)
     apply.offer_keeper(state, model, member)
     apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
+
+
+def _take_place(state: State, model: Model, member: Member) -> None:
+    """It is where its hello says, and counts for retention if it says so."""
+    hello = member.hello
+    model.take_place(member.worker, hello.site, hello.host)
+    if hello.reliable:
+        places.note_company(state, model, member.line)
+        model.reliable.setdefault(member.line, {})[member.worker] = None
+
+
+def _leave_place(state: State, model: Model, member: Member) -> None:
+    model.reliable.get(member.line, {}).pop(member.worker, None)
+    places.note_company(state, model, member.line)
+    model.leave_place(member.worker, member.hello.site, member.hello.host)
 
 
 def _is_of_a_former_job(state: State, replica: Replica, member: Member) -> bool:
@@ -90,10 +100,10 @@ def connect(state: State, hello: Hello, sender: str) -> None:
         was_reached, member.is_connected = member.is_connected, True
         if member.sender != sender and member.sender in state.hellos:
             state.spent[member.sender] = None  # what is late on the former line begins no session when this one is over
-        model, former = state.models[hello.model], member.hello
-        model.leave_place(member.worker, former.site, former.host)  # one that lies may be elsewhere now
-        model.take_place(member.worker, hello.site, hello.host)
+        model = state.models[hello.model]
+        _leave_place(state, model, member)
         member.sender, member.hello = sender, hello
+        _take_place(state, model, member)  # one that lies may be elsewhere now, or count where it did not
         if not was_reached:
             _note_reach(state, member)
 
