@@ -20,7 +20,7 @@ from ..core.settings import Settings
 from ..core.snapshot import Status
 from ..transport.threads import Thread, start
 from .loops import check_process, held_lock, inheritable_loop, wait_in
-from .server import ServerShell
+from .server import DECISIONS, ServerShell
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def run_server(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         server = await start_server(host, port, settings=settings, token=token, fresh=fresh)
-        _log.info("reference server at %s", server.address)
+        _log.info("reference server at %s, its decisions %s", server.address, DECISIONS)
         if on_ready is not None:
             on_ready(server.address)
         await _either(stop, server.shell.on_failure)
