@@ -395,6 +395,18 @@ MUTANTS = (
         "only reliable workers count for retention",
     ),
     Mutant(
+        "who never shows the roster is waited for",
+        "    if all(_asked_for_s(state, model, state.known(each)) >= state.settings.lease_s for each in roll.witnessed):\n",
+        "    if not roll.witnessed:\n",
+        "a worker that lies keeps nobody waiting for longer than a lease",
+    ),
+    Mutant(
+        "who was asked a moment ago counts as one who never answers",
+        "    if all(_asked_for_s(state, model, state.known(each)) >= state.settings.lease_s for each in roll.witnessed):\n",
+        "    if all(_asked_for_s(state, model, state.known(each)) >= 0.0 for each in roll.witnessed):\n",
+        "nobody is believed at once where others could know it",
+    ),
+    Mutant(
         "whose way is over is waited for",
         "    if was_promised:\n        state.mark_waiting_dirty(model, ARRIVALS)\n",
         "",

@@ -62,8 +62,8 @@ def carry_out(state: State, decisions: Iterable[Decision]) -> None:
             case Witness(model, upto):
                 for worker in model.roll.witness(upto):
                     state.mark_dirty(worker)
-            case AskToWitness(member, session):
-                member.asked = session
+            case AskToWitness(member, session, since):
+                member.asked, member.asked_since = session, since
                 state.mark_dirty(member.worker)
             case AwaitWord(member, reader):
                 member.awaited_by[reader] = None

@@ -146,6 +146,7 @@ class AskToWitness:
 
     member: Member
     session: Number
+    since: float  # when somebody began to wait for that
 
 
 @dataclass(frozen=True, slots=True)

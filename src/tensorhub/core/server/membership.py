@@ -70,6 +70,7 @@ class Member:
     has_lived_before: bool = False  # it had a session before this one: of a server before this one, perhaps
     is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
     asked: Number = Number(0)  # it was asked to say that it knows who lives, up to that session
+    asked_since: float = inf  # and since when somebody has waited for that
     awaited_by: dict[WorkerId, None] = field(
         default_factory=dict
     )  # workers to decide for again when it has heard of its session

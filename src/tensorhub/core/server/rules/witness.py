@@ -6,6 +6,7 @@ whom nobody else has heard (see `rollcall`).
 
 from collections.abc import Generator, Iterator
 from itertools import islice
+from math import inf
 
 from ...messages import Failure
 from .. import facts
@@ -16,6 +17,7 @@ from ..membership import Member
 from ..state import State
 from .selection import Candidate
 
+LATE_REPORTS = 3  # times the pause between two reports: who is asked answers at once
 MAX_ASKED = 16  # of whom one should be there; the others' usual reports will do too
 
 
@@ -43,15 +45,26 @@ def why_unwitnessed(model: Model, replica: Replica) -> Failure | None:
 
 
 def seek_witness(state: State, model: Model, member: Member) -> Iterator[Decision]:
-    """A worker without a witness asks the one that came last before it, so that not everybody asks the same one."""
+    """A worker without a witness asks the one that came last before it, so that not everybody asks the same one.
+
+    One that reports and does not say what it was asked, though that takes a round trip, is passed over for the next. If
+    all go on like that for a lease, nobody is there who would know of the others, as when the first one came.
+    """
     roll = model.roll
     if not roll.is_over or member.worker not in roll.unwitnessed:
         return
-    if not roll.witnessed:
+    if all(_asked_for_s(state, model, state.known(each)) >= state.settings.lease_s for each in roll.witnessed):
         yield Witness(model, next(iter(roll.unwitnessed.values())))  # the oldest
-    for worker in islice(reversed(roll.witnessed), MAX_ASKED):
+    late_s = LATE_REPORTS * state.report_s
+    answering = (each for each in reversed(roll.witnessed) if _asked_for_s(state, model, state.known(each)) < late_s)
+    for worker in islice(answering, MAX_ASKED):
         if (yield from _ask(state, member, state.known(worker))):
             return
+
+
+def _asked_for_s(state: State, model: Model, other: Member) -> float:
+    """For how long it has been asked for what it does not say."""
+    return state.now - other.asked_since if is_asked(model, other) else -inf
 
 
 def _ask(state: State, member: Member, other: Member) -> Generator[Decision, None, bool]:
@@ -59,7 +72,8 @@ def _ask(state: State, member: Member, other: Member) -> Generator[Decision, Non
     if other is member or not facts.is_here(state, other) or other.report.closing or is_strange(state, other):
         return False
     if other.asked < member.session:
-        yield AskToWitness(other, member.session)
+        since = other.asked_since if is_asked(state.models[member.hello.model], other) else state.now
+        yield AskToWitness(other, member.session, since)
     return True
 
 
