@@ -5,18 +5,18 @@ descriptors, memory, garbage) is its own process's or its own children's, so oth
 """
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from tensorhub.runtime import server
-
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)  # a red run is red again
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+COMPILED = "tensorhub_server__mypyc"  # looked for, not imported: a mutant of the package may be broken
 FIRST = ("tests/tidy/",)  # seconds, and they explain what others only suffer from
 LAST = "processes"  # the mark of tests with real processes: minutes
 
@@ -28,7 +28,7 @@ for name in [name for name in os.environ if name.startswith("TENSORHUB_") and na
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Quick first, slow last; otherwise as collected. What replaces a part of the server wants it interpreted."""
-    if server.DECISIONS == "compiled":
+    if importlib.util.find_spec(COMPILED) is not None:
         for item in items:
             if item.get_closest_marker("replaces"):
                 item.add_marker(pytest.mark.skip(reason="the server's decisions are compiled: no part can be replaced"))
