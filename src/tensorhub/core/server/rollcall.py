@@ -11,6 +11,8 @@ Rules:
 It must never end a roll call by what a worker cannot prove. Called by the server machine, whose tables it changes.
 """
 
+from math import inf
+
 from ..messages import Report, Roster
 from .catalog import Model
 from .membership import Member
@@ -56,6 +58,8 @@ def hear(state: State, model: Model, member: Member) -> None:
     elif told is not None and told.number > roll.upto and member.worker in roll.witnessed:
         for worker in roll.witness(told.number) if _is_proved(state, model, told) else ():
             state.mark_dirty(worker)
+    if not witness.is_asked(model, member):
+        member.asked_since = inf
 
 
 def close(state: State, model: Model) -> None:
