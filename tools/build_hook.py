@@ -31,8 +31,6 @@ ZIGLANG = "ziglang>=0.13,<0.16"
 class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
     """Builds them before the files are collected."""
 
-    _made: Path | None = None
-
     def dependencies(self) -> list[str]:
         build = self._module(FOLDER / "build.py")
         wants_zig = build.choice() == "zig" or (build.choice() == "auto" and build.system_compiler() is None)
@@ -57,17 +55,13 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
             build_data["tag"] = f"py3-none-{platform}"
             build_data["force_include"][str(Path(self.root) / library)] = str(library.relative_to("src"))
         if _wants_compiled():
-            self._made = Path(tempfile.mkdtemp(prefix="tensorhub-compiled-"))
-            atexit.register(shutil.rmtree, self._made, ignore_errors=True)  # where what follows fails
-            for made in self._module(Path("tools/compile_server.py")).compile_into(self._made):
-                build_data["force_include"][str(self._made / made)] = str(made)
+            folder = Path(tempfile.mkdtemp(prefix="tensorhub-compiled-"))  # the files are collected after this returns
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            for made in self._module(Path("tools/compile_server.py")).compile_into(folder):
+                build_data["force_include"][str(folder / made)] = str(made)
             python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
             build_data["pure_python"] = False
             build_data["tag"] = f"{python}-{python}-{platform}"
-
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
 
     def _module(self, path: Path) -> Any:
         spec = importlib.util.spec_from_file_location(f"tensorhub_{path.stem}", Path(self.root) / path)

@@ -22,11 +22,10 @@ GROUP = "tensorhub_server"  # of it mypyc makes the name of the library that hol
 NEEDS = ("mypy[mypyc]~=2.4.1", "msgspec>=0.19")  # the latter for its types
 TIMEOUT_S = 1200.0
 LINES, SAID = 12, 400  # of a compiler's complaint: the last lines, and characters of each
-LAZY = "warning: Treating generator comprehension as list"  # known: no rule depends on a generator's laziness
+LAZY = "warning: Treating generator comprehension as list"  # each is gone through to its end: tests/tidy/eager.py
 REMEDY = "It takes a C compiler and Python's headers (gcc, python3-dev); without TENSORHUB_COMPILE nothing is compiled."
 
 BUILD = f"""
-import sys
 from pathlib import Path
 from mypyc.build import mypycify
 from setuptools import setup
@@ -41,11 +40,11 @@ class CannotCompile(Exception):
     """The server could not be compiled; the message says why."""
 
 
-def compile_into(folder: Path, *, root: Path = ROOT) -> list[Path]:
-    """Compile the sources under `root`; returns the libraries, relative to `folder`. Raises `CannotCompile`."""
+def compile_into(folder: Path) -> list[Path]:
+    """Compile the sources; returns the libraries, relative to `folder`. Raises `CannotCompile`."""
     with tempfile.TemporaryDirectory(prefix="tensorhub-compile-") as name:
         stage = Path(name)
-        shutil.copytree(root / "src" / CORE, stage / CORE, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(ROOT / "src" / CORE, stage / CORE, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         (stage / CORE.parent / "__init__.py").write_text('"""Empty: mypyc reads `core` alone."""\n')
         _run_mypyc(stage)
         made = sorted(

@@ -275,7 +275,7 @@ MUTANTS = (
     ),
     Mutant(
         "numbers begin anew after a restart",
-        "        self.last = max(self.last, *(number for number in told if self.is_ours(number)), 0)\n",
+        "        self.last = max(self.last, *[number for number in told if self.is_ours(number)], 0)\n",
         "",
         "numbers rise over the lives of the server",
     ),
@@ -934,6 +934,12 @@ MUTANTS = (
         "        found += [loss_of(call.version)] if call.version is not None else [SERVICE]\n",
         "        found += [SERVICE]\n",
         "a call for what is lost ends at once",
+    ),
+    Mutant(
+        "who waits for a version is not told that its last holder leaves it",
+        "        if any(model.look_up(version).exists for version, _ in alone):\n",
+        "        if False:\n",
+        "a call ends as soon as nobody serves what it waits for",
     ),
     Mutant(
         "who is still is never decided for",

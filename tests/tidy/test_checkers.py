@@ -6,6 +6,7 @@ from .c_shape import c_violations
 from .circles import circle_violations
 from .core_order import order_violations, ownership_violations
 from .dangers import blind_violations, noqa_violations, sleep_violations, unsafe_violations
+from .eager import lazy_violations
 from .error_tree import drawn_tree
 from .layers import layer_violations
 from .pure_rules import rule_violations
@@ -56,6 +57,35 @@ def test_layers_bite(path: str, code: str) -> None:
 )
 def test_layers_let_pass(path: str, code: str) -> None:
     assert layer_violations(snippet(code, f"src/tensorhub/{path}")) == []
+
+
+# --- generators in the server's half of the core ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("server/rules/calls.py", "found = (each for each in others)"),
+        ("server/rules/calls.py", "for each in (known(other) for other in others):\n    pass"),
+        ("server/facts.py", "first = list(islice((each for each in others), 3))"),
+        ("server/facts.py", "most = max(*(each for each in others))"),
+    ],
+)
+def test_generators_find(path: str, code: str) -> None:
+    assert lazy_violations(snippet(code, f"src/tensorhub/core/{path}"))
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("server/facts.py", "found = [each for each in others]"),
+        ("server/facts.py", "is_there = any(each.ready for each in others)"),
+        ("server/state.py", "used.update(each.name for each in others)"),
+        ("worker/call.py", "found = (each for each in others)"),
+    ],
+)
+def test_generators_let_pass(path: str, code: str) -> None:
+    assert lazy_violations(snippet(code, f"src/tensorhub/core/{path}")) == []
 
 
 # --- the order of files inside the core -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from .dangers import (
     sleep_violations,
     unsafe_violations,
 )
+from .eager import lazy_violations
 from .layers import BELOW, layer_violations
 from .pure_rules import rule_violations
 from .purity import is_pure_territory, purity_violations
@@ -40,7 +41,7 @@ def test_imports_run_one_way(source: Source) -> None:
 
 @pytest.mark.parametrize("source", sources("src/tensorhub/core"), ids=lambda source: source.path)
 def test_the_core_runs_one_way_inside(source: Source) -> None:
-    none_of(order_violations(source) + ownership_violations(source) + rule_violations(source))
+    none_of(order_violations(source) + ownership_violations(source) + rule_violations(source) + lazy_violations(source))
 
 
 @pytest.mark.parametrize("package", ROWS)

@@ -82,7 +82,7 @@ class Model:
     sites: Counter[str] = field(default_factory=Counter)  # members by site
     hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
     reliable: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
-    staying: Staying = field(default_factory=Staying)  # who holds what, and does not leave it
+    staying: Staying = field(default_factory=Staying)  # who holds what, and does not take it back
     watches: Watches = field(default_factory=Watches)  # who waits for what
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost

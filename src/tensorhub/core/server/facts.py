@@ -92,14 +92,14 @@ def has_whole(state: State, worker: WorkerId, version: Version) -> bool:
 
 
 def holds_on(state: State, worker: WorkerId, version: Version) -> bool:
-    """It has the version in its buffer, and does not want to take it back."""
+    """It is there, and has the version in its buffer, which it does not want to take back."""
     member = state.members.get(worker)
-    return member is not None and member.holds(version) and isinstance(member.content.buffer, Holding)
+    return member is not None and member.holds_on(version)
 
 
 def roots_of(state: State, replica: Replica, call: GroupCall) -> dict[Line, Digest]:
     """What those who have come to a publish bring, by line."""
-    members = (state.members.get(worker) for worker in replica.members.values())
+    members = [state.members.get(worker) for worker in replica.members.values()]
     return {m.line: call.arrived[m.shard] for m in members if m is not None and m.shard in call.arrived}
 
 

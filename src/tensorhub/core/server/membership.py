@@ -140,10 +140,13 @@ class Member:
         """All of the version is in its buffer."""
         return self.content.held == version
 
+    def holds_on(self, version: Version) -> bool:
+        """All of the version is in its buffer, and it does not want to take it back."""
+        return self.content.staying is not None and self.content.held == version
+
     def stays(self, version: Version) -> bool:
-        """Its buffer holds the version, and it does not want to leave it."""
-        buffer = self.content.buffer
-        return isinstance(buffer, Holding) and buffer.version == version and not self.report.closing
+        """The same, and it does not want to leave either."""
+        return self.holds_on(version) and not self.report.closing
 
     def keeps(self, version: Version) -> bool:
         """It has all of the version, and gives it up only when it is told that it may.

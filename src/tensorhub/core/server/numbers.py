@@ -43,5 +43,5 @@ class Numbers:
         if highest <= self.last:
             return True
         told = (report.seen, report.session, report.closed, ticket)
-        self.last = max(self.last, *(number for number in told if self.is_ours(number)), 0)
+        self.last = max(self.last, *[number for number in told if self.is_ours(number)], 0)
         return self.is_ours(highest)

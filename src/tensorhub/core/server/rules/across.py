@@ -254,7 +254,7 @@ def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> 
         best = choose_source(possible, now=state.now)
         if not allowed and best is not None:
             yield from witness.wait_for(state, model, member, possible, best[0])
-        soonest = min([soonest, *(each.avoided_until for each in allowed if each.avoided_until > state.now)])
+        soonest = min([soonest, *[each.avoided_until for each in allowed if each.avoided_until > state.now]])
     if soonest < inf:
         yield LookAgain(member, soonest)
 

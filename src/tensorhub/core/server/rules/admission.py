@@ -87,7 +87,7 @@ def _of_another_count(state: State, replica: Replica, hello: Hello) -> Refusal:
 
 
 def _members(state: State, replica: Replica) -> list[Member]:
-    found = (state.members.get(worker) for worker in replica.members.values())
+    found = [state.members.get(worker) for worker in replica.members.values()]
     return [member for member in found if member is not None]
 
 

@@ -87,7 +87,7 @@ def is_asked(replica: Replica, member: Member) -> bool:
 
 def _why_different(state: State, replica: Replica, call: GroupCall) -> Failure | None:
     """Shards are in different calls at one position, and that is certain: one of each side was asked, and still is."""
-    arrived, differing = (_still_in(state, replica, call, shards) for shards in (call.arrived, call.differing))
+    arrived, differing = [_still_in(state, replica, call, shards) for shards in (call.arrived, call.differing)]
     if not arrived or not differing:
         return None
     text = call.difference(replica.name)
@@ -253,8 +253,8 @@ def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> D
 
 
 def _why_unreadable(state: State, model: Model, replica: Replica, record: VersionRecord) -> Failure | None:
-    members = (state.members.get(worker) for worker in replica.members.values())
-    found = (crossing.why_unreadable(state, model, record, member) for member in members if member is not None)
+    members = [state.members.get(worker) for worker in replica.members.values()]
+    found = [crossing.why_unreadable(state, model, record, member) for member in members if member is not None]
     return next((failure for failure in found if failure is not None), None)
 
 
@@ -266,7 +266,7 @@ def _may_come(model: Model, number: int) -> bool:
 def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:
     """It has the whole version, and does not want to leave it."""
     member = state.members.get(worker)
-    return member is not None and (facts.holds_on(state, worker, version) or member.has_whole_copy(version))
+    return member is not None and (member.holds_on(version) or member.has_whole_copy(version))
 
 
 def _absent_line(state: State, model: Model, replica: Replica, record: VersionRecord) -> Line | None:
@@ -291,7 +291,7 @@ def _can_serve_across(state: State, model: Model, record: VersionRecord, line: L
 
 
 def _unavailable(state: State, model: Model, record: VersionRecord, line: Line) -> Failure:
-    holders = (state.members.get(worker) for worker in record.holders.get(line, {}))
+    holders = [state.members.get(worker) for worker in record.holders.get(line, {})]
     leaving = [str(member.worker) for member in holders if member is not None and member.holds(record.version)]
     last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""
     text = f"nobody holds shard {line.shard} of version {record.version} of {model.name} now{last}"

@@ -35,7 +35,7 @@ def _why_not_claim(model: Model, replica: Replica, version: Version) -> Failure 
         return Failure("version-conflict", text, "versions only rise: publish a higher number")
     others: list[ReplicaName] = []
     if record is not None:
-        others = [*record.claims, *(worker.replica for held in record.holders.values() for worker in held)]
+        others = [*record.claims, *[worker.replica for held in record.holders.values() for worker in held]]
     for other in others:
         if other != replica.name:
             return Failure("version-conflict", f"{name} is being published by {other}: nothing was changed", HINT)

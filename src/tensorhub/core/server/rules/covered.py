@@ -37,7 +37,7 @@ def has_company(model: Model, member: Member) -> bool:
         return True
     if not member.line.is_boxed:
         return False
-    others = (cut for cut in model.cuts if member.line not in cut and all(line.is_boxed for line in cut))
+    others = [cut for cut in model.cuts if member.line not in cut and all(line.is_boxed for line in cut)]
     return any(all(any(w not in model.closing for w in model.reliable.get(line, {})) for line in cut) for cut in others)
 
 

@@ -29,7 +29,7 @@ def cuts_of(state: State, name: ModelName, asker: ReplicaName | None = None) -> 
 
 
 def _siblings(state: State, replica: Replica) -> tuple[tuple[int, ...], str]:
-    members = ((shard, state.members.get(worker)) for shard, worker in replica.members.items())
+    members = [(shard, state.members.get(worker)) for shard, worker in replica.members.items()]
     here = tuple(sorted(shard for shard, member in members if member is not None and not member.report.closing))
     if replica.missed is None or replica.missed[0] in here:
         return here, ""

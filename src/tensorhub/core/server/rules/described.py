@@ -49,7 +49,7 @@ def _cut_of(model: Model, record: VersionRecord) -> Cut:
 def _sources(state: State, model: Model, record: VersionRecord, line: Line) -> list[SourceView]:
     """Those of whom most is to be hoped first."""
     found = []
-    for member in (state.known(worker) for worker in record.whole.get(line, {})):
+    for member in [state.known(worker) for worker in record.whole.get(line, {})]:
         from_host = not member.holds(record.version)
         likely = facts.is_here(state, member), not member.report.closing, not from_host
         found.append((tuple(not each for each in likely), member.worker, from_host, member.hello.endpoints))

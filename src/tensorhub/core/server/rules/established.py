@@ -21,7 +21,7 @@ from . import covered
 
 def newly_established(state: State, model: Model) -> list[VersionRecord]:
     """Of the versions of which somebody has got or lost all: those established now that were not before."""
-    changed = (model.versions.get(version) for version in model.changed)
+    changed = [model.versions.get(version) for version in model.changed]
     found = [record for record in changed if record is not None and record.exists and not record.is_established]
     return [record for record in found if _is_whole_outside(state, model, record)]
 

@@ -48,7 +48,7 @@ def held_by(state: State, name: ModelName, version: Version, asker: ReplicaName,
 
 
 def _members(state: State, replica: Replica) -> list[Member]:
-    members = (state.members.get(worker) for _, worker in sorted(replica.members.items()))
+    members = [state.members.get(worker) for _, worker in sorted(replica.members.items())]
     return [member for member in members if member is not None]
 
 

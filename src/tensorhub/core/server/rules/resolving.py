@@ -58,7 +58,7 @@ def _prefetched(
 
 def _held_by_all(state: State, replica: Replica, call: GroupCall) -> Version | None:
     """The version that each shard of the replica holds, if it is one."""
-    members = (state.members.get(worker) for worker in replica.members.values())
+    members = [state.members.get(worker) for worker in replica.members.values()]
     held = [_held(replica, call, member) if member is not None else None for member in members]
     return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
 

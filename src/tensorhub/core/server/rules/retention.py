@@ -66,7 +66,7 @@ def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, 
     """The host copies, by number, that are to go and that nobody can be reading any more."""
     if not member.releasing or not model.roll.is_over or witness.is_strange(state, member):
         return ()
-    told = (copy for copy in member.content.copies if copy.number in member.releasing)
+    told = [copy for copy in member.content.copies if copy.number in member.releasing]
     return tuple(copy.number for copy in told if not _is_read(state, member, copy))
 
 

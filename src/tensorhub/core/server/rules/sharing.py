@@ -27,11 +27,11 @@ def copies_to_share(state: State, model: Model, record: VersionRecord, member: M
     if not _may_share(state, record, member):
         return []
     behind = state.reads.readers_behind(member.worker, record.version)
-    found = (
+    found = [
         sources.host_copy_of(state, record, member, mate)
         for mate in _mates(state, model, member)
         if mate.worker not in behind and not mate.report.closing and _may_be_shared(mate, record)
-    )
+    ]
     return [each for each in found if each is not None and not each.is_doubtful]
 
 

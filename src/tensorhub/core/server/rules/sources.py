@@ -60,7 +60,7 @@ def _sound(state: State, record: VersionRecord, reader: Member, worker: WorkerId
     member = state.members.get(worker)
     if member is None or member.hello.site != reader.hello.site:
         return []
-    found = (_candidate(state, record, reader, member, from_host, None) for from_host in (False, True))
+    found = [_candidate(state, record, reader, member, from_host, None) for from_host in (False, True)]
     return [
         candidate
         for candidate in found

@@ -5,7 +5,6 @@ whom nobody else has heard (see `rollcall`).
 """
 
 from collections.abc import Generator, Iterator
-from itertools import islice
 from math import inf
 
 from ...messages import Failure
@@ -55,10 +54,13 @@ def seek_witness(state: State, model: Model, member: Member) -> Iterator[Decisio
         return
     if all(_asked_for_s(state, model, state.known(each)) >= state.settings.lease_s for each in roll.witnessed):
         yield Witness(model, next(iter(roll.unwitnessed.values())))  # the oldest
-    late_s = LATE_REPORTS * state.report_s
-    answering = (each for each in reversed(roll.witnessed) if _asked_for_s(state, model, state.known(each)) < late_s)
-    for worker in islice(answering, MAX_ASKED):
-        if (yield from _ask(state, member, state.known(worker))):
+    tried = 0
+    for worker in reversed(roll.witnessed):
+        other = state.known(worker)
+        if _asked_for_s(state, model, other) >= LATE_REPORTS * state.report_s:
+            continue
+        tried += 1
+        if (yield from _ask(state, member, other)) or tried == MAX_ASKED:
             return
 
 
