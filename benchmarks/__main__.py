@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from . import (
+    addresses,
     busy,
     control,
     decisions,
@@ -38,6 +39,7 @@ PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
         (sizes.run, sizes.run_chunks, sizes.run_many),
     ),
     "fanout": ("N readers on N shaped links, beside the star (root)", (fan_out.run,)),
+    "addresses": ("one reader of a source with 1, 2 and 4 networks, used side by side (root)", (addresses.run,)),
     "faults": ("a source is killed at 10, 50 and 90 % (root)", (faults.run, faults_across.run)),
     "memory": ("peak beyond the tensors; growth over many updates", (footprint.run, footprint.run_growth)),
     "plans": ("from any layout to any layout: time and memory of planning, sizes of manifests", (plans.run,)),

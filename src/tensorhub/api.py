@@ -53,8 +53,8 @@ def open(
     _RETAIN, _HOST_BYTES, _CONNECT_S (`timeout`) and _TIMEOUT_S (`call_timeout`), else from its default. `transports`
     limits and orders the ways in which this worker moves bytes, e.g. "local,tcp". `timeout` is how long this call may
     take in seconds, `call_timeout` what every later call may take unless told otherwise. `host` is the address on which
-    peers read from this worker. `reliable=False` is a worker that may vanish at any time: others read from it, but
-    nobody relies on it.
+    peers read from this worker; several, or their interfaces ("eth0,eth1"), are used side by side. `reliable=False` is
+    a worker that may vanish at any time: others read from it, but nobody relies on it.
 
     `retain` is how many of the newest versions of the model are kept whoever leaves (1 unless the server says more):
     the last reliable worker to leave one copies it to host memory first, of which all its copies together take at most

@@ -59,7 +59,8 @@ def _tcp(streams: int) -> Callable[[float], Transport]:
 
 
 def _lending(streams: int) -> Callable[[float], Transport]:
-    settings = TcpSettings(streams=streams, stream_bytes=1024, stream_rate_bytes_per_s=0)
+    hosts = "127.0.0.1,127.0.0.2" if sys.platform == "linux" else "127.0.0.1"  # each of its streams another way
+    settings = TcpSettings(host=hosts, streams=streams, stream_bytes=1024, stream_rate_bytes_per_s=0)
     lending = replace(settings, lend_rate_bytes_per_s=0, lend_piece_bytes=1)
     return lambda silence_s: TcpTransport(replace(lending, silence_s=silence_s))
 

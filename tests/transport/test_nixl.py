@@ -208,7 +208,7 @@ def test_seals_are_used_again_with_other_values() -> None:
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_endpoint(endpoint)
-    assert parse_endpoint("nixl://[::1]:5") == ("::1", 5)
+    assert parse_endpoint("nixl://[::1]:5") == (("::1", 5),)
 
 
 # -- with NIXL -------------------------------------------------------------------------------------------------------

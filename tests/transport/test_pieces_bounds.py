@@ -21,9 +21,10 @@ from tensorhub.transport.parcels import MAX_ROWS, PIECES, BadPieces, Parcels, Ro
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.rows import RowStream, placed
 from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_addresses import parse_endpoint
 from tensorhub.transport.tcp_served import Served
 from tensorhub.transport.tcp_server import TcpServer
-from tensorhub.transport.tcp_settings import TcpSettings, parse_endpoint
+from tensorhub.transport.tcp_settings import TcpSettings
 from tensorhub.transport.tcp_wire import HEADER, Hello, Refusal, Welcome, Wire, WireError
 
 from . import kit
@@ -222,7 +223,7 @@ def source() -> Iterator[TcpTransport]:
 
 def wanting(source: TcpTransport, data: bytes, *, kind: int = PIECES, length: int | None = None) -> Wire:
     """A reader that has said what it wants."""
-    wire = Wire(socket.create_connection(parse_endpoint(source.endpoint)), SETTINGS)
+    wire = Wire(socket.create_connection(parse_endpoint(source.endpoint)[0]), SETTINGS)
     wire.limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
     wire.send_greeting(Hello("", "k", 0, 5000, False, has_pieces=True))
     assert isinstance(wire.receive_greeting(DEADLINE_S), Welcome)
@@ -288,7 +289,7 @@ def test_who_drips_what_it_wants_keeps_nobody_out(source: TcpTransport, monkeypa
 
 def test_what_is_wanted_lasts_no_longer_than_its_export(source: TcpTransport) -> None:
     """A source that waits for what a reader wants, and for what it asks for, can be called away."""
-    waiting = Wire(socket.create_connection(parse_endpoint(source.endpoint)), SETTINGS)
+    waiting = Wire(socket.create_connection(parse_endpoint(source.endpoint)[0]), SETTINGS)
     waiting.limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
     waiting.send_greeting(Hello("", "k", 0, 5000, False, has_pieces=True))
     assert isinstance(waiting.receive_greeting(DEADLINE_S), Welcome)

@@ -15,8 +15,9 @@ from tensorhub.transport import tcp_lend, tcp_wire
 from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_addresses import parse_endpoint
 from tensorhub.transport.tcp_server import TcpServer
-from tensorhub.transport.tcp_settings import TcpSettings, parse_endpoint
+from tensorhub.transport.tcp_settings import TcpSettings
 from tensorhub.transport.tcp_wire import Hello, Wire
 
 from . import kit
@@ -155,7 +156,7 @@ def test_a_farewell_is_read_though_the_source_hears_no_more(pair: Pair, monkeypa
 def test_a_reader_that_takes_nothing_of_what_is_lent_is_dropped(pair: Pair) -> None:
     source = pair.transport(replace(SETTINGS, silence_s=0.1))
     source.export(kit.full("k", bytearray(64 * kit.MIB), kit.MIB))
-    with socket.create_connection(parse_endpoint(source.endpoint)) as sock:
+    with socket.create_connection(parse_endpoint(source.endpoint)[0]) as sock:
         wire = Wire(sock, source.settings)
         wire.send_greeting(Hello("", "k", 0, 5000, wants_manifest=False, is_checking=True))
         wire.send_want(range(64))

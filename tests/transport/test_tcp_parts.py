@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from tensorhub.core.errors import UsageError
 from tensorhub.transport.native_serve import Conversation
 from tensorhub.transport.progress import Progress
+from tensorhub.transport.tcp_addresses import advertised_endpoint, format_endpoint, parse_endpoint
 from tensorhub.transport.tcp_claims import Ahead, Claims, as_ranges
+from tensorhub.transport.tcp_dial import dial
 from tensorhub.transport.tcp_job import Job
 from tensorhub.transport.tcp_served import Served
 from tensorhub.transport.tcp_server import TcpServer
-from tensorhub.transport.tcp_settings import TcpSettings, advertised_endpoint, format_endpoint, parse_endpoint
-from tensorhub.transport.tcp_stream import dial
+from tensorhub.transport.tcp_settings import TcpSettings
 from tensorhub.transport.tcp_wire import Silent, Vanished, Wire
 from tensorhub.transport.vectors import Addresses
 
@@ -33,7 +34,7 @@ from .kit import DEADLINE_S, Target, content
 
 @pytest.mark.parametrize(("host", "port"), [("10.0.0.7", 41234), ("::1", 1), ("node-3.example", 65535)])
 def test_an_endpoint_survives_the_way(host: str, port: int) -> None:
-    assert parse_endpoint(format_endpoint(host, port)) == (host, port)
+    assert parse_endpoint(format_endpoint((host, port))) == ((host, port),)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +48,11 @@ def test_an_endpoint_survives_the_way(host: str, port: int) -> None:
     ],
 )
 def test_advertised_endpoint(host: str, advertise: str | None, endpoint: str) -> None:
-    assert advertised_endpoint(TcpSettings(host=host, advertise=advertise), 7) == endpoint
+    assert advertised_endpoint(TcpSettings(host=host, advertise=advertise), [7]) == endpoint
 
 
 def test_a_wildcard_is_never_advertised() -> None:
-    host, port = parse_endpoint(advertised_endpoint(TcpSettings(host="0.0.0.0"), 7))
+    ((host, port),) = parse_endpoint(advertised_endpoint(TcpSettings(host="0.0.0.0"), [7]))
     assert host != "0.0.0.0"
     assert port == 7
 
@@ -201,12 +202,12 @@ from tensorhub.transport.base import Export
 from tensorhub.transport.native_serve import Conversation
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_settings import parse_endpoint
+from tensorhub.transport.tcp_addresses import parse_endpoint
 from tensorhub.transport.tcp_wire import Hello, Wire
 source = TcpTransport()
 source.export(Export("k", b"m", 1 << 20, kit.Pieces(kit.content(16 << 20)), Progress(16, complete=True)))
 for _ in range(20):
-    wire = Wire(socket.create_connection(parse_endpoint(source.endpoint)), source.settings)
+    wire = Wire(socket.create_connection(parse_endpoint(source.endpoint)[0]), source.settings)
     wire.send_greeting(Hello("", "k", 0, 5000, False))
     wire.send_want(range(16))
     wire.receive_greeting(5)
@@ -233,7 +234,7 @@ def test_a_dial_that_comes_too_late_holds_nothing() -> None:
             job = Job(TcpSettings(), f"tcp://127.0.0.1:{server.getsockname()[1]}", "k", target)
             job.finish()
             with pytest.raises(Vanished, match="cut"):
-                dial(job)
+                dial(job, 0)
         return weakref.ref(target)
 
     assert dial_late()() is None

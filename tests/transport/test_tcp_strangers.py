@@ -15,9 +15,10 @@ from tensorhub.transport import tcp_wire
 from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_addresses import parse_endpoint
 from tensorhub.transport.tcp_door import MOST_STRANGERS
 from tensorhub.transport.tcp_job import NoRoom
-from tensorhub.transport.tcp_settings import TcpSettings, parse_endpoint
+from tensorhub.transport.tcp_settings import TcpSettings
 from tensorhub.transport.tcp_wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
 
 from . import kit
@@ -44,7 +45,7 @@ def tcp(nothing_left_behind: None) -> Iterator[Tcp]:
 
 @contextmanager
 def dialled(transport: TcpTransport) -> Iterator[socket.socket]:
-    with socket.create_connection(parse_endpoint(transport.endpoint), timeout=DEADLINE_S) as sock:
+    with socket.create_connection(parse_endpoint(transport.endpoint)[0], timeout=DEADLINE_S) as sock:
         yield sock
 
 
@@ -140,7 +141,7 @@ def test_ten_thousand_pieces_of_garbage(tcp: Tcp) -> None:
     right = content(8 * CHUNK)
     source = tcp(max_connections=8)
     source.export(full("k", right, CHUNK))
-    address, rng = parse_endpoint(source.endpoint), random.Random(7)
+    (address,), rng = parse_endpoint(source.endpoint), random.Random(7)
     welcome_words = greeting(hello())
     kit.until(lambda: source.statistics()["connections_open"] == 0, "nothing is open")
     threads, files = threading.active_count(), kit.open_files()
@@ -247,7 +248,7 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_else_out(tcp: Tcp) -> 
     right = content(CHUNK)
     source = tcp(max_connections=4, silence_s=60.0, greet_s=60.0, token="t")
     source.export(full("k", right, CHUNK))
-    flood = [socket.create_connection(parse_endpoint(source.endpoint), timeout=DEADLINE_S) for _ in range(200)]
+    flood = [socket.create_connection(parse_endpoint(source.endpoint)[0], timeout=DEADLINE_S) for _ in range(200)]
     kit.until(lambda: source.statistics()["connections_open"] <= MOST_STRANGERS, "the oldest were hung up on")
     reader = tcp(token="t", silence_s=60.0)
     assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None

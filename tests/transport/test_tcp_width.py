@@ -8,9 +8,12 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
+from tensorhub.transport import tcp_width
 from tensorhub.transport.native import load
 from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_settings import TcpSettings, format_endpoint, parse_endpoint
+from tensorhub.transport.tcp_addresses import format_endpoint, parse_endpoint
+from tensorhub.transport.tcp_reader import TcpRead
+from tensorhub.transport.tcp_settings import TcpSettings
 from tensorhub.transport.tcp_width import Width
 
 from . import kit
@@ -125,7 +128,7 @@ def link_to(endpoint: str, limit_of: Callable[[], Limit]) -> Iterator[str]:
             with suppress(OSError):
                 while True:
                     reader, _ = listener.accept()
-                    source = socket.create_connection(parse_endpoint(endpoint))
+                    source = socket.create_connection(parse_endpoint(endpoint)[0])
                     for end in (reader, source):
                         stack.callback(end.close)
                     limit = limit_of()
@@ -134,7 +137,7 @@ def link_to(endpoint: str, limit_of: Callable[[], Limit]) -> Iterator[str]:
 
         run(accept)
         try:
-            yield format_endpoint("127.0.0.1", listener.getsockname()[1])
+            yield format_endpoint(("127.0.0.1", listener.getsockname()[1]))
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             for thread in threads:
@@ -150,21 +153,30 @@ def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("mover", "nothing_left_behind")
-@pytest.mark.parametrize(("is_each_limited", "connections"), [(True, {4}), (False, {1, 2, 3})])
-def test_a_read_has_the_streams_that_its_path_wants(is_each_limited: bool, connections: set[int]) -> None:
+@pytest.mark.parametrize("is_gain", [True, False], ids=["each trial is worth it", "each trial is in vain"])
+def test_streams_come_and_go_as_is_judged(is_gain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How it is judged is shown above: here no busy processor has a say in it."""
+    monkeypatch.setattr(tcp_width, "GAIN", 0.0 if is_gain else 1e9)
     right = content(48 * MIB)
     settings = TcpSettings(most_streams=4, probe_rate_bytes_per_s=1.0, probe_s=0.2, stream_rate_bytes_per_s=1e18)
     source, reader = TcpTransport(TcpSettings()), TcpTransport(settings)
-    shared = Limit(2e7)
+    shared, opened = Limit(2e7), 0
+
+    def limit() -> Limit:
+        nonlocal opened
+        opened += 1
+        return Limit(1e7) if is_gain else shared
+
     try:
         source.export(full("k", right, MIB // 4))
-        with link_to(source.endpoint, lambda: Limit(1e7) if is_each_limited else shared) as endpoint:
+        with link_to(source.endpoint, limit) as endpoint:
             target = Target(right, MIB // 4)
             read, ended = start_read(reader, endpoint, "k", target)
             assert ended.wait() is None
             assert target.buffer == right
             assert read.received_bytes == len(right)
-            assert source.statistics()["connections_accepted"] in connections  # two trials in vain have one each
+            assert opened == 4 if is_gain else opened >= 2
+            assert is_gain or (isinstance(read, TcpRead) and read.streams in (1, 2))
         kit.until(lambda: source.statistics()["connections_open"] == 0, "everybody has left")
     finally:
         reader.close()

@@ -147,6 +147,14 @@ class Network:
         self._attach(place, number, f"p{number}x{len(places)}", rate_mbit)
         return place
 
+    def add_link(self, place: Place, site: str, *, rate_mbit: int) -> str:
+        """One more link of that place, to another site's switch; returns its address there."""
+        places, number = self._sites[site], list(self._sites).index(site)
+        there = Place(place.name, place.namespace, f"10.77.{number}.{len(places) + 1}")
+        places.append(there)
+        self._link(there, number, f"p{number}x{len(places)}", rate_mbit, device=f"eth{number}")
+        return there.address
+
     def join(self, site_a: str, site_b: str) -> tuple[Place, Place]:
         """Routers for two sites. Between them go only what a relay (`wan`) carries from one's device to the other's."""
         for site in (site_a, site_b):
@@ -204,14 +212,18 @@ class Network:
         return full
 
     def _attach(self, place: Place, site_number: int, port: str, rate_mbit: int | None) -> None:
-        inner, switch = self._namespace(place.name), self._switch
-        peer = ["peer", "name", port, "mtu", str(MTU), "netns", switch]
-        run("ip", "-n", inner, "link", "add", "eth0", "mtu", str(MTU), "type", "veth", *peer)
-        run("ip", "-n", inner, "addr", "add", f"{place.address}/24", "dev", "eth0")
-        run("ip", "-n", inner, "link", "set", "lo", "up")
-        run("ip", "-n", inner, "link", "set", "eth0", "up")
-        run("ip", "-n", switch, "link", "set", port, "master", f"br{site_number}", "up")
+        self._namespace(place.name)
+        run("ip", "-n", place.namespace, "link", "set", "lo", "up")
+        self._link(place, site_number, port, rate_mbit, device="eth0")
         self._ports[place.name] = port
+
+    def _link(self, place: Place, site_number: int, port: str, rate_mbit: int | None, *, device: str) -> None:
+        inner, switch = place.namespace, self._switch
+        peer = ["peer", "name", port, "mtu", str(MTU), "netns", switch]
+        run("ip", "-n", inner, "link", "add", device, "mtu", str(MTU), "type", "veth", *peer)
+        run("ip", "-n", inner, "addr", "add", f"{place.address}/24", "dev", device)
+        run("ip", "-n", inner, "link", "set", device, "up")
+        run("ip", "-n", switch, "link", "set", port, "master", f"br{site_number}", "up")
         if rate_mbit is not None:
-            for space, device in ((inner, "eth0"), (switch, port)):
-                run("tc", "-n", space, "qdisc", "add", "dev", device, *self._shape(rate_mbit))
+            for space, end in ((inner, device), (switch, port)):
+                run("tc", "-n", space, "qdisc", "add", "dev", end, *self._shape(rate_mbit))

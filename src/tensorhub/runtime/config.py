@@ -172,7 +172,7 @@ class Options:
     server: str = _option("127.0.0.1:7450", parse_address, "the reference server: host:port")
     token: str = _option("", parse_text, "shared secret, of server and peers alike; empty: none")
     site: str = _option("", parse_text, "this worker's datacenter")
-    host: str = _option("", parse_text, "address that peers read from; empty: the one that reaches the server")
+    host: str = _option("", parse_text, "addresses or interfaces to be read at; empty: the one that reaches the server")
     # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB
     chunk_bytes: int = _option(4 * MIB, parse_chunk_bytes, "the unit of progress, verification and resumption")
     verify: Verify = _option("full", parse_verify, 'check every chunk on arrival: "full" or "none"')

@@ -188,7 +188,7 @@ class LocalRead(TcpRead):
         way = "mapped" if isinstance(job, LocalJob) and job.mapped is not None else "process_vm_readv"
         return f"{way}, {counted(self.streams, 'thread')}{self.mover_text}"
 
-    def _dial(self, job: Job) -> Wire:
+    def _dial(self, job: Job, index: int) -> Wire:
         try:
             place, name = parse_endpoint(job.endpoint)
         except ValueError as error:

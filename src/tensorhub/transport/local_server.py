@@ -17,6 +17,7 @@ import mmap
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 from ..core.errors import UsageError
 from .announcing import MAX_MEMORY_BYTES, MEMORY, AnnouncingServer
@@ -69,7 +70,7 @@ class LocalServer(AnnouncingServer):
         self._name = new_name()
         super().__init__(settings)
 
-    def listen(self) -> socket.socket:
+    def listen(self) -> list[socket.socket]:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(socket_address(self._name))
@@ -77,9 +78,9 @@ class LocalServer(AnnouncingServer):
         except BaseException:
             listener.close()
             raise
-        return listener
+        return [listener]
 
-    def advertised(self, listener: socket.socket) -> str:
+    def advertised(self, listening: Sequence[socket.socket]) -> str:
         return format_endpoint(self._place, self._name)
 
     def make_served(self, export: Export) -> Served:

@@ -31,12 +31,13 @@ from .nixl_meeting import Meeting, Plan
 from .nixl_memory import SEAL_BYTES
 from .nixl_path import HOST, Facts, Lane
 from .nixl_server import SCHEME, Memory
+from .tcp_addresses import Address
+from .tcp_addresses import parse_endpoint as parse_tcp_endpoint
+from .tcp_dial import dial
 from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
-from .tcp_settings import SCHEME as TCP
 from .tcp_settings import TcpSettings
-from .tcp_settings import parse_endpoint as parse_tcp_endpoint
-from .tcp_stream import Stream, dial, opened
+from .tcp_stream import Stream, opened
 from .tcp_wire import Garbled, Refusal, Silent, Vanished, Welcome, Wire, WireError
 
 USE_TCP = "use tcp"
@@ -47,12 +48,9 @@ _LAST_WORDS_S = 0.5  # for a source to say why its memory cannot be read any mor
 _memories = msgspec.msgpack.Decoder(Memory)
 
 
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """`nixl://host:port` as (host, port). Raises `ValueError` for anything else."""
-    scheme, colon, rest = endpoint.partition(":")
-    if scheme != SCHEME:
-        raise ValueError(f"{endpoint!r} is not of the form {SCHEME}://host:port")
-    return parse_tcp_endpoint(TCP + colon + rest)
+def parse_endpoint(endpoint: str) -> tuple[Address, ...]:
+    """`nixl://host:port` as ((host, port),). Raises `ValueError` for anything else."""
+    return parse_tcp_endpoint(endpoint, SCHEME)
 
 
 class NixlJob(Job):

@@ -12,6 +12,7 @@ It must never: let an export's seal stand when the export has ended.
 
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -24,8 +25,8 @@ from .located import Located
 from .nixl_agent import Agent, Agents, Region
 from .nixl_memory import SEAL_BYTES, Page, Place, Placed, Seal
 from .nixl_path import Facts
+from .tcp_addresses import SCHEME as TCP
 from .tcp_served import Served
-from .tcp_settings import SCHEME as TCP
 from .tcp_settings import TcpSettings
 from .tcp_wire import Hello, Refusal, Wire
 from .threads import Thread, start
@@ -75,8 +76,8 @@ class NixlServer(AnnouncingServer):
         self._facts = facts
         super().__init__(settings)
 
-    def advertised(self, listener: socket.socket) -> str:
-        return SCHEME + super().advertised(listener).removeprefix(TCP)
+    def advertised(self, listening: Sequence[socket.socket]) -> str:
+        return SCHEME + super().advertised(listening).removeprefix(TCP)
 
     def make_served(self, export: Export) -> Served:
         return NixlServed(export, self._agents.seals)

@@ -19,6 +19,7 @@ hide, so the kernel tunes it. Through a proxy with a round trip of 100 ms and 25
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..core.errors import Closed, TensorHubError, Unavailable
 from .base import Export, OnEnd, Read, Sink, Transport
@@ -38,6 +39,7 @@ class TcpTransport(Transport):
     def __init__(self, settings: TcpSettings | None = None) -> None:
         self.settings = settings or TcpSettings()
         self._server = self.make_server()
+        self.settings = replace(self.settings, leave_from=self._server.addresses)
         self._lock = threading.Lock()
         self._reads: dict[TcpRead, None] = {}
         self._is_closed = False

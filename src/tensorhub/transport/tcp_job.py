@@ -24,7 +24,7 @@ _HINTS = {
 
 
 class NoRoom(SourceLost):
-    """The source has no connection to spare."""
+    """The source has no connection to spare, or this one of its addresses cannot be reached."""
 
 
 class Job:
@@ -36,6 +36,8 @@ class Job:
         self.key = key
         self.sink = sink
         self.generation = 0  # 0 until the first stream has been welcomed
+        self.addresses = 1  # of the source
+        self.reached: dict[int, None] = {}  # those of several that answered; the first one carries the first stream
         self.claims = Claims((), 1)
         self.parcels: Parcels | None = None  # what is wanted, where that is not the source's chunks
         self.mover: Mover | None = None  # if it brings the bytes, it also counts them
@@ -54,6 +56,14 @@ class Job:
             return self.parcels.span(chunk)
         start, chunk_bytes = chunk * self.sink.chunk_bytes, self.sink.chunk_bytes
         return start, min(start + chunk_bytes, self.sink.stream.size_bytes)
+
+    @property
+    def answered_at(self) -> int:
+        return next(iter(self.reached), 0)
+
+    def note_address(self, at: int) -> None:
+        """One of several answered."""
+        self.reached[at] = None
 
     def note_wanted(self, wanted: Sequence[int], *, size_bytes: int, chunk_bytes: int) -> int:
         """The sink has begun. Returns how many of them its chunks, or parcels, are worth in full chunks.

@@ -17,9 +17,10 @@ from .base import OnEnd, Read, Sink, Trusting
 from .native import shapes
 from .native_read import Mover
 from .signals import block_sigpipe
+from .tcp_dial import dial
 from .tcp_job import Job, NoRoom
 from .tcp_settings import TcpSettings
-from .tcp_stream import Stream, dial, opened
+from .tcp_stream import Stream, opened
 from .tcp_width import Width
 from .threads import Thread, start
 
@@ -57,7 +58,9 @@ class TcpRead(Read):
 
     @property
     def path(self) -> str:
-        return counted(self.streams, "stream") + (", zero copy" if self.job.is_lent_to else "") + self.mover_text
+        reached = f" to {len(self.job.reached)} of {self.job.addresses} addresses" if self.job.addresses > 1 else ""
+        lent = ", zero copy" if self.job.is_lent_to else ""
+        return counted(self.streams, "stream") + reached + lent + self.mover_text
 
     @property
     def mover_text(self) -> str:
@@ -161,28 +164,30 @@ class TcpRead(Read):
             wanted = tuple(sink.begin(stream.receive_manifest()))
             full = job.note_wanted(wanted, size_bytes=welcome.size_bytes, chunk_bytes=welcome.chunk_bytes)
             settings = job.settings
-            streams = max(1, min(settings.streams, full * sink.chunk_bytes // settings.stream_bytes, len(wanted)))
+            most = max(settings.streams, job.addresses)
+            streams = max(1, min(most, full * sink.chunk_bytes // settings.stream_bytes, len(wanted)))
             stream.send_parcels()
             job.generation = welcome.generation
             job.begin(wanted, streams, stream.mover_for(wanted, streams))
             if self.has_links and settings.most_streams > 1:
-                self._width = Width(settings, 1, cores=os.cpu_count() or 1)
+                self._width = Width(settings, 1, cores=os.cpu_count() or 1, least=min(streams, job.addresses))
             if job.mover is not None:
                 self._move(job.mover, stream, streams)
                 return
             stream.after_each_chunk(self._look)
-            if streams > 1:
+            if streams > 1 and self._is_patient:
                 stream.when_fast(lambda: self._widen(streams))
+            else:
+                self._widen(streams)
             stream.pump()
 
     def _move(self, mover: Mover, stream: Stream, streams: int) -> None:
         """Let the mover bring the chunks over this connection, and attend to what it asks."""
         state, self._wide = stream.state_for(mover), streams
-        is_patient = streams > 1 and self.job.settings.stream_rate_bytes_per_s > 0
-        state.is_judging_speed = is_patient
+        state.is_judging_speed = streams > 1 and self._is_patient
         mover.start(state)
         try:
-            if streams > 1 and not is_patient:
+            if not self._is_patient:
                 self._widen(streams)
             self._attend(mover, lambda: state.status >= 0)
         finally:
@@ -228,6 +233,11 @@ class TcpRead(Read):
             self._fail(error)
         except Exception as error:  # noqa: BLE001 the sink's own bug: it ends this read and is reported
             self._fail(self._unforeseen(error))
+
+    @property
+    def _is_patient(self) -> bool:
+        """Whether the first stream shows first that its link has more to give. Each address has a link of its own."""
+        return self.job.settings.stream_rate_bytes_per_s > 0 and self.job.addresses == 1
 
     def _widen(self, streams: int) -> None:
         """One stream is not enough: start the others."""

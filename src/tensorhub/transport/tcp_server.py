@@ -1,4 +1,4 @@
-"""The source's side of the tcp transport: one thread that accepts, and one thread for each connection that serves.
+"""The source's side of the tcp transport: one thread for each address accepts, one for each connection serves.
 
 A connection reads one export. Its thread sends the chunks asked for, in the order asked for, each as soon as the
 export's `Progress` has it, straight from the registered memory. `Served` counts the threads inside an export: whoever
@@ -9,32 +9,31 @@ connection where it is not. It must never: touch memory after its thread was cou
 another's connection.
 """
 
-import contextlib
 import hmac
 import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..core.errors import Closed, UsageError
 from . import shortages, tcp_wire
 from .base import Export
-from .forks import tracked
 from .native_serve import Conversation, conversation_for
 from .parcels import Room
 from .pieces_server import serve_pieces
 from .signals import block_sigpipe
+from .tcp_accepting import Accepting
+from .tcp_addresses import addresses_of, advertised_endpoint, listeners
 from .tcp_door import Door
 from .tcp_lend import Lending
 from .tcp_served import Served
-from .tcp_settings import TcpSettings, advertised_endpoint, listen, tune
+from .tcp_settings import TcpSettings, tune
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
-from .threads import Thread, start
+from .threads import Thread
 
 _log = logging.getLogger(__name__)
 
-_ACCEPT_AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
 _MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
 _JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
 _COUNTED = (
@@ -60,19 +59,19 @@ class TcpServer:
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._room = Room()
         self._is_closed = False
-        self._closing = threading.Event()
-        self._listener = tracked(self.listen())
-        self.endpoint = self.advertised(self._listener)
-        self._acceptor = Thread(self._accept, name=f"tensorhub-{self.kind}-accept")
-        start(self._acceptor, otherwise=self._listener.close)
+        listening = self.listen()
+        self.endpoint = self.advertised(listening)
+        self.addresses = addresses_of(listening)
+        self._accepting = Accepting(listening, self._take, self.kind)
+        self._accepting.start()
 
     # -- what another transport that speaks over a socket does in its own way -----------------------------------------
 
-    def listen(self) -> socket.socket:
-        return listen(self._settings)
+    def listen(self) -> list[socket.socket]:
+        return listeners(self._settings)
 
-    def advertised(self, listener: socket.socket) -> str:
-        return advertised_endpoint(self._settings, listener.getsockname()[1])
+    def advertised(self, listening: Sequence[socket.socket]) -> str:
+        return advertised_endpoint(self._settings, [listener.getsockname()[1] for listener in listening])
 
     def make_served(self, export: Export) -> Served:
         return Served(export)
@@ -212,33 +211,18 @@ class TcpServer:
         with self._changed:
             if not self._is_closed:
                 self._is_closed = True
-                self._closing.set()
-                with contextlib.suppress(OSError):
-                    self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+                self._accepting.close()
                 for key in list(self._exports):
                     self._end(key, "its worker closed")
                 self._changed.wait_for(lambda: not self._door, self._settings.withdraw_grace_s)
-            threads = [self._acceptor, *self._door.cut_all()]
+            threads = self._door.cut_all()
         deadline = time.monotonic() + _JOIN_S
+        self._accepting.join(deadline)
         for thread in threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- connections ---------------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        with self._listener:
-            while not self._closing.is_set():
-                try:
-                    sock, _ = self._listener.accept()
-                except OSError as error:
-                    shortages.note(error, did="it accepted a reader")
-                    self._closing.wait(_ACCEPT_AGAIN_S)
-                    continue
-                try:
-                    self._take(sock)
-                except MemoryError:
-                    sock.close()
 
     def _take(self, sock: socket.socket) -> None:
         """Give a new connection a thread of its own, or hang up."""

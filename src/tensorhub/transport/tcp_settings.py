@@ -8,26 +8,26 @@ import contextlib
 import socket
 import struct
 from dataclasses import dataclass, replace
-from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
 
 MIB = 1 << 20
-SCHEME = "tcp"
 FAR_PROBE_S = 0.5  # a new stream takes some round trips of 50 ms to be as fast as it can
 MAX_WANT_RANGES = 1024  # of one request: at most 20 bytes each in MessagePack, so always within MAX_WANT_BYTES
-_BACKLOG = 1024  # a full queue drops the SYN and costs its sender a second; with 16, strangers filled it within 20 ms
 
 
 @dataclass(frozen=True)
 class TcpSettings:
     """How one worker listens, connects and gives up."""
 
-    host: str = "127.0.0.1"  # open to other hosts only when asked for: a fresh install exposes nothing
+    host: str = "127.0.0.1"  # open to other hosts only when asked for: a fresh install exposes nothing. Addresses or
+    # interfaces, with commas between them: each is listened on
     port: int = 0  # any free port: several workers share a host
     advertise: str | None = (
-        None  # "host" or "host:port" as peers see it; None: what `host` says, or the outward address
+        None  # "host" or "host:port" as peers see it, for each of the above; None: what `host` says, or the outward one
     )
+    leave_from: tuple[str, ...] = ()  # this worker's own addresses, for sources that have as many
+    try_s: float = 1.5  # for the first of several addresses to answer: a lost SYN is sent again after 1 s
     token: str | None = None  # shared secret that a reader must show; None: everybody who can connect may read
     expect_s: float = (
         2.0  # for a key that is not there yet: a reader may be told of a source that is only just starting
@@ -106,60 +106,6 @@ class TcpSettings:
     def patience_s(self) -> float:
         """How long a source bears a reader that neither takes a byte nor asks for one."""
         return self.silence_s * 4
-
-
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """`tcp://host:port` as (host, port). Raises `ValueError` for anything else."""
-    parts = urlsplit(endpoint)
-    if parts.scheme != SCHEME or not parts.hostname or not parts.port:
-        raise ValueError(f"{endpoint!r} is not of the form tcp://host:port")
-    return parts.hostname, parts.port
-
-
-def format_endpoint(host: str, port: int) -> str:
-    """`tcp://host:port`; the inverse of `parse_endpoint`."""
-    return f"{SCHEME}://[{host}]:{port}" if ":" in host else f"{SCHEME}://{host}:{port}"
-
-
-def advertised_endpoint(settings: TcpSettings, port: int) -> str:
-    """Where peers reach a listener on `port`."""
-    if settings.advertise is not None:
-        try:
-            parts = urlsplit(f"//{settings.advertise}")
-            host, port = parts.hostname or "", parts.port or port
-        except ValueError as error:
-            raise UsageError(f"tcp transport: advertise={settings.advertise!r} is not host or host:port") from error
-        return format_endpoint(host, port)
-    if settings.host in ("", "0.0.0.0", "::"):
-        return format_endpoint(_outward_address(socket.AF_INET6 if settings.host == "::" else socket.AF_INET), port)
-    return format_endpoint(settings.host, port)
-
-
-def _outward_address(family: socket.AddressFamily) -> str:
-    """The address that the default route leaves from; loopback on a host without one. Sends nothing."""
-    target, loopback = ("2001:db8::1", "::1") if family == socket.AF_INET6 else ("192.0.2.1", "127.0.0.1")
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return loopback
-
-
-def listen(settings: TcpSettings) -> socket.socket:
-    """A listening socket. Raises `OSError` if the address is taken or not of this host."""
-    found = socket.getaddrinfo(settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        tune(listener, settings)  # the receive buffer must be known before the first SYN
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def tune(sock: socket.socket, settings: TcpSettings) -> None:

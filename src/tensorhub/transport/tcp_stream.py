@@ -8,7 +8,6 @@ read behind us would starve. It must never: write outside a `writing` block, or 
 """
 
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from ..core.errors import CorruptTransfer, SessionLost, UsageError
-from . import shortages, tcp_wire
+from . import tcp_wire
 from .base import Look, Sharing, Trusting
 from .located import Scattered
 from .native import shapes
@@ -24,22 +23,19 @@ from .native_read import TCP_TILE_BYTES, Mover, mover_for
 from .parcels import PIECES, Piecewise
 from .tcp_claims import Ahead
 from .tcp_job import Job
-from .tcp_settings import parse_endpoint
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
 from .views import blocks_of
 from .wire_errors import lost
-
-_MAX_ADDRESSES = 4  # of one host name; each may cost `connect_s`
 
 AnyStream = TypeVar("AnyStream", bound="Stream")
 
 
 @contextmanager
-def opened(job: Job, index: int, dial: Callable[[Job], Wire], kind: type[AnyStream]) -> Iterator[AnyStream]:
+def opened(job: Job, index: int, dial: Callable[[Job, int], Wire], kind: type[AnyStream]) -> Iterator[AnyStream]:
     """A connection to the source, closed at the end. What goes wrong with it is raised as `SourceLost`."""
     wire: Wire | None = None
     try:
-        wire = dial(job)
+        wire = dial(job, index)
         yield kind(job, wire, index)
     except Silent as error:
         raise job.lost(f"{error} for {job.settings.silence_s:g} s") from error
@@ -51,39 +47,6 @@ def opened(job: Job, index: int, dial: Callable[[Job], Wire], kind: type[AnyStre
         if wire is not None:
             job.leave(wire)
             wire.close()
-
-
-def dial(job: Job, *, parse: Callable[[str], tuple[str, int]] = parse_endpoint) -> Wire:
-    """Reach the source over tcp. `parse` makes host and port of its endpoint, or raises `ValueError`."""
-    try:
-        host, port = parse(job.endpoint)
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except ValueError as error:
-        raise Garbled(str(error)) from error
-    except OSError as error:
-        raise Vanished(f"cannot find the host: {error}") from error
-    failure = Vanished("the host has no address")
-    for family, kind, protocol, _, address in addresses[:_MAX_ADDRESSES]:
-        try:
-            wire = Wire(socket.socket(family, kind, protocol), job.settings)
-        except OSError as error:
-            shortages.note(error, did="it connected to a source")
-            raise Vanished(f"cannot connect: {error}") from error
-        job.enter(wire)
-        try:
-            wire.connect(address)
-            wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
-            return wire
-        except Vanished as error:
-            failure = error
-            job.leave(wire)
-            wire.close()
-            if job.is_over:
-                break
-    try:
-        raise failure
-    finally:
-        del failure  # its traceback knows this frame: they would wait for the garbage collector together
 
 
 class Stream:
@@ -227,14 +190,8 @@ class Stream:
         self._on_chunk = look
 
     def when_fast(self, then: Callable[[], None]) -> None:
-        """Call `then` once, as soon as a chunk comes so fast that its link may have more to give than one stream takes.
-
-        With a limit of 0 that is at once.
-        """
-        if self.job.settings.stream_rate_bytes_per_s <= 0:
-            then()
-        else:
-            self._on_fast = then
+        """Call `then` once: as soon as a chunk comes so fast that its link may have more than one stream takes."""
+        self._on_fast = then
 
     def _judge_speed(self, took_s: float) -> None:
         job, then = self.job, self._on_fast

@@ -8,6 +8,7 @@ Rules:
 2. The number is doubled to try, and halved again unless the rate has become `GAIN` times what it was. After a trial in
    vain the next one waits, each time for twice as long.
 3. What comes slower than `probe_rate_bytes_per_s` is held up by its link: it has one stream (decision 0011).
+   No fewer, in any case, than the source has addresses: each has a link of its own.
 4. A stream that gets `stream_rate_bytes_per_s` is held up by its core: of those there are no more than cores.
 
 Pure: it is told the time. The numbers are from decision 0030.
@@ -22,8 +23,9 @@ PAUSES = 8  # windows until the number is tried again that was tried in vain
 class Width:
     """For one read. Not thread-safe: its first thread asks."""
 
-    def __init__(self, settings: TcpSettings, streams: int, *, cores: int) -> None:
+    def __init__(self, settings: TcpSettings, streams: int, *, cores: int, least: int = 1) -> None:
         self.streams = streams
+        self._least = least
         self._settings = settings
         self._cores = cores
         self._since: float | None = None  # when the window began
@@ -55,10 +57,10 @@ class Width:
 
     def _judge(self, now: float, rate: float) -> None:
         before, self._before = self._before, None
-        if self.streams > 1 and rate < self._settings.probe_rate_bytes_per_s:
-            self._change(1)
+        if self.streams > self._least and rate < self._settings.probe_rate_bytes_per_s:
+            self._change(self._least)
         elif before is not None and rate < GAIN * before:
-            self._change(self.streams // 2)
+            self._change(max(self._least, self.streams // 2))
             self._tried_again_at, self._pause_s = now + self._pause_s, 2 * self._pause_s
         elif now >= self._tried_again_at and self._may_widen(rate):
             self._before = rate

@@ -135,11 +135,11 @@ class Wire:
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def connect(self, address: tuple[object, ...] | bytes) -> None:
-        """Reach the peer within `connect_s`."""
+    def connect(self, address: tuple[object, ...] | bytes, within_s: float | None = None) -> None:
+        """Reach the peer within this time, or else `connect_s`."""
         try:
             tune(self.sock, self._settings)
-            self.sock.settimeout(self._settings.connect_s)
+            self.sock.settimeout(within_s or self._settings.connect_s)
             self.sock.connect(address)
             self.sock.settimeout(None)
         except OSError as error:

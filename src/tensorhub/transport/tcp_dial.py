@@ -1,0 +1,103 @@
+"""How the streams of a read reach their source, which may have several addresses.
+
+The first stream tries them in turn, and says how many there are and which one answered. Each further stream goes to the
+next address, round and round. Where this worker has as many addresses as the source, it leaves from its own one of the
+same place in the row: two hosts with two networks each use the first together, and the second. A further stream that
+cannot get through is none: the others do its work. It must never: end a read because one of several addresses is away.
+"""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from . import shortages
+from .tcp_addresses import Address, parse_endpoint
+from .tcp_job import Job, NoRoom
+from .tcp_wire import Garbled, Vanished, Wire
+
+_MOST_FOUND = 4  # of one host name; each may cost `connect_s`
+_NO_PORT_YET = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Linux: a port is chosen when it connects
+
+
+def dial(job: Job, index: int, *, parse: Callable[[str], tuple[Address, ...]] = parse_endpoint) -> Wire:
+    """Reach the source over tcp. `parse` makes addresses of its endpoint, or raises `ValueError`."""
+    try:
+        addresses = parse(job.endpoint)
+    except ValueError as error:
+        raise Garbled(str(error)) from error
+    if len(addresses) == 1:
+        return _reach(job, addresses[0])
+    if index == 0:
+        return _reach_any(job, addresses)
+    at = (job.answered_at + index) % len(addresses)
+    own = job.settings.leave_from
+    try:
+        wire = _reach(job, addresses[at], leave_from=own[at] if len(own) == len(addresses) else "")
+    except Vanished as error:
+        raise NoRoom(f"{job.endpoint}: {error}") from None
+    job.note_address(at)
+    return wire
+
+
+def _reach_any(job: Job, addresses: tuple[Address, ...]) -> Wire:
+    """One after the other; only the last one has all the time that there is."""
+    job.addresses = len(addresses)
+    *others, last = enumerate(addresses)
+    for at, address in others:
+        try:
+            wire = _reach(job, address, within_s=min(job.settings.try_s, job.settings.connect_s))
+        except Vanished:
+            if job.is_over:
+                raise
+            continue
+        job.note_address(at)
+        return wire
+    wire = _reach(job, last[1])
+    job.note_address(last[0])
+    return wire
+
+
+def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_from: str = "") -> Wire:
+    """At that address. Raises `Vanished` if it cannot be reached."""
+    failure = Vanished("the host has no address")
+    for family, kind, protocol, _, found in _look_up(address):
+        try:
+            wire = Wire(socket.socket(family, kind, protocol), job.settings)
+        except OSError as error:
+            shortages.note(error, did="it connected to a source")
+            raise Vanished(f"cannot connect: {error}") from error
+        job.enter(wire)
+        try:
+            if leave_from:
+                _leave(wire, leave_from)
+            wire.connect(found, within_s)
+            wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
+            return wire
+        except Vanished as error:
+            failure = error
+            job.leave(wire)
+            wire.close()
+            if job.is_over:
+                break
+    try:
+        raise failure
+    finally:
+        del failure  # its traceback knows this frame: they would wait for the garbage collector together
+
+
+def _look_up(address: Address) -> list[tuple[Any, ...]]:
+    try:
+        return list(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))[:_MOST_FOUND]
+    except OSError as error:
+        raise Vanished(f"cannot find the host: {error}") from error
+
+
+def _leave(wire: Wire, own: str) -> None:
+    """From this address of ours."""
+    with suppress(OSError):
+        wire.sock.setsockopt(socket.IPPROTO_IP, _NO_PORT_YET, 1)
+    try:
+        wire.sock.bind((own, 0))
+    except OSError as error:
+        raise Vanished(f"cannot leave from {own}: {error}") from error
