@@ -12,6 +12,7 @@ import pytest
 
 from tensorhub.cli.errors import error_text
 from tensorhub.core.errors import ServerUnreachable, VersionConflict
+from tensorhub.sim.draw import draw_plan
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -145,3 +146,11 @@ def test_many_seeds() -> None:
     assert status == 0
     assert out.startswith("3 seeds, ")
     assert out.strip().endswith("every promise kept")
+
+
+@pytest.mark.simulation
+def test_of_many_seeds_only_those_with_two_cuts() -> None:
+    status, out, _ = run("simulate", "--seeds", "3..24", "--mixed", "--jobs", "2")
+    assert status == 0
+    assert out.startswith("2 seeds, "), "9 and 22"
+    assert [seed for seed in range(25) if len({replica.cut for replica in draw_plan(seed).replicas}) > 1] == [9, 22]

@@ -245,6 +245,7 @@ def simulate(
     seeds: Annotated[str, typer.Option(help="Run many: A..B, both included.", show_default=False)] = "",
     storm: Annotated[bool, typer.Option("--storm", help="Run new seeds until Ctrl-C or --minutes.")] = False,
     minutes: Annotated[float | None, typer.Option(help="How long a storm lasts.", min=0.0, show_default=False)] = None,
+    mixed: Annotated[bool, typer.Option("--mixed", help="Of many, only those with two ways to cut tensors.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes at a time.", min=1, show_default="cores")] = os.cpu_count() or 1,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Of one history, only the closing line.")] = False,
     shrink: Annotated[
@@ -262,7 +263,7 @@ def simulate(
     elif seed is not None:
         _simulate_one(seed, quiet=quiet)
     else:
-        _simulate_many(seeds, seconds=minutes * 60 if minutes is not None else None, jobs=jobs)
+        _simulate_many(seeds, seconds=minutes * 60 if minutes is not None else None, jobs=jobs, mixed=mixed)
 
 
 def _shrink(seed: int) -> None:
@@ -299,12 +300,13 @@ def _say(name: str, result: "SeedResult", *, quiet: bool) -> None:
     typer.echo(f"{name}: every promise kept; {facts}")
 
 
-def _simulate_many(text: str, *, seconds: float | None, jobs: int) -> None:
+def _simulate_many(text: str, *, seconds: float | None, jobs: int, mixed: bool) -> None:
     import itertools
     from random import SystemRandom
 
     from rich.console import Console
 
+    from ..sim.draw import is_mixed
     from .seeds import parse_seeds, show_seeds
 
     console = Console(stderr=True)
@@ -313,11 +315,13 @@ def _simulate_many(text: str, *, seconds: float | None, jobs: int) -> None:
             seeds = parse_seeds(text)
         except ValueError as error:
             raise typer.BadParameter("use A..B, for example 0..2000", param_hint="--seeds") from error
-        tally = show_seeds(seeds, console, total=len(seeds), jobs=jobs)
+        total = None if mixed else len(seeds)
+        tally = show_seeds(filter(is_mixed, seeds) if mixed else seeds, console, total=total, jobs=jobs)
     else:
         first = SystemRandom().randrange(10**6, 10**9)
         console.print(f"storm: new seeds from {first} on", highlight=False)
-        tally = show_seeds(itertools.count(first), console, total=None, jobs=jobs, seconds=seconds)
+        new = itertools.count(first)
+        tally = show_seeds(filter(is_mixed, new) if mixed else new, console, total=None, jobs=jobs, seconds=seconds)
     typer.echo(
         f"{tally.done} seeds, {tally.events:,} events, {tally.virtual_s / 3600:.1f} h of virtual time: "
         + (f"{len(tally.failed)} failed" if tally.failed else "every promise kept")

@@ -43,6 +43,13 @@ def draw_plan(seed: int) -> Plan:
     return replace(plan, misfortunes=tuple(sorted(_misfortunes(plan, Random(f"{seed} faults")))))
 
 
+def is_mixed(seed: int) -> bool:
+    """Whether its replicas cut the tensors in two ways."""
+    if Random(f"{seed} cuts").random() >= MIXED:  # as `_mixed` begins: most need not be drawn whole
+        return False
+    return len({replica.cut for replica in draw_plan(seed).replicas}) > 1
+
+
 def _settings(shape: Random) -> Settings:
     lease_s = shape.choice((1.0, 2.0, 2.0, 3.0, 3.0, 4.0))
     return Settings(
