@@ -96,6 +96,19 @@ def test_the_trainer_may_leave_and_be_refilled_from_another_layout(replica):
     assert fill(engine, "update") == 2
 
 
+@pytest.mark.parametrize("reliable", [True, False])
+def test_what_only_the_trainer_has_is_fetched_by_another_layout_before_it_closes(replica, reliable):
+    trainer, engine = (
+        replica("trainer", (0, 100, 170, ROWS), 0),
+        replica("engine", (0, 64, COLUMNS), 1, reliable=reliable),
+    )
+    publish(trainer, 1)
+    assert fill(engine) == 1
+    publish(trainer, 2)
+    assert in_threads(*(lambda weights=weights: weights.close(timeout=20) for weights, _, _ in trainer)) == [None] * 3
+    assert fill(engine, "update") == 2
+
+
 def test_masters_with_boxes_are_read_by_an_engine_of_the_published_dtype(server, replica):
     trainer = replica("trainer", (0, 100, 170, ROWS), 0, dtype="bfloat16")
     with contextlib.closing(tensorhub.open("m", replica="engine", server=server.address)) as engine:

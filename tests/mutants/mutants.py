@@ -942,6 +942,30 @@ MUTANTS = (
         "a call ends as soon as nobody serves what it waits for",
     ),
     Mutant(
+        "workers of another cut are no heirs",
+        "    return tuple([heir.worker for heir in best[1]]) if best is not None else ()\n",
+        "    return ()\n",
+        "who closes waits until others have what it alone has, however they are cut",
+    ),
+    Mutant(
+        "a part of another cut is enough to wait for",
+        "        elif not covered.is_kept_by_spot(state, record, line):\n            return None\n",
+        "",
+        "who closes waits only for such as can have all of it",
+    ),
+    Mutant(
+        "what a spot worker of another cut has must be fetched by a reliable one",
+        "        elif not covered.is_kept_by_spot(state, record, line):\n",
+        "        else:\n",
+        "what spot workers of another cut have got already counts, while the others get theirs",
+    ),
+    Mutant(
+        "heirs are asked for who cannot read across",
+        "        if not any(crossing.cuts_to_read(model, record, line)):\n",
+        "        if False:\n",
+        "who closes waits only for such as can read what it has",
+    ),
+    Mutant(
         "who is still is never decided for",
         "    if member.settled_at != state.happened or model.watches",
         "    if model.watches",

@@ -45,6 +45,14 @@ def test_a_version_in_more_shards_than_are_read_at_once_is_an_error_that_says_so
     assert "no read is made out of more than 1 shards at once" in said
 
 
+def test_nobody_waits_for_heirs_who_would_have_to_read_more_shards_than_are_read_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(crossing, "MAX_PARTS", 1)
+    begin = "settings retain 1\nserver\nworker trainer of 2 cut fsdp copies 1\nworker a cut tp copies 1\n"
+    said = run_script(f"{begin}quietly call trainer publish 7\nclose trainer within 60s\n")
+    assert "trainer/1 leaves" in said
+    assert "fetch 7" not in said
+
+
 def test_every_promise_has_a_scenario() -> None:
     titles = " ".join(file.read_text(encoding="utf-8").splitlines()[0] for file in FILES)
     assert [promise for promise in PROMISES if f"({promise})" not in titles] == []

@@ -46,6 +46,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *(
             "rules.covered",
             "rules.established",
+            "rules.heirs",
             "rules.resting",
             "rules.retention",
             "rules.draining",

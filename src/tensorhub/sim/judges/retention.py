@@ -62,10 +62,24 @@ class RetentionJudge(Judge):
             since = life.closing - self.settings.lease_s
             layout = made.layouts[life.me.shard] if life.cut == made.cut else life.layout
             heirs = [o for o in truth.same_shard(life.shard) if o is not life and self._could_inherit(o, layout, since)]
+            heirs = heirs or self._heirs_across(life, version, since)
             if heirs and truth.troubles.server(since) and truth.troubles.hears(life, since):
                 self.broken(
                     f"{life.name} left with the last reference of version {version}, {heirs[0].name} could have it"
                 )
+
+    def _heirs_across(self, life: Life, version: Version, since: float) -> list[Life]:
+        """One for each shard of another cut, if there are such who could have read it out of this one's."""
+        truth, troubles = self.truth, self.truth.troubles
+        cuts = truth.cuts(life.me.model) if life.cut else []
+        sources = [truth.holders(shard, version) for cut in cuts if life.shard in cut for shard in cut]
+        if not all(any(o is life or troubles.serves(o, since) for o in there) for there in sources):
+            return []
+        for cut in cuts:
+            able = [[o for o in truth.same_shard(shard) if self._could_inherit(o, o.layout, since)] for shard in cut]
+            if life.shard not in cut and all(able):
+                return [each[0] for each in able]
+        return []
 
     def _had_elsewhere(self, life: Life, version: Version) -> Life | None:
         """Somebody who has some of it in a cut of which others have the rest."""

@@ -8,25 +8,22 @@ Rules:
 - The last reference does not leave before its worker has offloaded the version to its own host memory. Where that is
   full, a copy gives way that is not whole yet. Of several workers that leave together only the first by name has to;
   the others may go as long as that one was not let go.
-- A worker that closes cannot keep what it has: another reliable worker, the *heir*, fetches a copy. If need be it drops
-  one of what its buffer holds too. Where none can, the worker does not wait.
+- A worker that closes cannot keep what it has: its *heirs* fetch a copy (`heirs`).
 - A copy is released when a buffer holds the version, or a copy that comes first by name exists elsewhere; and nobody
   reads it; and its worker is not about to use it. A copy that was once told to go is never counted again.
 """
 
 from collections.abc import Iterator
-from math import inf
 from typing import NamedTuple
 
-from ...messages import Failure, Filling, HostCopy, Withdrawing
-from ...names import Version, WorkerId
+from ...messages import Failure, HostCopy, Withdrawing
+from ...names import Version
 from .. import facts
 from ..catalog import Model, VersionRecord
 from ..groups import Replica
-from ..lines import Line
 from ..membership import Member
 from ..state import State
-from . import covered, crossing, election, established, resting, witness
+from . import covered, crossing, election, established, heirs, resting, witness
 
 
 class HostCopyOrders(NamedTuple):
@@ -126,7 +123,7 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
     if is_squeezed and not covered.is_whole(state, model, record):
         return False
     if member.report.closing:
-        return not buffer.impatient and _is_saved(state, model, record, member)
+        return not buffer.impatient and heirs.are_there(state, model, record, member)
     if is_squeezed and not (member.hello.reliable and model.is_wished(record.version)):
         may_make_room = any(not copy.whole for copy in member.content.copies)
         return may_make_room or established.is_another_on_its_way(state, model, record, member)
@@ -214,7 +211,7 @@ def _wanted_copies(state: State, model: Model, replica: Replica, member: Member)
     """What it should have a host copy of, the most important first."""
     if model.closing:
         for version in model.retained():
-            if heir_of(state, model, model.look_up(version), member.line) == member.worker:
+            if heirs.is_one(state, model, model.look_up(version), member):
                 yield version
     if member.report.prefetch is not None:
         version_wished, _ = model.resolve(member.report.prefetch)
@@ -227,71 +224,11 @@ def _wanted_copies(state: State, model: Model, replica: Replica, member: Member)
         yield latest
 
 
-def heir_of(state: State, model: Model, record: VersionRecord, line: Line) -> WorkerId | None:
-    """The worker that has to fetch a version of which only such as want to leave are reliable references."""
-    if not model.closing:
-        return None
-    is_left, since = False, inf
-    for worker in record.whole.get(line, {}):
-        member = state.members.get(worker)
-        if member is None or not member.hello.reliable:
-            continue
-        if member.keeps(record.version):
-            return None
-        if member.report.closing:
-            is_left, since = True, min(since, member.closing_since)
-    if not is_left or covered.by_another_cut(state, model, record, line, lambda m: covered.is_relied_on(m, record)):
-        return None
-    able = [member for member in facts.members_of(state, model, line) if _can_inherit(state, model, member, record)]
-    is_enough = covered.is_kept_by_spot(state, record, line) or state.now >= since + state.settings.spot_heir_s
-    if is_enough and not any(member.hello.reliable for member in able):
-        return None
-    return min(able, key=lambda m: _rank_of_heir(m, record)).worker if able else None
-
-
-def _rank_of_heir(member: Member, record: VersionRecord) -> tuple[object, ...]:
-    """A reliable worker where there is one; of those who have nothing of it yet, one that has room."""
-    has_copy = member.copy(record.version) is not None
-    return not member.hello.reliable, not has_copy, not has_copy and not member.report.copies_left, member.worker
-
-
-def _can_inherit(state: State, model: Model, member: Member, record: VersionRecord) -> bool:
-    report = member.report
-    filled = facts.wanted_version(state.place(member)[1], member)
-    # where a copy of it goes there is room again; and one of what the buffer holds too, or soon will, gives way
-    may_have_room = any(
-        copy.version == record.version
-        or member.stays(copy.version)
-        or (copy.version == filled and member.fills_itself(copy.version))
-        for copy in member.content.copies
-    )
-    is_making_room = any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
-    has_room = report.copies_left > 0 or may_have_room or is_making_room
-    is_staying = member.is_connected and not report.closing
-    return is_staying and has_room and crossing.may_fit(model, record, member)
-
-
 def _counts(state: State, model: Model, member: Member, version: Version) -> bool:
     """Its reference keeps the version: it is reliable, or nobody reliable has it who could keep it instead."""
     if version not in model.retained():
         return False
     return member.hello.reliable or not established.has_reliable_holder(state, model, model.look_up(version), member)
-
-
-def _is_saved(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """Somebody that stays is about to have the version. For one that nobody relies on the leaver waits a while only."""
-    heir = heir_of(state, model, record, leaver.line)
-    heirs = [heir] if heir is not None else list(record.holders.get(leaver.line, {}))
-    for worker in heirs:
-        member = state.members.get(worker)
-        if member is None or not member.is_connected or member.report.closing:
-            continue
-        buffer = member.content.buffer
-        is_filling = isinstance(buffer, Filling) and buffer.version == record.version
-        is_worth_it = member.hello.reliable or state.now < leaver.closing_since + state.settings.spot_heir_s
-        if is_worth_it and (worker == heir or is_filling):
-            return True
-    return False
 
 
 def _is_kept_elsewhere(
@@ -390,7 +327,7 @@ def _is_needed(
     is_kept = _is_kept_elsewhere(state, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
     is_last = _counts(state, model, member, version) and not is_kept
     if is_last and (not is_squeezed or covered.is_whole(state, model, record)):
-        return not member.report.closing or _is_saved(state, model, record, member)
+        return not member.report.closing or heirs.are_there(state, model, record, member)
     if not record.promised or unread:
         return False
     return not any(facts.holds_on(state, worker, version) for worker in record.holders.get(member.line, {}))
