@@ -45,7 +45,7 @@ class App:
 
     @property
     def shard_count(self) -> int:
-        return self.cluster.plan.conditions.shards
+        return self.cluster.plan.conditions.shards_in(self.replica.cut)
 
     def start(self) -> None:
         for shard in range(self.shard_count):

@@ -82,7 +82,7 @@ class Cluster:
         self.watch.at_the_end()
 
     def _until(self, until: float) -> None:
-        most = MOST_EVENTS * (1 + len(self.plan.replicas) * self.plan.conditions.shards // 8)
+        most = MOST_EVENTS * (1 + self.plan.workers // 8)
         while self.world.next_at <= until:
             self.world.step()
             if self.world.events > most:

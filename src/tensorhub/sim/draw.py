@@ -16,6 +16,7 @@ WIDE, LONG, GREAT = 0.02, 0.02, 0.003  # shares of the seeds with eight shards, 
 RESTARTS = 0.12  # share of the others in which the server is restarted, and little else happens
 HASTY = 0.4  # share of the programs that call again at once after a failure
 MIXED = 0.12  # share of the seeds with two ways to cut the tensors
+UNEVEN = 0.5  # share of these in which the one way is of another number of shards
 STAYING = 0.2  # share of the others in which something bad stays to the end
 
 
@@ -31,7 +32,10 @@ def draw_plan(seed: int) -> Plan:
         replicas = _together(replicas, Random(f"{seed} together"))
     replicas = tuple(_with_haste(seed, each) for each in replicas)
     replicas = _mixed(replicas, Random(f"{seed} cuts"))
-    most = len(replicas) * conditions.shards
+    counts = Random(f"{seed} counts")
+    if len({each.cut for each in replicas}) > 1 and counts.random() < UNEVEN:
+        conditions = replace(conditions, shards_b=counts.randint(1, 4))
+    most = sum(conditions.shards_in(each.cut) for each in replicas)
     if shape.random() < 0.1:
         settings = replace(settings, most_workers=most)
     plan = Plan(f"{seed}", settings, conditions, replicas)
@@ -273,4 +277,4 @@ def _value(kind: str, faults: Random) -> float:
 
 
 def _worker(plan: Plan, faults: Random, replica: Replica) -> str:
-    return f"{replica.model}/{replica.name}[{faults.randrange(plan.conditions.shards)}]"
+    return f"{replica.model}/{replica.name}[{faults.randrange(plan.conditions.shards_in(replica.cut))}]"

@@ -119,6 +119,11 @@ class Conditions:
     prefetch: str = "seed"  # what rollouts were opened with
     maps: bool = False  # workers of one host say that they can map each other's host copies
     unmappable: float = 0.0  # per host copy that is to be shared: it cannot be mapped, whatever was said
+    shards_b: int = 0  # of those that are cut in the way "b"; 0: as many as the others
+
+    def shards_in(self, cut: str) -> int:
+        """Of how many shards a replica is that is cut so."""
+        return self.shards_b if cut == "b" and self.shards_b else self.shards
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,11 @@ class Plan:
         return tuple(dict.fromkeys(replica.model for replica in self.replicas))
 
     @property
+    def workers(self) -> int:
+        """How many there are, while all live."""
+        return sum(self.conditions.shards_in(replica.cut) for replica in self.replicas)
+
+    @property
     def ends_s(self) -> float:
         return self.conditions.storm_s + self.conditions.calm_s
 
@@ -152,7 +162,7 @@ class Plan:
     def slowest_read_s(self) -> float:
         """As long as a whole version may take across an uplink that all shards share, from whoever stays slow."""
         c, sites = self.conditions, dict.fromkeys(replica.site for replica in self.replicas)
-        streams = c.shards * len(sites) * len(dict.fromkeys(replica.cut for replica in self.replicas))
+        streams = len(sites) * sum(map(c.shards_in, dict.fromkeys(replica.cut for replica in self.replicas)))
         slow = max([1.0, *(bad.value for bad in self.misfortunes if bad.kind == "slow" and bad.stays)])
         return c.chunks * c.chunk_s * slow * (1 + c.uplink * streams)
 

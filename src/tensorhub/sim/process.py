@@ -99,7 +99,7 @@ class Process:
             self.me.model,
             self.me.replica,
             self.me.shard,
-            conditions.shards,
+            conditions.shards_in(replica.cut),
             self.name,
             endpoints=(f"sim://{self.name}",),
             revocable=not conditions.is_one_sided,

@@ -23,7 +23,7 @@ def with_restarts(plan: Plan, chance: Random) -> Plan:
     replicas = tuple(named.values())
     found = [each for newcomer in newcomers for each in _death(plan, chance, replicas, newcomer)]
     found += [each for _ in range(chance.randint(1, MOST_DEATHS - 2)) for each in _death(plan, chance, replicas, None)]
-    most = max(plan.settings.most_workers, len(replicas) * plan.conditions.shards)
+    most = max(plan.settings.most_workers, sum(plan.conditions.shards_in(each.cut) for each in replicas))
     settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5, rebalance_s=0.4 * LEASE_S)
     plan = plan.with_conditions(
         calm_s=LEASE_S * 6 + 8,
@@ -57,7 +57,7 @@ def _death(plan: Plan, chance: Random, replicas: tuple[Replica, ...], newcomer: 
             if other is not newcomer and other.host != newcomer.host:
                 yield Misfortune(newcomer.starts_s, "deaf", other.host, at_s - newcomer.starts_s)
     if chance.random() < 0.6:
-        worker = f"{away.model}/{away.name}[{chance.randrange(plan.conditions.shards)}]"
+        worker = f"{away.model}/{away.name}[{chance.randrange(plan.conditions.shards_in(away.cut))}]"
         target = chance.choice((worker, away.host))
         yield Misfortune(at_s - chance.uniform(-0.05, 0.2), "cut", target, chance.uniform(0.2, 0.9) * LEASE_S)
     if chance.random() < 0.5:

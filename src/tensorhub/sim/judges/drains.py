@@ -16,7 +16,7 @@ class DrainJudge(Judge):
         if call.verb != "unpublish" or call.had is None or call.is_cancelled:
             return
         calls = [self._same_call(other, call) for other in self.truth.group(life)]
-        if len(calls) < self.conditions.shards or None in calls:
+        if len(calls) < self.conditions.shards_in(life.cut) or None in calls:
             return
         began = max(each.began for each in calls if each is not None)
         took_s = self.now - began

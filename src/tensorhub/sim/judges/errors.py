@@ -89,7 +89,8 @@ class ErrorJudge(GroupJudge):
             return self._unavailable_latest(life, call, since)
         version = call.resolved if call.resolved is not None else Version(int(call.spec))
         made, newest = self.truth.exists(model, version), self.truth.newest(model)
-        is_taken = any(len(each.roots) == self.conditions.shards for each in self.truth.made_as(model, version))
+        shards_in = self.conditions.shards_in
+        is_taken = any(len(each.roots) == shards_in(each.cut) for each in self.truth.made_as(model, version))
         if call.waits and made is None and not is_taken and (newest is None or newest < version):
             return f"version {version} may still come, and it was to wait"
         if made is None or made.exists > since or self.truth.lost_since(model, version, since):
@@ -126,7 +127,7 @@ class ErrorJudge(GroupJudge):
         since = self.truth.troubles.before_pauses(call.began - self.settings.lease_s * 1.2)
         step = self.step_of(life)
         others = [other for other in self.truth.group(life) if other is not life]
-        if len(others) + 1 < self.conditions.shards or not self.truth.troubles.remembers(since):
+        if len(others) + 1 < self.conditions.shards_in(life.cut) or not self.truth.troubles.remembers(since):
             return ""  # somebody is not there, or was not
         for other in self._group_of(life, since):
             is_other = other is not life
@@ -205,7 +206,7 @@ class ErrorJudge(GroupJudge):
                 holders = self.truth.holders(shard, version)
                 good = [h for h in holders if h.me not in tried and self._is_steady(h, version, since - self.spread_s)]
                 fresh += [h for h in good if self.truth.troubles.serves(h, since)][:1]
-            if len(fresh) == self.conditions.shards:
+            if len(fresh) == len(cut):
                 return f"{fresh[0].name} has version {version}, and was not tried"
         return ""
 
@@ -241,7 +242,7 @@ class ErrorJudge(GroupJudge):
         members = list(self.truth.group(life))
         calls = [member.call or next(reversed(member.past), None) for member in members]
         same = [c for c in calls if c is not None and (c.verb, c.spec, c.number) == (call.verb, call.spec, call.number)]
-        if len(same) < self.conditions.shards or call.number == 0:
+        if len(same) < self.conditions.shards_in(life.cut) or call.number == 0:
             return ""
         began = max(c.began for c in same)
         since = began - self.spread_s
@@ -251,7 +252,7 @@ class ErrorJudge(GroupJudge):
             is_here = member.closing == inf and self.truth.troubles.hears(member, since)
             if not is_here or self.truth.troubles.of(member, since, ("unplug",)) or member.failed_since(since):
                 return ""
-            if member.layout != life.layout and self.conditions.shards == 1:
+            if member.layout != life.layout and self.conditions.shards_in(life.cut) == 1:
                 return ""
         version = self._reachable(life, call, since)
         return f"{self.now - began:.2f} s were enough for version {version}" if version is not None else ""
@@ -274,7 +275,8 @@ class ErrorJudge(GroupJudge):
     def _enough_s(self, life: Life, began: float) -> float:
         """Withdraw the old, read the new behind everybody else, hear of it."""
         lines = [shard for cut in self.truth.cuts(life.me.model) for shard in cut] if life.cut else [life.shard]
-        readers = sum(len(list(self.truth.same_shard(line))) for line in lines) * self.conditions.shards
+        readers = sum(len(list(self.truth.same_shard(line))) for line in lines)
+        readers *= max(self.conditions.shards, self.conditions.shards_b)
         chunk_s = 1.5 * self.conditions.chunk_s * self.drains.slowest(began) * (1 + self.conditions.uplink * readers)
         transfer_s = chunk_s * (self.conditions.chunks + 2) * (readers if self.conditions.is_shared else 2)
         errors = self.conditions.read_error + self.conditions.corruption + self.conditions.copy_error

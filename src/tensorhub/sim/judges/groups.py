@@ -81,9 +81,10 @@ class GroupJudge(Judge):
 
     def _goes_forward(self, group: GroupCall, name: str, version: Version | None) -> None:
         """An update gives no older version than the one that all shards of the replica held before."""
-        calls = [group.call_of(life) for life in group.lives.values()]
-        had = [call.had for call in calls if call is not None]
-        if version is None or len(had) < self.conditions.shards or had[0] is None or had.count(had[0]) < len(had):
+        calls = {life: group.call_of(life) for life in group.lives.values()}
+        had = [call.had for call in calls.values() if call is not None]
+        shards = max((self.conditions.shards_in(life.cut) for life in calls), default=1)
+        if version is None or len(had) < shards or had[0] is None or had.count(had[0]) < len(had):
             return
         if version < had[0]:
             self.broken(f"{name} went back from {had[0]} to {version}", "G3 monotonic")

@@ -21,9 +21,9 @@ class ProgressJudge(Judge):
 
     def healthy(self, replica: str) -> bool:
         """Every shard of it lives, and no misfortune that stays has hit one."""
-        shards = self.conditions.shards
         members = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
-        return len(members) == shards and not any(self._is_down(life) for life in members)
+        is_whole = bool(members) and len(members) == self.conditions.shards_in(members[0].cut)
+        return is_whole and not any(self._is_down(life) for life in members)
 
     def _is_down(self, life: Life) -> bool:
         return self.truth.troubles.of(life, self.now, STAYING) is not None
@@ -83,7 +83,7 @@ class ProgressJudge(Judge):
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
         most_s = inf if is_hindered else max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
         is_young = all(self._is_well(call, newest) and self.now - call.began < most_s for call in begun)
-        return 0 < len(begun) <= self.conditions.shards and is_young
+        return 0 < len(begun) <= max(self.conditions.shards, self.conditions.shards_b) and is_young
 
     def _is_well(self, call: Call, newest: Version) -> bool:
         """It goes on, or has just brought that version, while those of its siblings go on."""

@@ -108,10 +108,12 @@ class RetentionJudge(Judge):
         lately = self.now - FLEETING_S - 8 * self.conditions.delay_s
         return lately if "host" in where else min(lately, life.let_go_at)
 
+    def _other_shards(self, life: Life) -> list[tuple[str, int]]:
+        return [(life.shard[0], n) for n in range(self.conditions.shards_in(life.cut)) if n != life.me.shard]
+
     def _was_lost(self, life: Life, version: Version) -> bool:
         """Some other shard of it had been lost before, so there was nothing left to keep."""
-        model = life.me.model
-        shards = [(life.shard[0], shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
+        model, shards = life.me.model, self._other_shards(life)
         since = self.now - 4 * self.settings.lease_s
         return (
             any(not self.truth.holders(shard, version) for shard in shards)
@@ -120,13 +122,12 @@ class RetentionJudge(Judge):
 
     def _were_all_away(self, life: Life, version: Version, decided: float) -> bool:
         """All who have some other shard of it were where the server could not hear them, or have only just got it."""
-        shards = [(life.shard[0], shard) for shard in range(self.conditions.shards) if shard != life.me.shard]
         return any(
             all(
                 not self.truth.is_in_session(other) or max(other.away_until, other.whole_since(version)) > decided
                 for other in self.truth.holders(shard, version)
             )
-            for shard in shards
+            for shard in self._other_shards(life)
         )
 
     def _was_left_lately(self, life: Life, version: Version) -> bool:

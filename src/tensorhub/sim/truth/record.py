@@ -35,8 +35,10 @@ class Made:
     def root_of(self, shard: tuple[str, int]) -> Digest | None:
         """What it is in that shard of its own cut or of another one."""
         cut = shard[0].partition(BAR)[2]
-        own = self.roots.get(shard[1])
-        return derived(own, cut, shard[1]) if own is not None and cut != self.cut else own
+        if cut == self.cut:
+            return self.roots.get(shard[1])
+        own = self.roots.get(shard[1], next(iter(self.roots.values()), None))  # another cut may have more shards
+        return derived(own, cut, shard[1]) if own is not None else None
 
 
 class Truth:
@@ -83,7 +85,7 @@ class Truth:
 
     def group(self, life: Life) -> Iterator[Life]:
         """The living of its replica, itself too."""
-        for shard in range(self.plan.conditions.shards):
+        for shard in range(self.plan.conditions.shards_in(life.cut)):
             found = self.lives.get(WorkerId(life.me.model, life.me.replica, Shard(shard)))
             if found is not None:
                 yield found
@@ -104,7 +106,7 @@ class Truth:
             mine = made[life.me.replica] = Made(life.me.model, version, life.me.replica, cut=life.cut)
         mine.roots[life.me.shard], mine.layouts[life.me.shard] = root, life.layout
         group = list(self.group(life))
-        if len(group) == self.plan.conditions.shards and mine.exists == inf:
+        if len(group) == self.plan.conditions.shards_in(life.cut) and mine.exists == inf:
             helds = [each.held for each in group]
             if all(h is not None and h.version == version and h.root == mine.roots.get(i) for i, h in enumerate(helds)):
                 mine.exists = self.now
@@ -143,8 +145,9 @@ class Truth:
 
     def cuts(self, model: str) -> list[list[tuple[str, int]]]:
         """The ways in which a model's replicas are cut: the shards of each."""
-        names = dict.fromkeys(f"{model}{BAR}{each.cut}" if each.cut else model for each in self.plan.replicas)
-        return [[(name, shard) for shard in range(self.plan.conditions.shards)] for name in names]
+        cuts = dict.fromkeys(each.cut for each in self.plan.replicas)
+        names = {f"{model}{BAR}{cut}" if cut else model: self.plan.conditions.shards_in(cut) for cut in cuts}
+        return [[(name, shard) for shard in range(shards)] for name, shards in names.items()]
 
     def is_had(self, model: str, version: Version, counts: Callable[[Life], bool]) -> bool:
         """Each shard of some cut has a holder that counts."""
