@@ -943,8 +943,8 @@ MUTANTS = (
     ),
     Mutant(
         "workers of another cut are no heirs",
-        "    return tuple([heir.worker for heir in best[1]]) if best is not None else ()\n",
-        "    return ()\n",
+        "    return Heirs(tuple([heir.worker for heir in best[1]]) if best is not None else (), is_across=True)\n",
+        "    return NOBODY\n",
         "who closes waits until others have what it alone has, however they are cut",
     ),
     Mutant(

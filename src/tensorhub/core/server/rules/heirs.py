@@ -8,7 +8,9 @@ Rules:
 - Where there are none, who leaves does not wait.
 """
 
+from collections.abc import Iterable, Iterator
 from math import inf
+from typing import NamedTuple
 
 from ...messages import Filling
 from ...names import WorkerId
@@ -19,19 +21,42 @@ from ..membership import Member
 from ..state import State
 from . import covered, crossing
 
+MOST_LOOKED_AT = 256  # workers of one line: where none of so many has room, hardly another one has
+MOST_COMPARED = 16  # of those that can
+
+
+class Heirs(NamedTuple):
+    """Who they are; and whether they were looked for in other cuts, where they are the same for all lines of one."""
+
+    workers: tuple[WorkerId, ...] = ()
+    is_across: bool = False
+
+
+NOBODY = Heirs()
+
 
 def is_one(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """It has to fetch the version, for somebody who leaves."""
-    lines = [member.line]
-    if crossing.can_cross(record, member.line):
-        leavers = [state.members.get(worker) for worker in model.closing]
-        lines += [leaver.line for leaver in leavers if leaver is not None and leaver.line in record.whole]
-    return any(member.worker in _heirs(state, model, record, line) for line in dict.fromkeys(lines))
+    if member.worker in _heirs(state, model, record, member.line).workers:
+        return True
+    if not crossing.can_cross(record, member.line):
+        return False
+    seen: list[Cut] = []
+    for worker in model.closing:
+        leaver = state.members.get(worker)
+        if leaver is None or leaver.line not in record.whole or any(leaver.line in cut for cut in seen):
+            continue
+        found = _heirs(state, model, record, leaver.line)
+        if member.worker in found.workers:
+            return True
+        if found.is_across:
+            seen += [cut for cut in model.cuts if leaver.line in cut]
+    return False
 
 
 def are_there(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
     """Such as stay are about to have the version. For those that nobody relies on the leaver waits a while only."""
-    if _heirs(state, model, record, leaver.line):
+    if _heirs(state, model, record, leaver.line).workers:
         return True
     for worker in record.holders.get(leaver.line, {}):
         member = state.members.get(worker)
@@ -45,24 +70,23 @@ def are_there(state: State, model: Model, record: VersionRecord, leaver: Member)
     return False
 
 
-def _heirs(state: State, model: Model, record: VersionRecord, line: Line) -> tuple[WorkerId, ...]:
+def _heirs(state: State, model: Model, record: VersionRecord, line: Line) -> Heirs:
     """Of what is in that line: one of it, or several of another cut; none where it is kept, or nobody can."""
     since = _left_since(state, model, record, line)
     if since is None or covered.by_another_cut(state, model, record, line, lambda m: covered.is_relied_on(m, record)):
-        return ()
-    able = [member for member in facts.members_of(state, model, line) if _can_inherit(state, model, member, record)]
-    if able:
-        heir = _heir_of(state, record, line, able, since)
-        return (heir.worker,) if heir is not None else ()
+        return NOBODY
+    heir = _heir_of(state, model, record, line, since)
+    if heir is not None:
+        return Heirs((heir.worker,))
     if covered.is_kept_by_spot(state, record, line) or not crossing.is_readable(record, line):
-        return ()
+        return NOBODY
     best: tuple[tuple[object, ...], list[Member]] | None = None
     for number, cut in enumerate(model.cuts):
         found = _heirs_in(state, model, record, cut, since) if line not in cut else None
         if found:
             rank = (any(not heir.hello.reliable for heir in found), len(found), number)
             best = (rank, found) if best is None or rank < best[0] else best
-    return tuple([heir.worker for heir in best[1]]) if best is not None else ()
+    return Heirs(tuple([heir.worker for heir in best[1]]) if best is not None else (), is_across=True)
 
 
 def _left_since(state: State, model: Model, record: VersionRecord, line: Line) -> float | None:
@@ -89,8 +113,7 @@ def _heirs_in(state: State, model: Model, record: VersionRecord, cut: Cut, since
             continue
         if not any(crossing.cuts_to_read(model, record, line)):
             return None  # it has too many shards to be read at once
-        able = [member for member in facts.members_of(state, model, line) if _can_inherit(state, model, member, record)]
-        heir = _heir_of(state, record, line, able, since)
+        heir = _heir_of(state, model, record, line, since)
         if heir is not None:
             found.append(heir)
         elif not covered.is_kept_by_spot(state, record, line):
@@ -98,18 +121,59 @@ def _heirs_in(state: State, model: Model, record: VersionRecord, cut: Cut, since
     return found
 
 
-def _heir_of(state: State, record: VersionRecord, line: Line, able: list[Member], since: float) -> Member | None:
-    """The best of them; None where a copy at such as nobody relies on would be nothing new, or comes too late."""
-    is_enough = covered.is_kept_by_spot(state, record, line) or state.now >= since + state.settings.spot_heir_s
-    if is_enough and not any(member.hello.reliable for member in able):
+def _heir_of(state: State, model: Model, record: VersionRecord, line: Line, since: float) -> Member | None:
+    """One of that line; None where nobody can, or where such as nobody relies on would be nothing new, or too late."""
+    reliable = _living(state, model.reliable.get(line, {}))
+    heir = _best_of(state, model, record, line, reliable, is_reliable=True)
+    if heir is not None:
+        return heir
+    if covered.is_kept_by_spot(state, record, line) or state.now >= since + state.settings.spot_heir_s:
         return None
-    return min(able, key=lambda m: _rank(m, record)) if able else None
+    return _best_of(state, model, record, line, _first_of(state, model, line), is_reliable=False)
+
+
+def _best_of(
+    state: State, model: Model, record: VersionRecord, line: Line, others: Iterator[Member], *, is_reliable: bool
+) -> Member | None:
+    """Of those that have a copy of it already, though not whole, or else of the first others: the best that can."""
+    for members, has_begun in ((_living(state, record.holders.get(line, {})), True), (others, False)):
+        able: list[Member] = []
+        for seen, member in enumerate(members):
+            is_one = (member.hello.reliable or not is_reliable) and (not has_begun or _has_copy(member, record))
+            if is_one and _can_inherit(state, model, member, record):
+                able.append(member)
+            if seen == MOST_LOOKED_AT or len(able) == MOST_COMPARED:
+                break
+        if able:
+            return min(able, key=lambda m: _rank(m, record))
+    return None
+
+
+def _living(state: State, workers: Iterable[WorkerId]) -> Iterator[Member]:
+    for worker in workers:
+        member = state.members.get(worker)
+        if member is not None:
+            yield member
+
+
+def _first_of(state: State, model: Model, line: Line) -> Iterator[Member]:
+    """Members of that line, of the replicas that came first."""
+    for seen, replica in enumerate(model.replicas.values()):
+        if seen == MOST_LOOKED_AT:
+            return
+        worker = replica.members.get(line.shard)
+        member = state.members.get(worker) if worker is not None else None
+        if member is not None and member.line == line:
+            yield member
+
+
+def _has_copy(member: Member, record: VersionRecord) -> bool:
+    return member.copy(record.version) is not None
 
 
 def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
     """A reliable worker where there is one; of those who have nothing of it yet, one that has room."""
-    has_copy = member.copy(record.version) is not None
-    return not member.hello.reliable, not has_copy, not has_copy and not member.report.copies_left, member.worker
+    return not member.hello.reliable, not _has_copy(member, record) and not member.report.copies_left, member.worker
 
 
 def _can_inherit(state: State, model: Model, member: Member, record: VersionRecord) -> bool:
