@@ -359,8 +359,8 @@ MUTANTS = (
     ),
     Mutant(
         "a spot worker is no heir",
-        "    is_staying = member.is_connected and not report.closing\n",
-        "    is_staying = member.hello.reliable and member.is_connected and not report.closing\n",
+        "    return not member.report.closing and (member.is_connected or _has_copy(member, record))\n",
+        "    return member.hello.reliable and not member.report.closing\n",
         "a publisher that closes hands on to a spot worker where nobody reliable is there",
     ),
     Mutant(

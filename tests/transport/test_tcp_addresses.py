@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -272,9 +273,59 @@ def test_each_stream_leaves_from_the_address_of_its_own_network() -> None:
         with source_behind("127.0.0.1", "127.0.0.2") as (source, wires):
             source.export(full("k", right, CHUNK))
             assert kit.read_all(reader, endpoint_of(wires), "k", Target(right, CHUNK)) is None
-            assert wires[1].peers == ["127.0.0.4"]
+            assert [each.peers for each in wires] == [["127.0.0.3"], ["127.0.0.4"]]
     finally:
         reader.close()
+
+
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_where_that_does_not_get_through_the_first_stream_leaves_from_anywhere() -> None:
+    right = content(SIZE)
+    reader = TcpTransport(READER)
+    reader.settings = replace(reader.settings, leave_from=("::1", "::1"))  # of another family
+    try:
+        with source_behind("127.0.0.1", "127.0.0.2") as (source, wires):
+            source.export(full("k", right, CHUNK))
+            assert kit.read_all(reader, endpoint_of(wires), "k", Target(right, CHUNK)) is None
+            assert len(wires[0].peers) == 1
+            assert wires[1].peers == []
+    finally:
+        reader.close()
+
+
+@pytest.mark.usefixtures("mover", "nothing_left_behind")
+def test_an_address_of_another_program_is_left_out() -> None:
+    """It takes the connection, and says nothing that a source would say."""
+    right = content(SIZE)
+    reader = TcpTransport(READER)
+    with ExitStack() as stack:
+        stack.callback(reader.close)
+        rude = stack.enter_context(socket.create_server(("127.0.0.2", 0)))
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    rude.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(shut, rude)
+        source, wires = stack.enter_context(source_behind("127.0.0.1"))
+        source.export(full("k", right, CHUNK))
+        target = Target(right, CHUNK)
+        assert kit.read_all(reader, format_endpoint(wires[0].address, rude.getsockname()), "k", target) is None
+        assert target.buffer == right
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_closed_transport_waits_for_no_collector() -> None:
+    def closed() -> "weakref.ref[object]":
+        transport = TcpTransport(TcpSettings(host="127.0.0.1,127.0.0.2"))
+        transport.close()
+        return weakref.ref(transport._server)
+
+    assert closed()() is None
 
 
 @pytest.mark.usefixtures("nothing_left_behind")

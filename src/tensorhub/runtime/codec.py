@@ -36,7 +36,8 @@ from ..core.version_spec import parse_spec
 
 MOST_NUMBER = 2**62  # of anything counted: above every clock in microseconds, and twice it still fits 64 bits
 MOST_ENDPOINTS = 16
-MOST_WORD = 300  # characters of a name, a host, an endpoint
+MOST_WORD = 300  # characters of a name, a host
+MOST_ENDPOINT = 2400  # characters of an endpoint: it may have several addresses
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(Hello | LayoutInfo | Report)
@@ -87,9 +88,11 @@ def _nonsense_of(message: ToServer) -> str:
     """What in a message no worker could mean; empty where all is well."""
     match message:
         case Hello():
-            words = (message.life, message.site, message.host, *message.endpoints)
-            if len(message.endpoints) > MOST_ENDPOINTS or any(len(word) > MOST_WORD for word in words):
-                return "too many or too long words about its worker"
+            words, endpoints = (message.life, message.site, message.host), message.endpoints
+            if len(endpoints) > MOST_ENDPOINTS or any(len(each) > MOST_ENDPOINT for each in endpoints):
+                return "too many or too long endpoints: how many addresses does its worker have?"
+            if any(len(word) > MOST_WORD for word in words):
+                return "too long words about its worker"
         case Report():
             if len(message.failures) > MAX_FAILURES or any(len(f.message) > MAX_TEXT for f in message.failures):
                 return "too many or too long failures"

@@ -21,10 +21,10 @@ class Accepting:
 
     def __init__(self, listening: Sequence[socket.socket], take: Callable[[socket.socket], None], kind: str) -> None:
         self._listening = [tracked(listener) for listener in listening]
-        self._take = take
         self._closing = threading.Event()
+        # only they know `take`, and forget it at their end: it knows who knows this
         self._threads = [
-            Thread(self._accept, args=(listener,), name=f"tensorhub-{kind}-accept") for listener in listening
+            Thread(self._accept, args=(listener, take), name=f"tensorhub-{kind}-accept") for listener in listening
         ]
 
     def start(self) -> None:
@@ -50,7 +50,7 @@ class Accepting:
         for listener in self._listening:
             listener.close()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
         with listener:
             while not self._closing.is_set():
                 try:
@@ -60,6 +60,6 @@ class Accepting:
                     self._closing.wait(_AGAIN_S)
                     continue
                 try:
-                    self._take(sock)
+                    take(sock)
                 except MemoryError:
                     sock.close()

@@ -117,7 +117,8 @@ def _address_of_interface(name: str) -> str | None:
             address, _, _, scope, _, device = line.split()
             if device == name and scope == _GLOBAL:
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
-    raise UsageError(f"tcp transport: network interface {name} has no address", hint="is it up? `ip address` shows it")
+    text = f"tcp transport: no address of network interface {name} was found"
+    raise UsageError(text, hint="is it up? `ip address` shows it; or name the address itself")
 
 
 def _ipv4_address_of(probe: socket.socket, name: str) -> str:

@@ -28,59 +28,64 @@ def dial(job: Job, index: int, *, parse: Callable[[str], tuple[Address, ...]] = 
         raise Garbled(str(error)) from error
     if len(addresses) == 1:
         return _reach(job, addresses[0])
+    own = job.settings.leave_from if len(job.settings.leave_from) == len(addresses) else ()
     if index == 0:
-        return _reach_any(job, addresses)
+        return _reach_any(job, addresses, own)
     at = (job.answered_at + index) % len(addresses)
-    own = job.settings.leave_from
     try:
-        wire = _reach(job, addresses[at], leave_from=own[at] if len(own) == len(addresses) else "")
+        wire = _reach(job, addresses[at], leave_from=own[at] if own else "")
     except Vanished as error:
         raise NoRoom(f"{job.endpoint}: {error}") from None
     job.note_address(at)
     return wire
 
 
-def _reach_any(job: Job, addresses: tuple[Address, ...]) -> Wire:
-    """One after the other; only the last one has all the time that there is."""
+def _reach_any(job: Job, addresses: tuple[Address, ...], own: tuple[str, ...]) -> Wire:
+    """One after the other: first from this worker's own, then from whatever the kernel chooses.
+
+    Only the last try has all the time that there is.
+    """
     job.addresses = len(addresses)
-    *others, last = enumerate(addresses)
-    for at, address in others:
+    tries = [(at, address, own[at]) for at, address in enumerate(addresses) if own]
+    tries += [(at, address, "") for at, address in enumerate(addresses)]
+    for at, address, leave_from in tries[:-1]:
         try:
-            wire = _reach(job, address, within_s=min(job.settings.try_s, job.settings.connect_s))
+            wire = _reach(job, address, within_s=min(job.settings.try_s, job.settings.connect_s), leave_from=leave_from)
         except Vanished:
             if job.is_over:
                 raise
             continue
         job.note_address(at)
         return wire
-    wire = _reach(job, last[1])
-    job.note_address(last[0])
+    at, address, _ = tries[-1]
+    wire = _reach(job, address)
+    job.note_address(at)
     return wire
 
 
 def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_from: str = "") -> Wire:
     """At that address. Raises `Vanished` if it cannot be reached."""
     failure = Vanished("the host has no address")
-    for family, kind, protocol, _, found in _look_up(address):
-        try:
-            wire = Wire(socket.socket(family, kind, protocol), job.settings)
-        except OSError as error:
-            shortages.note(error, did="it connected to a source")
-            raise Vanished(f"cannot connect: {error}") from error
-        job.enter(wire)
-        try:
-            if leave_from:
-                _leave(wire, leave_from)
-            wire.connect(found, within_s)
-            wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
-            return wire
-        except Vanished as error:
-            failure = error
-            job.leave(wire)
-            wire.close()
-            if job.is_over:
-                break
     try:
+        for family, kind, protocol, _, found in _look_up(address):
+            try:
+                wire = Wire(socket.socket(family, kind, protocol), job.settings)
+            except OSError as error:
+                shortages.note(error, did="it connected to a source")
+                raise Vanished(f"cannot connect: {error}") from error
+            job.enter(wire)
+            try:
+                if leave_from:
+                    _leave(wire, leave_from)
+                wire.connect(found, within_s)
+                wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
+                return wire
+            except Vanished as error:
+                failure = error
+                job.leave(wire)
+                wire.close()
+                if job.is_over:
+                    break
         raise failure
     finally:
         del failure  # its traceback knows this frame: they would wait for the garbage collector together

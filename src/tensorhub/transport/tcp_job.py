@@ -37,7 +37,8 @@ class Job:
         self.sink = sink
         self.generation = 0  # 0 until the first stream has been welcomed
         self.addresses = 1  # of the source
-        self.reached: dict[int, None] = {}  # those of several that answered; the first one carries the first stream
+        self.reached: dict[int, None] = {}  # those of several that answered
+        self.answered_at = 0  # the one that carries the first stream
         self.claims = Claims((), 1)
         self.parcels: Parcels | None = None  # what is wanted, where that is not the source's chunks
         self.mover: Mover | None = None  # if it brings the bytes, it also counts them
@@ -57,12 +58,10 @@ class Job:
         start, chunk_bytes = chunk * self.sink.chunk_bytes, self.sink.chunk_bytes
         return start, min(start + chunk_bytes, self.sink.stream.size_bytes)
 
-    @property
-    def answered_at(self) -> int:
-        return next(iter(self.reached), 0)
-
     def note_address(self, at: int) -> None:
         """One of several answered."""
+        if not self.reached:
+            self.answered_at = at
         self.reached[at] = None
 
     def note_wanted(self, wanted: Sequence[int], *, size_bytes: int, chunk_bytes: int) -> int:

@@ -164,7 +164,7 @@ class TcpRead(Read):
             wanted = tuple(sink.begin(stream.receive_manifest()))
             full = job.note_wanted(wanted, size_bytes=welcome.size_bytes, chunk_bytes=welcome.chunk_bytes)
             settings = job.settings
-            most = max(settings.streams, job.addresses)
+            most = max(settings.streams, job.addresses) if self.has_links else settings.streams
             streams = max(1, min(most, full * sink.chunk_bytes // settings.stream_bytes, len(wanted)))
             stream.send_parcels()
             job.generation = welcome.generation
@@ -266,7 +266,7 @@ class TcpRead(Read):
         """A further stream. That the source has no connection to spare is no error: the others do its work."""
         mover = self.job.mover
         with contextlib.suppress(NoRoom), self.opened(index) as stream:
-            stream.greet(wants_manifest=False)
+            stream.greet_again()
             stream.send_parcels()
             if mover is None:
                 stream.pump()

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 from ..core.errors import Closed, UsageError
 from . import shortages, tcp_wire
@@ -59,10 +60,12 @@ class TcpServer:
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._room = Room()
         self._is_closed = False
-        listening = self.listen()
-        self.endpoint = self.advertised(listening)
-        self.addresses = addresses_of(listening)
-        self._accepting = Accepting(listening, self._take, self.kind)
+        with ExitStack() as undo:
+            listening = [undo.enter_context(listener) for listener in self.listen()]
+            self.endpoint = self.advertised(listening)
+            self.addresses = addresses_of(listening)
+            self._accepting = Accepting(listening, self._take, self.kind)
+            undo.pop_all()
         self._accepting.start()
 
     # -- what another transport that speaks over a socket does in its own way -----------------------------------------

@@ -22,7 +22,7 @@ from .native import shapes
 from .native_read import TCP_TILE_BYTES, Mover, mover_for
 from .parcels import PIECES, Piecewise
 from .tcp_claims import Ahead
-from .tcp_job import Job
+from .tcp_job import Job, NoRoom
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
 from .views import blocks_of
 from .wire_errors import lost
@@ -82,6 +82,15 @@ class Stream:
         if not isinstance(answer, Welcome):
             raise Garbled("a source answers with Welcome or Refusal")
         return answer
+
+    def greet_again(self) -> None:
+        """The same for a further stream. Where its source has several addresses, one that says nothing is left out."""
+        try:
+            self.greet(wants_manifest=False)
+        except WireError as error:
+            if self.job.addresses == 1:
+                raise
+            raise NoRoom(f"{self.job.endpoint}: one of its addresses is none: {error}") from None
 
     def receive_manifest(self) -> bytes:
         kind, length, _ = self.next_frame()

@@ -83,7 +83,7 @@ class ProgressJudge(Judge):
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
         most_s = inf if is_hindered else max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
         is_young = all(self._is_well(call, newest) and self.now - call.began < most_s for call in begun)
-        return 0 < len(begun) <= max(self.conditions.shards, self.conditions.shards_b) and is_young
+        return 0 < len(begun) <= self.conditions.shards_in(lives[0].cut) and is_young
 
     def _is_well(self, call: Call, newest: Version) -> bool:
         """It goes on, or has just brought that version, while those of its siblings go on."""

@@ -41,16 +41,16 @@ def is_one(state: State, model: Model, record: VersionRecord, member: Member) ->
         return True
     if not crossing.can_cross(record, member.line):
         return False
-    seen: list[Cut] = []
+    seen: dict[Line, None] = {member.line: None}
     for worker in model.closing:
         leaver = state.members.get(worker)
-        if leaver is None or leaver.line not in record.whole or any(leaver.line in cut for cut in seen):
+        if leaver is None or leaver.line not in record.whole or leaver.line in seen:
             continue
         found = _heirs(state, model, record, leaver.line)
         if member.worker in found.workers:
             return True
-        if found.is_across:
-            seen += [cut for cut in model.cuts if leaver.line in cut]
+        cuts = _cuts_of(model, leaver.line) if found.is_across else []
+        seen = {**seen, leaver.line: None, **{line: None for cut in cuts for line in cut}}
     return False
 
 
@@ -80,13 +80,20 @@ def _heirs(state: State, model: Model, record: VersionRecord, line: Line) -> Hei
         return Heirs((heir.worker,))
     if covered.is_kept_by_spot(state, record, line) or not crossing.is_readable(record, line):
         return NOBODY
+    others = [_left_since(state, model, record, each) for cut in _cuts_of(model, line) for each in cut]
+    first = min([since, *[each for each in others if each is not None]])
     best: tuple[tuple[object, ...], list[Member]] | None = None
     for number, cut in enumerate(model.cuts):
-        found = _heirs_in(state, model, record, cut, since) if line not in cut else None
+        found = _heirs_in(state, model, record, cut, first) if line not in cut else None
         if found:
-            rank = (any(not heir.hello.reliable for heir in found), len(found), number)
+            begun = sum(_has_copy(heir, record) for heir in found)
+            rank = (any(not heir.hello.reliable for heir in found), -begun, len(found), number)
             best = (rank, found) if best is None or rank < best[0] else best
     return Heirs(tuple([heir.worker for heir in best[1]]) if best is not None else (), is_across=True)
+
+
+def _cuts_of(model: Model, line: Line) -> list[Cut]:
+    return [cut for cut in model.cuts if line in cut]
 
 
 def _left_since(state: State, model: Model, record: VersionRecord, line: Line) -> float | None:
@@ -129,7 +136,7 @@ def _heir_of(state: State, model: Model, record: VersionRecord, line: Line, sinc
         return heir
     if covered.is_kept_by_spot(state, record, line) or state.now >= since + state.settings.spot_heir_s:
         return None
-    return _best_of(state, model, record, line, _first_of(state, model, line), is_reliable=False)
+    return _best_of(state, model, record, line, facts.members_of(state, model, line), is_reliable=False)
 
 
 def _best_of(
@@ -138,10 +145,14 @@ def _best_of(
     """Of those that have a copy of it already, though not whole, or else of the first others: the best that can."""
     for members, has_begun in ((_living(state, record.holders.get(line, {})), True), (others, False)):
         able: list[Member] = []
-        for seen, member in enumerate(members):
+        seen = 0
+        for member in members:
             is_one = (member.hello.reliable or not is_reliable) and (not has_begun or _has_copy(member, record))
-            if is_one and _can_inherit(state, model, member, record):
+            if not is_one or not _is_staying(member, record):
+                continue
+            if _can_inherit(state, model, member, record):
                 able.append(member)
+            seen += 1
             if seen == MOST_LOOKED_AT or len(able) == MOST_COMPARED:
                 break
         if able:
@@ -153,17 +164,6 @@ def _living(state: State, workers: Iterable[WorkerId]) -> Iterator[Member]:
     for worker in workers:
         member = state.members.get(worker)
         if member is not None:
-            yield member
-
-
-def _first_of(state: State, model: Model, line: Line) -> Iterator[Member]:
-    """Members of that line, of the replicas that came first."""
-    for seen, replica in enumerate(model.replicas.values()):
-        if seen == MOST_LOOKED_AT:
-            return
-        worker = replica.members.get(line.shard)
-        member = state.members.get(worker) if worker is not None else None
-        if member is not None and member.line == line:
             yield member
 
 
@@ -188,5 +188,9 @@ def _can_inherit(state: State, model: Model, member: Member, record: VersionReco
     )
     is_making_room = any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
     has_room = report.copies_left > 0 or may_have_room or is_making_room
-    is_staying = member.is_connected and not report.closing
-    return is_staying and has_room and crossing.may_fit(model, record, member)
+    return has_room and crossing.may_fit(model, record, member)
+
+
+def _is_staying(member: Member, record: VersionRecord) -> bool:
+    """It is there, and does not leave. Who has begun may be away for a moment: its lease is the limit."""
+    return not member.report.closing and (member.is_connected or _has_copy(member, record))

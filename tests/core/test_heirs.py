@@ -1,0 +1,26 @@
+"""Who closes hands on what it alone has, however many close with it."""
+
+import pytest
+
+from tensorhub.core.messages import Holding, Withdrawing
+from tensorhub.core.names import Digest, Version
+from tensorhub.core.server.rules import heirs
+
+from .kit import worker
+from .town import Town
+
+ONE, OLD = Version(1), Digest("old")
+LEAVERS, HEIR = [worker(f"leaver-{number}") for number in range(6)], worker("stays")
+
+
+@pytest.mark.replaces
+def test_those_that_leave_do_not_hide_who_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heirs, "MOST_LOOKED_AT", 3)
+    town = Town()
+    for leaver in LEAVERS:
+        town.joins(leaver, buffer=Holding(ONE, OLD), copies_left=1)
+    town.joins(HEIR, copies_left=1)
+    for leaver in LEAVERS:
+        town.says(leaver, buffer=Withdrawing(ONE, OLD), closing=True, copies_left=1)
+    assert town.orders[HEIR].fetch == ONE
+    assert town.orders[LEAVERS[-1]].drained is None
