@@ -4,6 +4,8 @@ from math import inf
 
 from ...core.names import Digest, Version
 from ..truth.life import Call, Life
+from ..truth.record import Truth
+from ..world import World
 from .bench import Judge
 
 FILLS = ("replicate", "update")
@@ -16,6 +18,10 @@ class RetentionJudge(Judge):
 
     promise = "G6 retention"
 
+    def __init__(self, truth: Truth, world: World) -> None:
+        super().__init__(truth, world)
+        self.without_room: dict[tuple[str, Version], float] = {}  # when a reliable worker last gave it up so
+
     def gives_up(self, life: Life, version: Version, where: str) -> None:
         """`where` it was: in the buffer, or in host memory. The truth has already taken it away from the process."""
         truth, model = self.truth, life.me.model
@@ -27,6 +33,9 @@ class RetentionJudge(Judge):
         if "host" in where and life.was_unfilled:
             return  # its last chunk came when it had been told to go
         had_room = self._had_room(life, where) and life.full_until <= self._decided(life, where)
+        kept_on = self.without_room.get((model, version), -inf)  # so long somebody else had it who could not keep it
+        if not had_room:
+            self.without_room[model, version] = self.now
         if not had_room and self._were_all_away(life, version, self._decided(life, where)):
             return
         if any(other.hello.reliable for other in truth.holders(life.shard, version) if other is not life):
@@ -41,7 +50,8 @@ class RetentionJudge(Judge):
             self.broken(f"{life.name} gave up the last reliable reference of version {version}, {where}")
         heard_s = FLEETING_S + 8 * self.conditions.delay_s  # until then a server may not know what it let go
         is_established = truth.established.is_known(model, version, self.now - heard_s)
-        if is_established and had_room and not self._is_with_spot(life, version):
+        was_kept = kept_on >= self._decided(life, where)  # when it was told that it may go
+        if is_established and had_room and not was_kept and not self._is_with_spot(life, version):
             text = f"{life.name} gave up the last reliable reference of version {version}, {where}, and no newer one"
             self.broken(f"{text} is established", "G6 established")
 

@@ -15,7 +15,7 @@ from ..groups import GroupCall, Replica, some_shards
 from ..lines import Line
 from ..membership import Member
 from ..state import State
-from . import across, claims, crossing, resolving, retention, witness
+from . import across, claims, crossing, progress, resolving, retention, witness
 
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
 STATUS_SAYS = "see `tensorhub status` for who holds it"
@@ -323,7 +323,9 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         reads, whence = ("a read", "from") if count == 1 else (f"{count} reads", "the last from")
         text = f"{member.worker} failed {reads} of version {record.version}, {whence} {last.source}: {last.message}"
         return Failure(last.code, text, HOPELESS.get(last.code) or STATUS_SAYS)
-    is_reading = state.reads.current.get(member.worker) is not None and not across.is_short(state, member)
+    read = state.reads.current.get(member.worker)
+    is_in_vain = read is not None and progress.is_held_up(state, read) and model.is_lost(record)
+    is_reading = read is not None and not is_in_vain and not across.is_short(state, member)
     if state.is_recovering or is_reading:
         return None
     if member.has_whole_copy(record.version):

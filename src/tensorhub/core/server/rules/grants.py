@@ -47,9 +47,16 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         if not _is_to_be_left(state, source, current):
             return
         waits_for_us = not current.grant.from_host and retention.waits_for_its_readers(state, source, current.version)
-        others = [c for c in sources.candidates(state, model, record, member) if waits_for_us or not c.is_withdrawing]
-        if facts.is_here(state, source):
-            others = [c for c in others if not c.is_doubtful]
+        # it has a part and does nothing for the rest: where that is all read, any that has the whole is better
+        is_paused = not facts.is_leaving(source, current.version, current.grant.from_host)
+        is_stuck = is_paused and progress.is_held_up(state, current)
+        may_leave, may_doubt = waits_for_us, not facts.is_here(state, source)
+        others = [
+            candidate
+            for candidate in sources.candidates(state, model, record, member)
+            if (is_stuck and candidate.is_full)
+            or ((may_leave or not candidate.is_withdrawing) and (may_doubt or not candidate.is_doubtful))
+        ]
         is_cut = _is_impatient(source, current.version) and not current.grant.from_host
         if choose_source(others, now=state.now) is None and not is_cut:
             if source.turns_lost > member.turns_lost:  # it was to read for both, and cannot
