@@ -661,8 +661,8 @@ MUTANTS = (
     ),
     Mutant(
         "readers are moved to whoever may be dead",
-        "        if facts.is_here(state, source):\n            others = [c for c in others if not c.is_doubtful]\n",
-        "",
+        "        may_leave, may_doubt = waits_for_us, not facts.is_here(state, source)\n",
+        "        may_leave, may_doubt = waits_for_us, True\n",
         "a source that leaves keeps its readers until there is one who seems to live",
     ),
     Mutant(
@@ -775,8 +775,8 @@ MUTANTS = (
     ),
     Mutant(
         "who leaves last keeps its readers from a source that is leaving",
-        "        others = [c for c in sources.candidates(state, model, record, member) if waits_for_us or not c.is_withdrawing]\n",
-        "        others = [c for c in sources.candidates(state, model, record, member) if not c.is_withdrawing]\n",
+        "        may_leave, may_doubt = waits_for_us, not facts.is_here(state, source)\n",
+        "        may_leave, may_doubt = False, not facts.is_here(state, source)\n",
         "nobody reads for ever at who waits for that very reader",
     ),
     Mutant(
@@ -964,6 +964,18 @@ MUTANTS = (
         "        if not any(crossing.cuts_to_read(model, record, line)):\n",
         "        if False:\n",
         "who closes waits only for such as can read what it has",
+    ),
+    Mutant(
+        "a copy that nobody goes on filling keeps its readers",
+        "        is_stuck = is_paused and progress.is_held_up(state, current)\n",
+        "        is_stuck = False\n",
+        "nobody waits at a source to which nothing comes while somebody has all of it",
+    ),
+    Mutant(
+        "a read that stands still keeps a call for what is lost",
+        "    is_in_vain = read is not None and progress.is_held_up(state, read) and model.is_lost(record)\n",
+        "    is_in_vain = False\n",
+        "a call for what is lost ends, whatever is read in vain",
     ),
     Mutant(
         "who is still is never decided for",

@@ -105,9 +105,17 @@ class RetentionJudge(Judge):
         return self.conditions.host_copies > life.hosted
 
     def _is_with_spot(self, life: Life, version: Version) -> bool:
-        """A spot worker has it, and it was established among such: no reliable one lived outside its publisher."""
-        is_any = any(other is not life for other in self.truth.holders(life.shard, version))
-        return is_any and self.truth.established.is_among_spot(life.shard)
+        """Spot workers have it, and it was established among such: no reliable one lived outside its publisher.
+
+        Those may be of another cut, which have all of it then.
+        """
+        truth = self.truth
+        cuts = [cut for cut in truth.cuts(life.me.model) if life.shard not in cut] if life.cut else []
+        for shards in ([life.shard], *cuts):
+            is_had = all(any(other is not life for other in truth.holders(shard, version)) for shard in shards)
+            if is_had and any(truth.established.is_among_spot(shard) for shard in shards):
+                return True
+        return False
 
     def _had_room(self, life: Life, where: str) -> bool:
         """Before it gave the version up, something else could have been kept beside it."""
