@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "one_reader",
+    "addresses",
     "busy",
     "sizes",
     "chunks",
@@ -36,7 +37,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert set(found["parts"]) == PARTS
     for name, part in found["parts"].items():
-        assert "skipped" not in part or name in ("fan_out", "faults", "faults_across"), (
+        assert "skipped" not in part or name in ("addresses", "fan_out", "faults", "faults_across"), (
             f"{name} was skipped: {part['skipped']}"
         )
     assert (tmp_path / "bench.md").read_text(encoding="utf-8").startswith("Measured with")
