@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.core.errors import SourceLost, UsageError
-from tensorhub.transport.native import load
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
 from tensorhub.transport.tcp_settings import TcpSettings
@@ -82,7 +81,6 @@ def test_what_makes_no_sense_is_refused_by_name(settings: TcpSettings, what: str
         TcpTransport(settings)
 
 
-@pytest.mark.usefixtures("nothing_left_behind")
 def test_where_one_address_is_not_of_this_machine_nothing_is_listened_on() -> None:
     with pytest.raises(OSError, match=r"assign|not available"):
         listeners(TcpSettings(host="127.0.0.1,192.0.2.7"))
@@ -96,14 +94,6 @@ def test_no_fewer_streams_than_addresses() -> None:
 
 
 # -- what moves --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["native", "python"])
-def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "python":
-        monkeypatch.setattr(load, "library", lambda: None)
-    elif load.library() is None:
-        pytest.skip(f"no native mover: {load.why_not()}")
 
 
 class Wires:
@@ -182,7 +172,7 @@ def endpoint_of(wires: list[Wires]) -> str:
     return format_endpoint(*[each.address for each in wires])
 
 
-@pytest.mark.usefixtures("mover", "nothing_left_behind")
+@pytest.mark.usefixtures("mover")
 def test_each_address_carries_its_share() -> None:
     right = content(SIZE)
     reader = TcpTransport(READER)
@@ -202,7 +192,7 @@ def test_each_address_carries_its_share() -> None:
         reader.close()
 
 
-@pytest.mark.usefixtures("mover", "nothing_left_behind")
+@pytest.mark.usefixtures("mover")
 @pytest.mark.parametrize("away", [0, 1])
 def test_an_address_that_is_away_is_left_out(away: int) -> None:
     right = content(SIZE)
@@ -221,7 +211,6 @@ def test_an_address_that_is_away_is_left_out(away: int) -> None:
         reader.close()
 
 
-@pytest.mark.usefixtures("nothing_left_behind")
 def test_a_first_address_that_says_nothing_is_given_up_early() -> None:
     right = content(SIZE)
     reader = TcpTransport(replace(READER, try_s=0.05, connect_s=kit.DEADLINE_S))
@@ -240,7 +229,6 @@ def test_a_first_address_that_says_nothing_is_given_up_early() -> None:
         assert target.buffer == right
 
 
-@pytest.mark.usefixtures("nothing_left_behind")
 def test_an_address_that_is_lost_in_mid_read_costs_what_was_under_way() -> None:
     """The read ends with `SourceLost`, as for any stream that is lost; the next one does without that address."""
     right = content(SIZE)
@@ -265,7 +253,6 @@ def test_an_address_that_is_lost_in_mid_read_costs_what_was_under_way() -> None:
         reader.close()
 
 
-@pytest.mark.usefixtures("nothing_left_behind")
 def test_each_stream_leaves_from_the_address_of_its_own_network() -> None:
     right = content(SIZE)
     reader = TcpTransport(replace(READER, host="127.0.0.3,127.0.0.4"))
@@ -278,7 +265,6 @@ def test_each_stream_leaves_from_the_address_of_its_own_network() -> None:
         reader.close()
 
 
-@pytest.mark.usefixtures("nothing_left_behind")
 def test_where_that_does_not_get_through_the_first_stream_leaves_from_anywhere() -> None:
     right = content(SIZE)
     reader = TcpTransport(READER)
@@ -293,7 +279,7 @@ def test_where_that_does_not_get_through_the_first_stream_leaves_from_anywhere()
         reader.close()
 
 
-@pytest.mark.usefixtures("mover", "nothing_left_behind")
+@pytest.mark.usefixtures("mover")
 def test_an_address_of_another_program_is_left_out() -> None:
     """It takes the connection, and says nothing that a source would say."""
     right = content(SIZE)
@@ -328,7 +314,6 @@ def test_a_closed_transport_waits_for_no_collector() -> None:
     assert closed()() is None
 
 
-@pytest.mark.usefixtures("nothing_left_behind")
 def test_a_source_serves_at_each_of_its_addresses() -> None:
     right = content(SIZE)
     source, reader = TcpTransport(TcpSettings(host="127.0.0.1,127.0.0.2")), TcpTransport()

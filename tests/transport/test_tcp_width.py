@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from tensorhub.transport import tcp_width
-from tensorhub.transport.native import load
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_addresses import format_endpoint, parse_endpoint
 from tensorhub.transport.tcp_reader import TcpRead
@@ -144,15 +143,7 @@ def link_to(endpoint: str, limit_of: Callable[[], Limit]) -> Iterator[str]:
                 thread.join()
 
 
-@pytest.fixture(params=["native", "python"])
-def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "python":
-        monkeypatch.setattr(load, "library", lambda: None)
-    elif load.library() is None:
-        pytest.skip(f"no native mover: {load.why_not()}")
-
-
-@pytest.mark.usefixtures("mover", "nothing_left_behind")
+@pytest.mark.usefixtures("mover")
 @pytest.mark.parametrize("is_gain", [True, False], ids=["each trial is worth it", "each trial is in vain"])
 def test_streams_come_and_go_as_is_judged(is_gain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """How it is judged is shown above: here no busy processor has a say in it."""

@@ -147,8 +147,8 @@ def _best_of(
         able: list[Member] = []
         seen = 0
         for member in members:
-            is_one = (member.hello.reliable or not is_reliable) and (not has_begun or _has_copy(member, record))
-            if not is_one or not _is_staying(member, record):
+            is_meant = (member.hello.reliable or not is_reliable) and (not has_begun or _has_copy(member, record))
+            if not is_meant or not _is_staying(member, record):
                 continue
             if _can_inherit(state, model, member, record):
                 able.append(member)
@@ -172,7 +172,7 @@ def _has_copy(member: Member, record: VersionRecord) -> bool:
 
 
 def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
-    """A reliable worker where there is one; of those who have nothing of it yet, one that has room."""
+    """Who has begun, or has room, before one that has to make it; and a reliable worker before others."""
     return not member.hello.reliable, not _has_copy(member, record) and not member.report.copies_left, member.worker
 
 
