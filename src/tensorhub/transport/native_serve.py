@@ -11,6 +11,7 @@ import ctypes
 import os
 
 from . import tcp_wire
+from .brisk import Brisk
 from .located import bare_addresses
 from .native import load, shapes
 from .parcels import Parcels
@@ -48,7 +49,8 @@ class Conversation:
                 if state.status != shapes.NEEDS_PIPE:
                     return self._end()
                 try:
-                    pipe = Pipe()
+                    with Brisk():
+                        pipe = Pipe()
                     state.pipe_in, state.pipe_out = pipe.ends
                 except Unlendable:
                     state.may_lend = 0

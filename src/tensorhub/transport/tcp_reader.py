@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 
 from ..core.errors import TensorHubError, Unavailable
 from .base import OnEnd, Read, Sink, Trusting
+from .brisk import Brisk
 from .native import shapes
 from .native_read import Mover
 from .signals import block_sigpipe
@@ -70,7 +71,8 @@ class TcpRead(Read):
     # ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._start(self._lead, 0)
+        with Brisk():
+            self._start(self._lead, 0)
 
     def forget(self) -> None:
         """It was never started: nobody will be told."""
@@ -98,7 +100,7 @@ class TcpRead(Read):
     def arrived_bytes(self) -> int:
         return self.job.arrived_bytes
 
-    def _start(self, body: Callable[[int], None], index: int) -> None:
+    def _start(self, body: Callable[[int, Brisk], None], index: int) -> None:
         thread = Thread(self._run, args=(body, index), name=f"tensorhub-{self.kind}-read-{index}")
         with self._lock:
             self._running += 1
@@ -112,25 +114,27 @@ class TcpRead(Read):
             if index == 0:
                 raise  # nothing runs yet: the caller is told. A read under way goes on with fewer streams.
 
-    def _run(self, body: Callable[[int], None], index: int) -> None:
+    def _run(self, body: Callable[[int, Brisk], None], index: int) -> None:
         """The whole life of one stream's thread; the last one out ends the read."""
         block_sigpipe()
-        try:
-            body(index)
-        except TensorHubError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, it ends this read and is reported
-            self._fail(self._unforeseen(error))
-        if index == 0 and self.job.mover is not None:
-            self._attend(self.job.mover, lambda: self._running == 1)
-            self._tell(self.job.mover)
-        with self._lock:
-            self._running -= 1
-            is_last = self._running == 0
-        if index and self.job.mover is not None:
-            self.job.mover.poke()  # the first thread waits for the others
-        if is_last:
-            self._end()
+        with Brisk() as brisk:
+            try:
+                body(index, brisk)
+            except TensorHubError as error:
+                self._fail(error)
+            except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, it ends this read and is reported
+                self._fail(self._unforeseen(error))
+            brisk.again()
+            if index == 0 and self.job.mover is not None:
+                self._attend(self.job.mover, lambda: self._running == 1)
+                self._tell(self.job.mover)
+            with self._lock:
+                self._running -= 1
+                is_last = self._running == 0
+            if index and self.job.mover is not None:
+                self.job.mover.poke()  # the first thread waits for the others
+            if is_last:
+                self._end()
 
     def _end(self) -> None:
         """Tell it, and let go of whoever is told and of the error: both know this read.
@@ -156,7 +160,7 @@ class TcpRead(Read):
         wrapped.__cause__ = error
         return wrapped
 
-    def _lead(self, index: int) -> None:
+    def _lead(self, index: int, brisk: Brisk) -> None:
         """The first stream: learn what there is, decide what is wanted, start the others."""
         job, sink = self.job, self.job.sink
         with self.opened(index) as stream:
@@ -172,8 +176,9 @@ class TcpRead(Read):
             if self.has_links and settings.most_streams > 1:
                 self._width = Width(settings, 1, cores=os.cpu_count() or 1, least=min(streams, job.addresses))
             if job.mover is not None:
-                self._move(job.mover, stream, streams)
+                self._move(job.mover, stream, streams, brisk)
                 return
+            brisk.over()
             stream.after_each_chunk(self._look)
             if streams > 1 and self._is_patient:
                 stream.when_fast(lambda: self._widen(streams))
@@ -181,7 +186,7 @@ class TcpRead(Read):
                 self._widen(streams)
             stream.pump()
 
-    def _move(self, mover: Mover, stream: Stream, streams: int) -> None:
+    def _move(self, mover: Mover, stream: Stream, streams: int, brisk: Brisk) -> None:
         """Let the mover bring the chunks over this connection, and attend to what it asks."""
         state, self._wide = stream.state_for(mover), streams
         state.is_judging_speed = streams > 1 and self._is_patient
@@ -189,8 +194,9 @@ class TcpRead(Read):
         try:
             if not self._is_patient:
                 self._widen(streams)
-            self._attend(mover, lambda: state.status >= 0)
+            self._attend(mover, lambda: state.status >= 0, told=brisk.over)
         finally:
+            brisk.again()
             if state.status < 0:
                 self.job.finish()
             mover.join(state)
@@ -198,8 +204,8 @@ class TcpRead(Read):
             self._width = None
         stream.conclude(state)
 
-    def _attend(self, mover: Mover, is_over: Callable[[], bool]) -> None:
-        """Do what the mover's streams ask for, and tell the sink of news, until that is so."""
+    def _attend(self, mover: Mover, is_over: Callable[[], bool], told: Callable[[], None] = lambda: None) -> None:
+        """Do what the mover's streams ask for, and tell the sink of news, until that is so. `told`: after any news."""
         while not is_over():
             events = mover.events()
             if events & shapes.ASKS_LEAVE:
@@ -208,6 +214,7 @@ class TcpRead(Read):
                 self._widen(self._wide)
             if events & shapes.HAS_NEWS:
                 self._tell(mover)
+                told()
             self._look()
             if events & shapes.IS_WHOLE:
                 self.job.finish()  # a stream that is still connecting is not waited for
@@ -262,17 +269,19 @@ class TcpRead(Read):
         for further in range(before, streams):
             self._start(self._follow, further)
 
-    def _follow(self, index: int) -> None:
+    def _follow(self, index: int, brisk: Brisk) -> None:
         """A further stream. That the source has no connection to spare is no error: the others do its work."""
         mover = self.job.mover
         with contextlib.suppress(NoRoom), self.opened(index) as stream:
             stream.greet_again()
             stream.send_parcels()
-            if mover is None:
+            state = stream.state_for(mover) if mover is not None else None
+            brisk.over()
+            if mover is None or state is None:
                 stream.pump()
                 return
-            state = stream.state_for(mover)
             mover.run(state)
+            brisk.again()
             stream.left(state)
             stream.conclude(state)
 

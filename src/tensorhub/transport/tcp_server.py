@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from ..core.errors import Closed, UsageError
 from . import shortages, tcp_wire
 from .base import Export
+from .brisk import Brisk
 from .native_serve import Conversation, conversation_for
 from .parcels import Room
 from .pieces_server import serve_pieces
@@ -253,7 +254,8 @@ class TcpServer:
         """The whole life of one connection."""
         block_sigpipe()
         try:
-            self._converse(wire)
+            with Brisk() as brisk:
+                self._converse(wire, brisk)
         except Vanished:
             pass  # the reader left; that is its right
         except WireError:
@@ -264,7 +266,7 @@ class TcpServer:
             wire.close(politely=True)
             self._leave(wire)
 
-    def _converse(self, wire: Wire) -> None:
+    def _converse(self, wire: Wire, brisk: Brisk) -> None:
         settings = self._settings
         wire.limit_waits(receive_s=settings.most_greeting_s, send_s=settings.patience_s)
         answer = self._judge(wire)
@@ -275,7 +277,7 @@ class TcpServer:
         served, hello = answer
         wire.lending = self.lending(hello)
         try:
-            farewell = self._serve(wire, served, hello)
+            farewell = self._serve(wire, served, hello, brisk)
             if farewell is not None and wire.has_lent:
                 wire.send_gone(*farewell)
                 return wire.await_return(settings.patience_s)
@@ -317,7 +319,7 @@ class TcpServer:
             served.inside[wire] = 0
             return served, hello
 
-    def _serve(self, wire: Wire, served: Served, hello: Hello) -> tuple[str, str] | None:
+    def _serve(self, wire: Wire, served: Served, hello: Hello, brisk: Brisk) -> tuple[str, str] | None:
         """Send what is asked for until the reader leaves (None) or the export ends (code and reason)."""
         export, settings = served.export, self._settings
         wire.send_greeting(Welcome(served.generation, export.chunk_bytes, export.stream.size_bytes))
@@ -326,6 +328,7 @@ class TcpServer:
                 self.introduce(wire, served, hello)
             wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
             keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
+            brisk.over()
             if hello.has_pieces:
                 return serve_pieces(self, settings, self._room, wire, served, keepalive_s)
             conversation = conversation_for(settings, wire, served, keepalive_s, is_announcing=self.is_announcing)
