@@ -20,6 +20,7 @@ from . import (
     footprint,
     lateness,
     machine,
+    masters,
     one_reader,
     pieces,
     plans,
@@ -42,6 +43,10 @@ PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
     "addresses": ("one reader of a source with 1, 2 and 4 networks, used side by side (root)", (addresses.run,)),
     "faults": ("a source is killed at 10, 50 and 90 % (root)", (faults.run, faults_across.run)),
     "memory": ("peak beyond the tensors; growth over many updates", (footprint.run, footprint.run_growth)),
+    "masters": (
+        "what a step waits for while the version before is read, with and without a cast (root)",
+        (masters.run,),
+    ),
     "plans": ("from any layout to any layout: time and memory of planning, sizes of manifests", (plans.run,)),
     "pieces": ("pieces of another layout beside the same layout, rows of 256 B to 64 KiB", (pieces.run,)),
     "server": (

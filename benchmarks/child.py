@@ -86,6 +86,30 @@ class Actor:
             self.arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}  # type: ignore[attr-defined]
         return int(next(iter(self.arrays.values())).ctypes.data)
 
+    def allocate_numbers(self, elements: int, dtype: str) -> None:
+        """One torch tensor of zeros."""
+        import torch
+
+        tensor = torch.zeros(elements, dtype=getattr(torch, dtype))
+        self.tensors = {"w": tensor}
+        self.arrays = {"w": tensor.view(torch.uint8).numpy()}
+
+    def write_numbers(self, factor: int) -> None:
+        """Other numbers for each factor."""
+        import torch
+
+        tensor = self.tensors["w"]
+        assert isinstance(tensor, torch.Tensor)
+        tensor.copy_(torch.arange(len(tensor), dtype=torch.float32) * factor)
+
+    def digest_in(self, dtype: str) -> str:
+        """Of the tensor as it is in that dtype."""
+        import torch
+
+        tensor = self.tensors["w"]
+        assert isinstance(tensor, torch.Tensor)
+        return xxhash.xxh3_128(tensor.to(getattr(torch, dtype)).view(torch.uint8).numpy()).hexdigest()
+
     def clear(self) -> None:
         """As if nothing had come."""
         for array in self.arrays.values():
@@ -263,9 +287,13 @@ class Actor:
         name: str = "",
         transports: str = "",
         boxes: dict[str, list[dict[str, Any]]] | None = None,
+        dtype: str | None = None,
         **options: object,
     ) -> None:
-        """Open and register. `name` tells several of one process apart; `boxes`: the arguments of each box."""
+        """Open and register. `name` tells several of one process apart; `boxes`: the arguments of each box.
+
+        `dtype`: that in which the tensors are published.
+        """
         if transports:
             os.environ["TENSORHUB_TRANSPORTS"] = transports
         weights = tensorhub.open(**options)  # type: ignore[arg-type]
@@ -274,7 +302,7 @@ class Actor:
             tensor: [tensorhub.Box(**{k: v if k == "name" else tuple(v) for k, v in box.items()}) for box in each]
             for tensor, each in (boxes or {}).items()
         }
-        weights.register(self.tensors, boxes=made or None)
+        weights.register(self.tensors, boxes=made or None, dtype=dtype)
 
     def call(self, verb: str, name: str = "", **arguments: object) -> dict[str, float]:
         """A call of `Weights`, timed."""

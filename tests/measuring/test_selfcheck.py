@@ -15,6 +15,7 @@ PARTS = {
     "sizes",
     "chunks",
     "many_tensors",
+    "masters",
     "fan_out",
     "faults",
     "faults_across",
@@ -37,7 +38,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert set(found["parts"]) == PARTS
     for name, part in found["parts"].items():
-        assert "skipped" not in part or name in ("addresses", "fan_out", "faults", "faults_across"), (
+        assert "skipped" not in part or name in ("addresses", "fan_out", "faults", "faults_across", "masters"), (
             f"{name} was skipped: {part['skipped']}"
         )
     assert (tmp_path / "bench.md").read_text(encoding="utf-8").startswith("Measured with")
