@@ -52,8 +52,11 @@ def memories(rollouts):
     for replica in rollouts:
         folder = Path(f"/proc/{replica[0].process.pid}/map_files")
         for each in folder.iterdir():
-            status = os.stat(each)
-            if "memfd:tensorhub" in os.readlink(each) and status.st_size >= MIB:
+            try:
+                status, name = os.stat(each), os.readlink(each)
+            except FileNotFoundError:  # unmapped since the folder was read
+                continue
+            if "memfd:tensorhub" in name and status.st_size >= MIB:
                 found[status.st_dev, status.st_ino] = status.st_size
     return found
 
