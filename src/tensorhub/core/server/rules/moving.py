@@ -8,6 +8,7 @@ Rules:
   moved and is still slow, or has nowhere to go, it is slow itself, and those behind it look for other sources.
 - A reader that leaves a filling source for that one's own source, and gets more there, takes its place: the slow one
   gives way, and reads behind the others. A reader that gets no more there goes back.
+- A reader leaves its own site only where nobody there would do better, or where all who would were left as slow too.
 - A source that was left is the reader's last choice for a while, and each move of a reader waits twice as long as the
   one before. A source that serves others is taken only if it has brought more, lately, than it brings now.
 - A source from which nothing came is remembered even if there was no other: the next version is read from another one.
@@ -107,8 +108,10 @@ def _way_out(
 ) -> tuple[Candidate, str] | None:
     """A source that would do better: an idle one; or its own source's, if that one can give way; or any."""
     better = [c for c in sources.candidates(state, model, record, reader) if _is_better(state, read, c, needed)]
-    if not progress.tier(state, read)[0] and not sources.may_cross(state, model, record, reader):
-        better = [candidate for candidate in better if candidate.is_same_site]
+    if not progress.tier(state, read)[0]:
+        near = [candidate for candidate in better if candidate.is_same_site and candidate.avoided_until <= state.now]
+        is_needed = all(candidate.is_slow for candidate in near) and sources.may_cross(state, model, record, reader)
+        better = better if is_needed else near
     its_own = state.reads.current.get(read.source)
     first = [candidate for candidate in better if not candidate.load and not candidate.is_slow]
     if its_own is not None and its_own.version == read.version:
