@@ -59,13 +59,19 @@ def set_out(
 
 
 def instead_of(
-    state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead
+    state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead, *, may_be_leaving: bool = False
 ) -> Generator[Decision, None, bool]:
-    """Its source is too slow, and no other one of its line would do better: let it read out of another cut."""
+    """Its source is too slow, and no other one of its line would do better: let it read out of another cut.
+
+    `may_be_leaving`: also from such as want to leave the version.
+    """
     if not crossing.can_cross(record, member.line) or not _is_elected(state, model, record, member):
         return False
-    cuts = crossing.cuts_to_read(model, record, member.line)
-    if not any(all(_choose_sound(state, model, record, member, line) for line in cut) for cut in cuts):
+
+    def would_do(line: Line) -> bool:
+        return _would_do(_choose(state, model, record, member, line), may_be_leaving=may_be_leaving)
+
+    if not any(all(would_do(line) for line in cut) for cut in crossing.cuts_to_read(model, record, member.line)):
         return False
     yield Leave(member, read, state.now + progress.window_s(state))
     yield TakeBack(read)
@@ -239,10 +245,11 @@ def _choose(
     return choose_source(found, now=state.now)
 
 
-def _choose_sound(state: State, model: Model, record: VersionRecord, member: Member, line: Line) -> bool:
-    """Somebody has that line against whom nothing is to be said."""
-    choice = _choose(state, model, record, member, line)
-    return choice is not None and not (choice[0].is_slow or choice[0].is_doubtful or choice[0].is_withdrawing)
+def _would_do(choice: Choice | None, *, may_be_leaving: bool) -> bool:
+    """There is one, and nothing is to be said against it."""
+    if choice is None or choice[0].is_slow or choice[0].is_doubtful:
+        return False
+    return may_be_leaving or not choice[0].is_withdrawing
 
 
 def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Decision]:
