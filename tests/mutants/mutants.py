@@ -347,8 +347,8 @@ MUTANTS = (
     ),
     Mutant(
         "without room it does not leave last",
-        "        if has_left or other.is_let_go:\n            return True\n        if other.worker > member.worker:  #",
-        "        if False:  #",
+        "    return _has_left(other, record) or other.worker > member.worker  # of",
+        "    return False  # of",
         "where there is no room for a copy, one replica leaves the established version last",
     ),
     Mutant(
@@ -565,8 +565,8 @@ MUTANTS = (
     ),
     Mutant(
         "who reads behind a seed that cannot read stays there",
-        "            if source.turns_lost > member.turns_lost:  # it was to read for both, and cannot\n",
-        "            if False:\n",
+        "            if is_stuck or source.turns_lost > member.turns_lost:  # it was to read for both, and does not\n",
+        "            if is_stuck:\n",
         "who reads across for its line and cannot is not waited for",
     ),
     Mutant(
@@ -616,6 +616,42 @@ MUTANTS = (
         "        if is_here:\n            apply.carry_out(",
         "        if member.is_connected:\n            apply.carry_out(",
         "nobody is given a read that would not hear of it",
+    ),
+    Mutant(
+        "whose source stands still reads across at once",
+        "        is_needed = all(candidate.is_slow for candidate in near) and ",
+        "        is_needed = ",
+        "who has a neighbour that serves somebody else too does not read from an idle worker far away",
+    ),
+    Mutant(
+        "who may not be asked keeps a reader in its site",
+        "        near = [candidate for candidate in better if candidate.is_same_site and candidate.avoided_until <= state.now]\n",
+        "        near = [candidate for candidate in better if candidate.is_same_site]\n",
+        "a reader whose source stands still goes to another site if its neighbour has sent it wrong bytes",
+    ),
+    Mutant(
+        "who waits behind a paused copy does not look into another cut",
+        "            if is_stuck or source.turns_lost > member.turns_lost:",
+        "            if source.turns_lost > member.turns_lost:",
+        "a reader of a copy that nobody goes on filling reads across, and does not wait for its deadline",
+    ),
+    Mutant(
+        "who waits behind a paused copy reads across from nobody who leaves",
+        "    return may_be_leaving or not choice[0].is_withdrawing\n",
+        "    return not choice[0].is_withdrawing\n",
+        "the last holder of another cut does not wait for a reader that may not read from it",
+    ),
+    Mutant(
+        "who leaves last looks at those of its own cut only",
+        "        lines = [line for cut in model.cuts if member.line not in cut for line in cut]\n",
+        "        lines = []\n",
+        "of two that are cut in different ways, and have no room, one keeps the established version until the other has the newer one",
+    ),
+    Mutant(
+        "whose shard has left waits for those of another cut",
+        "    if member.line.is_boxed and not any(_has_left(each, record) for each in _siblings(state, model, member)):\n",
+        "    if member.line.is_boxed:\n",
+        "of two that are cut in different ways none waits for the other to go first",
     ),
     Mutant(
         "between sites load is the worker's",

@@ -9,6 +9,8 @@ and its caller computes, it copies it to host memory. Where there was no time, i
 Where there is no room, it leaves the version after the others.
 """
 
+from collections.abc import Iterator
+
 from ...messages import Holding, Withdrawing
 from .. import facts
 from ..catalog import Model, VersionRecord
@@ -115,16 +117,38 @@ def is_another_on_its_way(state: State, model: Model, record: VersionRecord, mem
     own = facts.wanted_version(model.replicas[member.hello.replica], member)
     if own is not None and own > record.version and _is_all_outside(model, model.look_up(own)):
         return False
-    for other in facts.members_of(state, model, member.line):
-        if other.worker == member.worker or not other.is_connected or other.report.closing:
-            continue
-        wanted = facts.wanted_version(model.replicas[other.hello.replica], other)
-        if wanted is None or wanted <= record.version:
-            continue
-        buffer = other.content.buffer
-        has_left = not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != record.version
-        if has_left or other.is_let_go:
-            return True
-        if other.worker > member.worker:  # of those that still withdraw it the first by name stays
-            return True
-    return False
+    return any(_is_on_its_way(model, record, member, other) for other in _others(state, model, record, member))
+
+
+def _others(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Member]:
+    """The other replicas' workers of its line; where all could be read across, of the lines of other cuts too.
+
+    Not of those once a shard of its own replica has left the version: it was to go first, and the others wait for it.
+    """
+    lines = []
+    if member.line.is_boxed and not any(_has_left(each, record) for each in _siblings(state, model, member)):
+        lines = [line for cut in model.cuts if member.line not in cut for line in cut]
+    for line in (member.line, *lines):
+        for other in facts.members_of(state, model, line):
+            if other.worker.replica != member.worker.replica:
+                yield other
+
+
+def _siblings(state: State, model: Model, member: Member) -> Iterator[Member]:
+    for worker in model.replicas[member.hello.replica].members.values():
+        if worker != member.worker and worker in state.members:
+            yield state.members[worker]
+
+
+def _has_left(member: Member, record: VersionRecord) -> bool:
+    buffer = member.content.buffer
+    return member.is_let_go or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != record.version
+
+
+def _is_on_its_way(model: Model, record: VersionRecord, member: Member, other: Member) -> bool:
+    if not other.is_connected or other.report.closing:
+        return False
+    wanted = facts.wanted_version(model.replicas[other.hello.replica], other)
+    if wanted is None or wanted <= record.version:
+        return False
+    return _has_left(other, record) or other.worker > member.worker  # of those that withdraw it the first by name stays
