@@ -123,6 +123,12 @@ def test_who_got_nothing_for_long_of_what_its_source_had_may_read_from_afar_thou
 
 def test_who_got_a_chunk_soon_after_its_source_had_it_may_not_read_from_afar() -> None:
     bench = Bench()
-    bench.chunk_comes_to_second_behind_first(13.5, first_had_it_at=12.0)
+    bench.chunk_comes_to_second_behind_first(13.5, first_had_it_at=11.9)
     with pytest.raises(OracleViolation, match="has or reads it"):
         bench.chunk_goes_to_second(20.5)
+
+
+def test_whose_source_got_nothing_for_long_either_may_read_from_afar_though_it_got_something_then() -> None:
+    bench = Bench()
+    bench.chunk_comes_to_second_behind_first(13.3, first_had_it_at=12.5)
+    bench.chunk_goes_to_second(20.5)

@@ -131,6 +131,7 @@ class Life:
     heard: Report | None = None  # the latest that a server took in
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server
+    refused_at: float = -inf  # when it was told last that it has no session
     heard_since: float = inf  # when that life of the server first heard it
     away_until: float = -inf  # for about a lease before that the server had not heard it
     idle_for: Version | None = None  # it is ready to read that, and reads nothing

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from ...core.messages import Holding, Orders, Report
+from ...core.messages import Holding, Orders, Refusal, Report
 from ...core.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from ...core.worker import events
 from ...core.worker.events_across import PartEnded
@@ -181,7 +181,12 @@ class Truth:
         return life.is_alive and life.heard_by == self.server_life and self.now < life.heard_at + lease_s
 
     def may_be_in_session(self, life: Life) -> bool:
-        """This life of the server has heard it, and its lease may last: while a server stands still none ends."""
+        """This life of the server has heard it, and its lease may last: while a server stands still none ends.
+
+        One that was refused, and has not been heard since, has no session.
+        """
+        if life.refused_at > life.heard_at:
+            return False
         since = max(life.heard_at, self.troubles.server_back)
         return life.is_alive and life.heard_by == self.server_life and self.now < since + self.plan.settings.lease_s
 
@@ -210,6 +215,8 @@ class Truth:
                 if life.call is None:
                     left = self.now, self.now + left_s
                     life.call = Call(verb, spec, root, *left, had, root_had, waits=waits)
+            case events.Received(Refusal()):
+                life.refused_at = self.now
             case events.Cancelled():
                 if life.call is not None:
                     life.call.is_cancelled = True
@@ -313,6 +320,9 @@ class Truth:
     def accepted(self, life: Life, read: Read, chunk: int) -> None:
         """A chunk is in place."""
         self._note_stood_still(life, read, chunk)
+        for other in self.same_shard(life.shard):  # who reads from it has had as little, till now
+            if other.read is not None and other.read.grant.source == life.me:
+                self._note_stood_still(other, other.read, other.read.done)
         life.landed = {**life.landed, chunk: self.now}
         if self.now - life.fed_at >= self.plan.settings.stalled_s:
             life.starved.append((life.fed_at, self.now))
