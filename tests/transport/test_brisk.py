@@ -76,16 +76,39 @@ def test_until_the_last_of_many_threads_has_left() -> None:
 
 
 def test_an_interval_that_is_shorter_stays() -> None:
-    sys.setswitchinterval(BRISK_S / 2)
+    sys.setswitchinterval(0.00005)
     with Brisk():
-        assert sys.getswitchinterval() == pytest.approx(BRISK_S / 2)
-    assert sys.getswitchinterval() == pytest.approx(BRISK_S / 2)
+        assert sys.getswitchinterval() == pytest.approx(0.00005)
+    assert sys.getswitchinterval() == pytest.approx(0.00005)
 
 
 def test_what_the_program_sets_meanwhile_stays() -> None:
     with Brisk():
         sys.setswitchinterval(0.5)
     assert sys.getswitchinterval() == pytest.approx(0.5)
+
+
+def test_what_the_program_kept_meanwhile_and_put_back_does_not_stay() -> None:
+    with Brisk():
+        kept = sys.getswitchinterval()
+        sys.setswitchinterval(0.5)
+    sys.setswitchinterval(kept)
+    with Brisk():
+        assert is_brisk()
+    assert is_usual()
+
+
+def test_a_child_that_was_forked_in_a_block_leaves_it() -> None:
+    child = None
+    with Brisk():
+        child = os.fork()
+    if child == 0:
+        with Brisk():
+            is_right = is_brisk()
+        os._exit(0 if is_right and is_usual() else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert is_usual()
 
 
 def test_a_forked_child_has_the_usual_one() -> None:

@@ -6,8 +6,8 @@ its bytes move and after; beside a busy thread they took as long as half a GiB t
 the interval is `BRISK_S`, for all threads of the process: who computes is interrupted more often, and only when
 somebody else has something to do (decision 0037).
 
-It must never: last while bytes move, but for the first 50 ms of them; or undo an interval that the program has set
-meanwhile.
+It must never: last while bytes move, but until the first chunk is there and while a further stream connects; or undo an
+interval that the program has set meanwhile.
 """
 
 import os
@@ -15,8 +15,8 @@ import sys
 import threading
 from types import TracebackType
 
-BRISK_S = 0.0001  # to hand over takes some 10 us
-_ROUNDING_S = 1e-6  # Python keeps whole microseconds
+BRISK_S = 0.000103  # to hand over takes some 10 us; a number that nobody else would choose
+_ROUNDING_S = 1.5e-6  # Python keeps whole microseconds
 
 
 class Brisk:
@@ -62,26 +62,31 @@ class _Interval:
         with self._lock:
             self._wanting += 1
             if self._wanting == 1:
-                self._before_s = sys.getswitchinterval()
-                if self._before_s > BRISK_S:
-                    sys.setswitchinterval(BRISK_S)
+                self._shorten()
 
     def leave(self) -> None:
         with self._lock:
-            self._wanting -= 1
-            if not self._wanting:
+            if self._wanting == 1:
                 self._restore()
+            self._wanting = max(0, self._wanting - 1)  # who forked inside its block leaves where it never entered
 
     def forked(self) -> None:
         """In a child: none of those threads is here, and one of them may have had the lock."""
-        if self._wanting:
-            self._restore()
+        self._restore()
         self._forget()
 
+    def _shorten(self) -> None:
+        if not self._is_ours():  # else somebody kept it while it was ours, and has put it back since
+            self._before_s = sys.getswitchinterval()
+        if self._before_s > BRISK_S:
+            sys.setswitchinterval(BRISK_S)
+
     def _restore(self) -> None:
-        is_ours = abs(sys.getswitchinterval() - BRISK_S) < _ROUNDING_S
-        if is_ours and self._before_s > BRISK_S:
+        if self._is_ours() and self._before_s > BRISK_S:
             sys.setswitchinterval(self._before_s)
+
+    def _is_ours(self) -> bool:
+        return abs(sys.getswitchinterval() - BRISK_S) < _ROUNDING_S
 
 
 _interval = _Interval()

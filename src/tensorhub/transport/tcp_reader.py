@@ -126,7 +126,8 @@ class TcpRead(Read):
                 self._fail(self._unforeseen(error))
             brisk.again()
             if index == 0 and self.job.mover is not None:
-                self._attend(self.job.mover, lambda: self._running == 1)
+                self._attend(self.job.mover, lambda: self._running == 1, told=brisk.over)
+                brisk.again()
                 self._tell(self.job.mover)
             with self._lock:
                 self._running -= 1
