@@ -132,6 +132,24 @@ def columns(sources: int = 2, *, array: np.ndarray | None = None, run: int = COL
     return Columns(model, publisher, reader, cutting.grid())
 
 
+def transposed(rows: int, columns: int, *, is_here: bool) -> Columns:
+    """One matrix that lies transposed at its reader (`is_here`), or at its publisher."""
+    chance = Random(rows)
+    whole = np.frombuffer(chance.randbytes(rows * columns * 4), np.float32).reshape(rows, columns)
+    model, shape, ends = {"w": whole}, (rows, columns), []
+    for is_turned in (not is_here, is_here):
+        memory = np.zeros((columns, rows) if is_turned else shape, np.float32)
+        shard = Shard()
+        shard.add_array("w", memory, [("w", shape, ((0, 0), shape), memory.T if is_turned else memory)])
+        ends.append(shard.finish())
+    publisher, reader = ends
+    publisher.fill(model)
+    cutting = Cutting(1 << 14, fewest_tiles=1 << 20)
+    cutting.add_publisher(publisher.table)
+    cutting.add_other(reader.table)
+    return Columns(model, [publisher], reader, cutting.grid())
+
+
 def half_of(shard: Shard) -> Progress:
     """What a source that is itself filling has."""
     progress = Progress(-(-shard.registration.size_bytes // CHUNK))

@@ -268,6 +268,18 @@ class Unchecked(Target):
         """Anything."""
 
 
+@pytest.mark.parametrize("piece_bytes", [0, 4096, 1001, 130, 7])
+def test_what_nobody_checks_is_the_same(local: Local, piece_bytes: int) -> None:
+    """Without digests bytes are copied in the same way, into pieces of any length that begin anywhere."""
+    right = content(SIZE)
+    source, target = local(), Unchecked(right, CHUNK, piece_bytes=piece_bytes)
+    source.export(full("k", right, CHUNK))
+    read, ended = start_read(local(), source.endpoint, "k", target)
+    assert ended.wait() is None
+    assert read.path.startswith("mapped")
+    assert target.buffer == right
+
+
 @pytest.mark.parametrize("sink", [Target, Unchecked])
 def test_what_is_overwritten_after_withdraw_never_counts(local: Local, sink: type[Target]) -> None:
     """Round after round somebody reads, and is overtaken by the owner at another moment."""

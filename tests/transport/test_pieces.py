@@ -12,7 +12,7 @@ from tensorhub.transport.base import Transport
 
 from . import kit
 from .conftest import Make
-from .pieces_kit import Columns, across_for, cuts_of, drawn, exported, on_device, read_all, sources_of
+from .pieces_kit import Columns, across_for, cuts_of, drawn, exported, on_device, read_all, sources_of, transposed
 
 SEEDS = 15
 
@@ -58,6 +58,19 @@ def test_any_layout_from_any_layout(make: Make, is_known: bool, monkeypatch: pyt
         columns = drawn(chance, is_known=is_known)
         cuts = cuts_of(columns.publisher, columns.grid)
         check_read(source, reader, columns, cuts, parcel_bytes=chance.choice((1, 100, 1 << 20)))
+
+
+@pytest.mark.usefixtures("is_fetched")
+@pytest.mark.parametrize("is_here", [True, False], ids=["here", "there"])
+@pytest.mark.parametrize("shape", [(64, 64), (301, 77)], ids=str)
+def test_what_lies_transposed_at_one_end(make: Make, shape: tuple[int, int], is_here: bool) -> None:
+    columns = transposed(*shape, is_here=is_here)
+    cuts = cuts_of(columns.publisher, columns.grid)
+    across = across_for(columns.reader, columns.grid, sources_of(cuts))
+    orders = [leg._order for leg in across.legs(sources_of(cuts))]
+    is_turned = any(order.scatter.first_turn[-1] for order in orders)
+    assert is_turned is not is_here, "for its digest what comes in another order is gone through in that of the tile"
+    check_read(make(), make(), columns, cuts, parcel_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("who", ["source", "reader", "both"])

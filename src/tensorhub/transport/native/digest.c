@@ -241,6 +241,8 @@ static size_t copy_stripes(digest_t *digest, unsigned char *to, const unsigned c
     return count * STRIPE_BYTES;
 }
 
+int digest_streams(void) { return store != NULL; }
+
 void digest_copy(digest_t *digest, void *to, const void *from, size_t length) {
     unsigned char *into = to;
     const unsigned char *out_of = from;
