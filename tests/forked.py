@@ -77,6 +77,11 @@ class Forked:
             self.stdout.close()
 
 
+def program(text: str) -> Callable[[], object]:
+    """What `python -c` runs."""
+    return partial(_run_text, text)
+
+
 def module(name: str) -> Callable[[], object]:
     """What `python -m` runs."""
     return partial(runpy.run_module, name, run_name="__main__")
@@ -85,7 +90,7 @@ def module(name: str) -> Callable[[], object]:
 def run(text: str, arguments: Sequence[object] = (), *, within_s: float) -> "subprocess.CompletedProcess[str]":
     """The lines of a program, run to their end as `python -c` runs them."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        process = Forked(partial(_run_text, text), arguments, stdout=out, stderr=errors)
+        process = Forked(program(text), arguments, stdout=out, stderr=errors)
         try:
             code = process.wait(within_s)
         finally:

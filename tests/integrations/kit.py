@@ -1,5 +1,6 @@
 """A training job of several processes, driven by one test."""
 
+import hashlib
 import json
 import os
 import socket
@@ -51,6 +52,15 @@ class Job:
         """Whatever they do."""
         for rank in self.ranks:
             rank.close()
+
+
+def digest_of(tensors):
+    """SHA-256 of all of them, by name."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        found.update(tensors[name].numpy().tobytes())
+    return found.hexdigest()
 
 
 def eventually(condition, what, *, within_s=30.0):

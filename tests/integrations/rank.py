@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tensorhub
 from tensorhub.integrations import fsdp
 
+from .kit import digest_of
+
 INSIDE = {"tp": 6, "fsdp-tp": 8}  # what is cut twice along one dimension has to be cut evenly
 
 
@@ -120,12 +122,18 @@ class Rank:
 
     def save(self, path):
         """What torch says that the module is, as one file."""
-        whole = {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().contiguous()
-            for name, value in self.module.state_dict().items()
-        }
+        whole = self._gathered()
         if dist.get_rank() == 0:
-            save_file({name.removeprefix("module."): value for name, value in whole.items()}, path)
+            save_file(whole, path)
+
+    def digest(self):
+        """Of what torch says that the module is."""
+        return digest_of(self._gathered())
+
+    def _gathered(self):
+        found = self.module.state_dict()
+        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+        return {name.removeprefix("module."): value.detach().clone().contiguous() for name, value in whole.items()}
 
     def held(self):
         return self.publisher.version

@@ -3,6 +3,11 @@
 Three gloo processes, uneven and empty shards. A rank that raises or dies in a step takes nobody else's word for it.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,7 +15,7 @@ from safetensors.torch import load_file
 import tensorhub
 from tensorhub.integrations.whole import Whole
 
-from .kit import Job
+from .kit import Job, digest_of, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -61,6 +66,46 @@ def test_what_is_published_is_what_the_ranks_hold(start, server, kind, ranks):
         job.call("close")
         with Whole("policy", replica="rollout-1", server=server) as late:
             assert late.update("latest") == 3, "the trainer has gone, and a rollout serves"
+
+
+def follow(whole, ends):
+    """Update to the latest again and again; the digests of each version that came."""
+    found = {}
+    while not ends.is_set() or whole.update("latest") not in found:
+        version = whole.update("latest")
+        found.setdefault(version, set()).add(digest_of(dict(whole)))
+    return found
+
+
+def all_have(rollouts, following, version):
+    """Or somebody has failed."""
+    pairs = zip(rollouts, following, strict=True)
+    return all((rollout.version or 0) >= version or its.done() for rollout, its in pairs)
+
+
+def test_a_hundred_steps_while_rollouts_read_all_the_time(start, server):
+    """FSDP2 gathers parameters in each of them, and frees them again. The last version is read by everybody."""
+    job = start(2)
+    job.call("build", inside=20_001)
+    job.call("attach", model="policy")
+    wanted = {0: job.call("digest")}
+    ends, names = threading.Event(), ("rollout-0", "rollout-1")
+    with ExitStack() as stack:
+        rollouts = [stack.enter_context(Whole("policy", replica=name, server=server)) for name in names]
+        readers = stack.enter_context(ThreadPoolExecutor(len(names)))
+        stack.callback(ends.set)
+        following = [readers.submit(follow, rollout, ends) for rollout in rollouts]
+        for version in range(1, 101):
+            job.call("step", version=version)
+            wanted[version] = job.call("digest")
+            if version % 10 == 0:
+                eventually(partial(all_have, rollouts, following, version), f"version {version} is everywhere")
+        ends.set()
+        for its in following:
+            found = its.result(timeout=30)
+            assert len(found) >= 10
+            assert found == {version: {wanted[version]} for version in found}
+            assert 100 in found
 
 
 @pytest.mark.parametrize(("then", "code"), [("raise", "ValueError"), ("replace", "usage")])
