@@ -35,6 +35,8 @@ PEERS = (
     Peer("checkpoint-engine P2P", "checkpoint_engine_p2p.py", ("checkpoint_engine",)),
 )
 
+GATHERED_FIRST = Peer("full tensors first, by gloo", "gloo_gathered.py", ("torch",))  # beside pieces of other layouts
+
 
 def _libraries(python: str) -> str:
     """Folders of native libraries that `peers.sh` has put beside the packages."""
@@ -55,7 +57,7 @@ def python_for(peer: Peer, venvs: tuple[str, ...]) -> str | None:
     return next((python for python in pythons if Path(python).exists() and _has(python, peer.packages)), None)
 
 
-def run_peer(peer: Peer, samples: Samples, options: Options) -> None:
+def run_peer(peer: Peer, samples: Samples, options: Options, *arguments: str) -> None:
     """One round of a peer, in processes of its own, all of which end with it."""
     if samples.error:
         return
@@ -63,7 +65,7 @@ def run_peer(peer: Peer, samples: Samples, options: Options) -> None:
     if python is None:
         samples.error = f"package {peer.packages[0]} is not installed (benchmarks/peers.sh, --peers-venv)"
         return
-    command = [python, str(FOLDER / peer.program), "--size", str(samples.size_bytes), "--repeat", "1"]
+    command = [python, str(FOLDER / peer.program), "--size", str(samples.size_bytes), "--repeat", "1", *arguments]
     environ = {**os.environ, "LD_LIBRARY_PATH": _libraries(python)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True

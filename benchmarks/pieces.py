@@ -1,12 +1,15 @@
 """Pieces of another layout beside as many bytes of the same layout, in one run, by rows of several lengths.
 
-The source's rows lie between others (`gathered`), or the reader's do (`scattered`). Every tile is verified.
+The source's rows lie between others (`gathered`), or the reader's do (`scattered`). Every tile is verified. Beside them
+what a plain program gets that knows the addresses, and what is done today: full tensors are gathered, and sent whole.
 """
 
 import random
 from collections.abc import Callable
 from itertools import product
+from math import inf
 
+from .peers_run import GATHERED_FIRST, run_peer
 from .processes import Child, Failed
 from .section import Goal, Options, Samples, Section, size_text
 
@@ -14,6 +17,9 @@ RUNS = (256, 1024, 4096, 65536)
 KINDS = ("local", "tcp")
 GOALS = {65536: 0.8, 4096: 0.65}
 WAYS = {"local": "local", "copied": "local, from a host copy", "tcp": "tcp"}
+OTHERS = (("local", "plain program"), ("tcp", "plain program"), ("gloo", "full tensors first"))
+CONTESTANTS = (*product(WAYS, ("pieces", "same layout")), *OTHERS)
+BESIDE = (("local", "pieces"), ("local", "plain program"), ("tcp", "pieces"), ("tcp", "plain program"), OTHERS[-1])
 
 
 class Sides:
@@ -32,6 +38,7 @@ class Sides:
             found = self.source.do("serve", kinds=list(KINDS), size_bytes=size_bytes)
             self.endpoints, self.root = found["endpoints"], found["root"]
             self.reader.do("know", cut=found["cut"], cut_root=found["cut_root"])
+            self.reader.do("know_rows", **self.source.do("serve_rows"))
         except BaseException:
             self.end()
             raise
@@ -46,45 +53,44 @@ class Sides:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def read(self, way: str, *, is_pieces: bool) -> dict[str, float]:
+    def read(self, way: str, what: str) -> dict[str, float]:
         """One transfer."""
         kind = "tcp" if way == "tcp" else "local"
         suffix = "copied" if way == "copied" else ""
         asked = {"kind": kind, "endpoint": self.endpoints[kind]}
-        if is_pieces:
+        if what == "pieces":
             return self.reader.do("read_pieces", key="pieces" + suffix, **asked)
-        return self.reader.do("read_plain", key="plain" + suffix, root=self.root, size_bytes=self.size_bytes, **asked)
+        if what == "same layout":
+            return self.reader.do(
+                "read_plain", key="plain" + suffix, root=self.root, size_bytes=self.size_bytes, **asked
+            )
+        found = self.reader.do("read_rows", kind=kind)
+        if self.reader.do("digest_rows") != self.source.do("digest_rows"):
+            raise Failed("the plain program has brought other bytes")
+        return found
 
 
 def run(options: Options) -> list[Section]:
     """The part."""
     size_bytes = options.size_bytes if options.is_tiny else min(options.size_bytes, 256 << 20)
-    rows, goals, figures = [], [], []
+    rows, beside, goals, figures = [], [], [], []
     for run_bytes, is_gathered in product(RUNS, (True, False)):
         text = f"{size_text(run_bytes)}, {'gathered' if is_gathered else 'scattered'}"
         found = measure(
             options, size_bytes, run_bytes, is_gathered=is_gathered, tell=lambda what, t=text: f"{t}: {what}"
         )
+        figures += [samples.figures() for samples in found.values()]
+        beside.append([text, *(_rate(found[contestant]) for contestant in BESIDE)])
         cells = []
         for way in WAYS:
-            pieces, plain = found[way, True], found[way, False]
-            figures += [pieces.figures(), plain.figures()]
-            if not pieces.seconds or not plain.seconds:
-                cells += ["–", pieces.error or plain.error, "", ""]
-                continue
-            ratio = pieces.rate / plain.rate
-            cpu = _cpu(plain) / max(1e-9, _cpu(pieces))
-            cells += [f"{pieces.rate:.2f}", f"{plain.rate:.2f}", f"{ratio:.2f}", f"{cpu:.2f}"]
+            pieces, same = found[way, "pieces"], found[way, "same layout"]
+            ratio, cpu = pieces.rate / (same.rate or inf), _cpu(same) / (_cpu(pieces) or inf)
+            cells += [_rate(pieces), _rate(same), f"{ratio:.2f}", f"{cpu:.2f}"]
             if run_bytes in GOALS and way != "copied":
-                least = GOALS[run_bytes]
-                goals.append(
-                    Goal(
-                        f"pieces by {way}, rows of {text}",
-                        f"≥ {least}",
-                        f"{ratio:.2f} (by CPU: {cpu:.2f})",
-                        ratio >= least,
-                    )
-                )
+                wanted, got = f"≥ {GOALS[run_bytes]}", f"{ratio:.2f} (by CPU: {cpu:.2f})"
+                is_known = bool(pieces.seconds and same.seconds)
+                is_met = ratio >= GOALS[run_bytes] if is_known else None
+                goals.append(Goal(f"pieces by {way}, rows of {text}", wanted, got, is_met))
         rows.append([text, *cells])
     columns = [f"{WAYS[way]}: {what}" for way in WAYS for what in ("GiB/s", "same layout", "ratio", "by CPU")]
     section = Section(
@@ -99,7 +105,13 @@ def run(options: Options) -> list[Section]:
     section.notes.append(
         "medians, in mixed order; the first transfer of each way is not counted; plans made beforehand"
     )
-    return [section]
+    others = Section("pieces_beside", "The same beside others, GiB/s", ("rows", *map(", ".join, BESIDE)), beside)
+    others.notes.append("neither a plain program nor gloo verifies anything; what arrived is compared all the same")
+    return [section, others]
+
+
+def _rate(samples: Samples) -> str:
+    return f"{samples.rate:.2f}" if samples.seconds else f"– {samples.error}"
 
 
 def _cpu(samples: Samples) -> float:
@@ -109,22 +121,24 @@ def _cpu(samples: Samples) -> float:
 
 def measure(
     options: Options, size_bytes: int, run_bytes: int, *, is_gathered: bool, tell: Callable[[str], str]
-) -> dict[tuple[str, bool], Samples]:
-    """Of each way, pieces and the same layout."""
-    found = {
-        (way, is_pieces): Samples(f"{way}, {'pieces' if is_pieces else 'same layout'}, {run_bytes} B", size_bytes)
-        for way, is_pieces in product(WAYS, (True, False))
-    }
+) -> dict[tuple[str, str], Samples]:
+    """Of all contestants."""
+    found = {(way, what): Samples(f"{way}, {what}, {run_bytes} B", size_bytes, kind=what) for way, what in CONTESTANTS}
+    arguments = ["--row", str(run_bytes), *(["--gathered"] if is_gathered else [])]
     with Sides(size_bytes, run_bytes, is_gathered=is_gathered) as sides:
         for number in range(options.rounds + 1):
             order = list(found)
             random.Random(number).shuffle(order)
-            for way, is_pieces in order:
-                samples = found[way, is_pieces]
+            for way, what in order:
+                samples = found[way, what]
                 options.tell(tell(f"round {number} of {options.rounds}, {samples.name}"))
+                if way == "gloo":
+                    if number % 2 and (run_bytes == RUNS[-1] or not options.is_tiny):  # seconds, to start them
+                        run_peer(GATHERED_FIRST, samples, options, *arguments)
+                    continue
                 try:
                     before = sides.source.do("cpu")
-                    taken = sides.read(way, is_pieces=is_pieces)
+                    taken = sides.read(way, what)
                     source_cpu_s = sides.source.do("cpu") - before
                 except Failed as error:
                     samples.error = str(error)

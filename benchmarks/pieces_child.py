@@ -1,9 +1,11 @@
 """What a process of the benchmarks does for part `pieces`: a source whose rows hold the reader's, and the reader."""
 
 import base64
+import os
 import time
 
 import numpy as np
+import xxhash
 
 from tensorhub.core.boxes import Box
 from tensorhub.memory.digests import build_manifest
@@ -24,6 +26,8 @@ from tensorhub.transport.progress import Progress
 from tensorhub.transport.waiting import read_to_end
 
 from .converse import converse
+from .plain import RawReader, RawSource
+from .plain_rows import THREADS, Packed, addresses, read_rows, receive_rows
 from .section import MIB
 
 PATIENCE_S = 120.0
@@ -49,6 +53,11 @@ class Pieces:
         self._table: BoxTable | None = None
         self._grid: Grid | None = None
         self._cut: Cut | None = None
+        self._rows = self._array  # what the other side has, or wants: rows of equal length
+        self._raw_source: RawSource | None = None
+        self._raw_reader: RawReader | None = None
+        self._raw_pid = 0
+        self._vectors = (self._array, self._array)  # of the source's rows and of its own
 
     def cpu(self) -> float:
         """Seconds of CPU of this process so far."""
@@ -63,6 +72,7 @@ class Pieces:
         """Allocate, fill, and agree on the grid: what is narrow here is wide there."""
         shape, boxes = shard(size_bytes, run_bytes, is_wide=is_wide)
         self._array = np.ones(shape, np.uint8)
+        self._rows = self._array[:, -run_bytes:]
         if is_publisher:
             noise = np.random.default_rng(1).integers(0, 256, size=8 * MIB + 4099, dtype=np.uint8)
             flat = self._array.reshape(-1)
@@ -129,6 +139,38 @@ class Pieces:
         if across.missing:
             raise RuntimeError(f"{across.missing} tiles are missing")
         return {"seconds": found, "cpu_s": time.process_time() - cpu, "path": paths[0]}
+
+    def serve_rows(self) -> dict[str, int]:
+        """Let plain programs read the same rows."""
+        is_all = self._rows.shape == self._array.shape
+        self._raw_source = RawSource(memoryview(self._array.reshape(-1)) if is_all else Packed(self._rows))
+        at, apart = self._rows.ctypes.data, self._rows.strides[0]
+        return {"pid": os.getpid(), "port": self._raw_source.port, "at": at, "apart": apart}
+
+    def know_rows(self, pid: int, port: int, at: int, apart: int) -> None:
+        """Where a plain program finds them."""
+        self._raw_reader = RawReader("127.0.0.1", port, THREADS)
+        ours = addresses(self._rows)
+        theirs = ours.copy()
+        theirs[:, 0] = at + np.arange(len(ours), dtype=np.uint64) * np.uint64(apart)
+        self._vectors, self._raw_pid = (theirs, ours), pid
+
+    def read_rows(self, kind: str) -> dict[str, object]:
+        """As a plain program does."""
+        assert self._raw_reader is not None
+        self._rows[:] = 0
+        began, cpu = time.monotonic(), time.process_time()
+        if kind == "local":
+            read_rows(self._raw_pid, *self._vectors)
+        elif self._rows.shape == self._array.shape:
+            self._raw_reader.read(memoryview(self._array.reshape(-1)))
+        else:
+            receive_rows(self._raw_reader, self._rows)
+        return {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu}
+
+    def digest_rows(self) -> str:
+        """Of what both sides have in the end."""
+        return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self._rows))
 
     def read_plain(self, kind: str, endpoint: str, key: str, root: str, size_bytes: int) -> dict[str, object]:
         """As many bytes of the same layout."""

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import xxhash
 
@@ -23,12 +24,18 @@ PATIENCE_S = 60.0
 _RANGE = struct.Struct("<QQ")
 
 
+class Sliced(Protocol):
+    """What a `RawSource` serves: memory, or whatever makes its bytes when they are asked for."""
+
+    def __getitem__(self, part: slice, /) -> memoryview: ...
+
+
 class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
+libc = ctypes.CDLL(None, use_errno=True)
+libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 def read_memory(pid: int, remote: int, local: int, size_bytes: int, *, threads: int) -> None:
@@ -39,7 +46,7 @@ def read_memory(pid: int, remote: int, local: int, size_bytes: int, *, threads: 
         while at < stop:
             length = min(CALL_BYTES, stop - at)
             ours, theirs = _Vector(local + at, length), _Vector(remote + at, length)
-            got = _libc.process_vm_readv(
+            got = libc.process_vm_readv(
                 pid, ctypes.byref(ours), ctypes.c_ulong(1), ctypes.byref(theirs), ctypes.c_ulong(1), ctypes.c_ulong(0)
             )
             if got <= 0:
@@ -47,7 +54,7 @@ def read_memory(pid: int, remote: int, local: int, size_bytes: int, *, threads: 
                 raise OSError(number, f"process_vm_readv: {os.strerror(number)}")
             at += got
 
-    _in_parts(part, size_bytes, threads)
+    in_parts(part, size_bytes, threads)
 
 
 def read_and_hash(pid: int, remote: int, local: int, view: memoryview, *, threads: int) -> None:
@@ -67,16 +74,16 @@ def read_and_hash(pid: int, remote: int, local: int, view: memoryview, *, thread
                 length = min(HASHED_BYTES, end - at)
                 ours.base, theirs.base = local + at, remote + at
                 ours.length = theirs.length = length
-                if _libc.process_vm_readv(*arguments) != length:
+                if libc.process_vm_readv(*arguments) != length:
                     number = ctypes.get_errno()
                     raise OSError(number, f"process_vm_readv: {os.strerror(number)}")
                 hasher.update(view[at : at + length])
             hasher.digest()
 
-    _in_parts(part, len(view), threads)
+    in_parts(part, len(view), threads)
 
 
-def _in_parts(part: Callable[[int, int], None], size_bytes: int, threads: int) -> None:
+def in_parts(part: Callable[[int, int], None], size_bytes: int, threads: int) -> None:
     """Call `part(start, stop)` for equal shares, each in a thread of its own; raise what one of them raised."""
     share = -(-size_bytes // threads)
     failed: list[BaseException] = []
@@ -98,9 +105,9 @@ def _in_parts(part: Callable[[int, int], None], size_bytes: int, threads: int) -
 
 
 class RawSource:
-    """Serves one buffer over plain sockets: whoever sends a range gets its bytes."""
+    """Serves one buffer over plain sockets: whoever sends a range gets its bytes, by slices of 4 MiB."""
 
-    def __init__(self, view: memoryview, host: str = "127.0.0.1") -> None:
+    def __init__(self, view: Sliced, host: str = "127.0.0.1") -> None:
         self._view = view
         self._listener = socket.create_server((host, 0))
         _tune(self._listener)
@@ -138,11 +145,9 @@ class RawReader:
             _tune(sock)
 
     def read(self, view: memoryview) -> None:
-        share = -(-len(view) // len(self._socks))
+        """All of it, an equal share over each connection."""
 
-        def part(start: int, stop: int) -> None:
-            sock = self._socks[start // share]
-            sock.sendall(_RANGE.pack(start, stop))
+        def receive(sock: socket.socket, start: int, stop: int) -> None:
             at = start
             while at < stop:
                 got = sock.recv_into(view[at : min(at + CALL_BYTES, stop)])
@@ -150,7 +155,18 @@ class RawReader:
                     raise ConnectionError("the source closed the connection")
                 at += got
 
-        _in_parts(part, len(view), len(self._socks))
+        self.share(len(view), receive)
+
+    def share(self, size_bytes: int, receive: Callable[[socket.socket, int, int], None]) -> None:
+        """Ask for an equal share over each connection, and let `receive` take it, each in a thread of its own."""
+        share = -(-size_bytes // len(self._socks))
+
+        def part(start: int, stop: int) -> None:
+            sock = self._socks[start // share]
+            sock.sendall(_RANGE.pack(start, stop))
+            receive(sock, start, stop)
+
+        in_parts(part, size_bytes, len(self._socks))
 
     def close(self) -> None:
         for sock in self._socks:

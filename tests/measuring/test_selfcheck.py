@@ -22,6 +22,7 @@ PARTS = {
     "memory",
     "growth",
     "pieces",
+    "pieces_beside",
     "plans",
     "server",
     "decisions",
