@@ -22,6 +22,7 @@ from .native import needs_mover
 pytestmark = needs_mover
 
 CHUNK = 64 * 1024
+NEVER_S = 1000.0  # no other thread gets the interpreter before that
 
 
 @pytest.fixture(params=["tcp-1", "tcp-3", "tcp-lending-2", "local-1", "local-3", "local-mapped-3"])
@@ -58,7 +59,7 @@ class Leased(Target):
 def no_switching() -> Iterator[None]:
     """Who has the interpreter keeps it until it waits."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
+    sys.setswitchinterval(NEVER_S)
     yield
     sys.setswitchinterval(before)
 
@@ -74,6 +75,7 @@ def test_bytes_come_while_the_interpreter_is_never_let_go(make: Make, spawn: Spa
     target = Target(right, CHUNK)
     _, ended = start_read(reader, endpoint, "k", target)
     kit.until(lambda: target.progress.prefix == 8 and target.told_bytes == 8 * CHUNK, "the read is under way")
+    kit.until(lambda: sys.getswitchinterval() == NEVER_S, "no stream of it is connecting, for which they are short")
     assert source.stdin is not None
     libc, polls = ctypes.PyDLL(None), 0  # its calls do not let go of the interpreter
     libc.write(source.stdin.fileno(), b"the rest\n", 9)
