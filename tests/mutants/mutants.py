@@ -444,7 +444,7 @@ MUTANTS = (
     ),
     Mutant(
         "who leaves last waits for what is there",
-        "    if own is not None and own > record.version and _is_all_outside(model, model.look_up(own)):\n",
+        "    if own is not None and own > version and _is_all_outside(model, model.look_up(own)):\n",
         "    if False:\n",
         "two replicas that have half of a version each do not wait for each other",
     ),
@@ -643,15 +643,27 @@ MUTANTS = (
     ),
     Mutant(
         "who leaves last looks at those of its own cut only",
-        "        lines = [line for cut in model.cuts if member.line not in cut for line in cut]\n",
-        "        lines = []\n",
+        "    counts_all = is_other_cut and member.line.is_boxed and not has_begun and not is_half\n",
+        "    counts_all = False\n",
         "of two that are cut in different ways, and have no room, one keeps the established version until the other has the newer one",
     ),
     Mutant(
         "whose shard has left waits for those of another cut",
-        "    if member.line.is_boxed and not any(_has_left(each, record) for each in _siblings(state, model, member)):\n",
-        "    if member.line.is_boxed:\n",
+        "    counts_all = is_other_cut and member.line.is_boxed and not has_begun and not is_half\n",
+        "    counts_all = is_other_cut and member.line.is_boxed and not is_half\n",
         "of two that are cut in different ways none waits for the other to go first",
+    ),
+    Mutant(
+        "who leaves last waits for a replica of another cut that is half there",
+        "    counts_all = is_other_cut and member.line.is_boxed and not has_begun and not is_half\n",
+        "    counts_all = is_other_cut and member.line.is_boxed and not has_begun\n",
+        "a shard that never comes to its call keeps nobody of another cut from updating",
+    ),
+    Mutant(
+        "whose shard has left waits for those who are to get an older version",
+        "    least = own if has_begun and own is not None else version + 1\n",
+        "    least = version + 1\n",
+        "two replicas that have left for different versions do not wait for each other",
     ),
     Mutant(
         "between sites load is the worker's",

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from ...messages import Holding, Withdrawing
 from .. import facts
 from ..catalog import Model, VersionRecord
+from ..groups import GroupCall, Replica
 from ..keepers import Rank
 from ..lines import Cut
 from ..membership import Member
@@ -112,31 +113,43 @@ def is_another_on_its_way(state: State, model: Model, record: VersionRecord, mem
     """Another replica is leaving this version for a newer one, or has left it: it has that one before this one must.
 
     Nobody is waited for once all of what this one wants is outside its publishers, in one replica or in several: two
-    of them that have half of it each would wait for each other.
+    of them that have half of it each would wait for each other. For the same reason a replica of which a shard has left
+    waits for none that is to get an older version than itself, and for none that is cut in another way: it was to go
+    first, and the others wait for it.
     """
-    own = facts.wanted_version(model.replicas[member.hello.replica], member)
-    if own is not None and own > record.version and _is_all_outside(model, model.look_up(own)):
+    version, own_replica = record.version, model.replicas[member.hello.replica]
+    own = facts.wanted_version(own_replica, member)
+    if own is not None and own > version and _is_all_outside(model, model.look_up(own)):
         return False
-    return any(_is_on_its_way(model, record, member, other) for other in _others(state, model, record, member))
+    has_begun = any(_has_left(each, record) for each in _members(state, own_replica) if each is not member)
+    least = own if has_begun and own is not None else version + 1
+    for replica in model.replicas.values():
+        call = replica.call
+        if replica is own_replica or call is None or call.version is None or call.version < least:
+            continue
+        for other in _others(state, replica, call, member, has_begun=has_begun):
+            if _is_on_its_way(record, replica, member, other):
+                return True
+    return False
 
 
-def _others(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Member]:
-    """The other replicas' workers of its line; where all could be read across, of the lines of other cuts too.
+def _others(state: State, replica: Replica, call: GroupCall, member: Member, *, has_begun: bool) -> Iterator[Member]:
+    """Of another replica: who is of its line; where that is cut in another way all of them, unless it is half there.
 
-    Not of those once a shard of its own replica has left the version: it was to go first, and the others wait for it.
+    Halves of one cut add up to a version, those of two cuts do not. So a shard that never comes to its call is waited
+    for as long as one that died.
     """
-    lines = []
-    if member.line.is_boxed and not any(_has_left(each, record) for each in _siblings(state, model, member)):
-        lines = [line for cut in model.cuts if member.line not in cut for line in cut]
-    for line in (member.line, *lines):
-        for other in facts.members_of(state, model, line):
-            if other.worker.replica != member.worker.replica:
-                yield other
+    is_half = call.waiting is not None and state.now >= call.began + state.settings.lease_s
+    is_other_cut = replica.cut is not None and member.line not in replica.cut
+    counts_all = is_other_cut and member.line.is_boxed and not has_begun and not is_half
+    for other in _members(state, replica):
+        if other.line == member.line or (counts_all and other.line.is_boxed):
+            yield other
 
 
-def _siblings(state: State, model: Model, member: Member) -> Iterator[Member]:
-    for worker in model.replicas[member.hello.replica].members.values():
-        if worker != member.worker and worker in state.members:
+def _members(state: State, replica: Replica) -> Iterator[Member]:
+    for worker in replica.members.values():
+        if worker in state.members:
             yield state.members[worker]
 
 
@@ -145,10 +158,10 @@ def _has_left(member: Member, record: VersionRecord) -> bool:
     return member.is_let_go or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != record.version
 
 
-def _is_on_its_way(model: Model, record: VersionRecord, member: Member, other: Member) -> bool:
+def _is_on_its_way(record: VersionRecord, replica: Replica, member: Member, other: Member) -> bool:
     if not other.is_connected or other.report.closing:
         return False
-    wanted = facts.wanted_version(model.replicas[other.hello.replica], other)
+    wanted = facts.wanted_version(replica, other)
     if wanted is None or wanted <= record.version:
         return False
     return _has_left(other, record) or other.worker > member.worker  # of those that withdraw it the first by name stays
