@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from . import tcp_vectors, views
+from . import tcp_farewell, tcp_vectors, views
 from .base import MOST_MANIFEST_BYTES
 from .forks import tracked
 from .gates import Turn
@@ -62,8 +62,6 @@ MAX_MANIFEST_BYTES = MOST_MANIFEST_BYTES
 MAX_CHUNK_BYTES = 1 << 30
 MAX_TEXT = 4000  # characters of a reason that we send
 
-_LINGER_S = 0.5  # how long a refused peer may take to read why before its unread words turn our close into a reset
-_LINGER_BYTES = 256 * 1024
 _WORDS_BYTES = 16384
 _AT_ONCE = struct.pack("@ii", 1, 0)  # struct linger
 
@@ -118,6 +116,7 @@ class Wire:
         self._lock = threading.Lock()  # between cut and close, so that no other socket with this number is hit
         self._is_closed = False
         self.is_cut = False
+        self._is_deaf = False  # it was woken: what the peer says may go unheard
         self.heard_bytes = 0  # ever; written by whoever receives, read by anybody
         self.moved: shapes.StreamState | None = None  # the mover receives here, and counts by itself
         self.lent = Turn()  # LENT_TO: the peer may not have taken it yet; CALLED_OUT: nothing is lent any more
@@ -165,6 +164,7 @@ class Wire:
         with self._lock:
             if self.lent.take(CALLED_OUT) == LENT_TO:
                 return
+        self._is_deaf = True
         self._shutdown(socket.SHUT_RD)
 
     def may_lend(self) -> bool:
@@ -189,12 +189,7 @@ class Wire:
     def close(self, *, politely: bool = False) -> None:
         """By the owner only. Politely: let the peer read our last words before its own turn this into a reset."""
         if politely and not self.is_cut:
-            with contextlib.suppress(OSError):
-                limit_waits(self.sock, receive_s=_LINGER_S, send_s=_LINGER_S)
-                self.sock.shutdown(socket.SHUT_WR)
-                deadline, left = time.monotonic() + _LINGER_S, _LINGER_BYTES
-                while left > 0 and time.monotonic() < deadline and (heard := len(self.sock.recv(16384))):
-                    left -= heard
+            tcp_farewell.say_goodbye(self.sock, is_deaf=self._is_deaf, is_cut=lambda: self.is_cut)
         with self._lock:
             self._is_closed = True
             with contextlib.suppress(OSError):
