@@ -654,6 +654,12 @@ MUTANTS = (
         "of two that are cut in different ways none waits for the other to go first",
     ),
     Mutant(
+        "a copy that was fetched out of another cut stays though it can be read there again",
+        "    return not covered.by_another_cut(state, model, record, member.line, lambda other: other.holds_on(version))\n",
+        "    return True\n",
+        "who must keep a version makes room for it, and reads what it had ahead once more",
+    ),
+    Mutant(
         "who leaves last waits for a replica of another cut that is half there",
         "    counts_all = is_other_cut and member.line.is_boxed and not has_begun and not is_half\n",
         "    counts_all = is_other_cut and member.line.is_boxed and not has_begun\n",

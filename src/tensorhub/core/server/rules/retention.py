@@ -330,4 +330,6 @@ def _is_needed(
         return not member.report.closing or heirs.are_there(state, model, record, member)
     if not record.promised or unread:
         return False
-    return not any(facts.holds_on(state, worker, version) for worker in record.holders.get(member.line, {}))
+    if any(facts.holds_on(state, worker, version) for worker in record.holders.get(member.line, {})):
+        return False
+    return not covered.by_another_cut(state, model, record, member.line, lambda other: other.holds_on(version))
