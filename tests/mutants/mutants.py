@@ -660,6 +660,12 @@ MUTANTS = (
         "who must keep a version makes room for it, and reads what it had ahead once more",
     ),
     Mutant(
+        "an update is resolved while a shard still fills for a call that failed",
+        "    return told is None or told.number < call.number\n",
+        "    return False\n",
+        "a replica that has got a version though its call failed does not go back to an older one",
+    ),
+    Mutant(
         "who leaves last waits for a replica of another cut that is half there",
         "    counts_all = is_other_cut and member.line.is_boxed and not has_begun and not is_half\n",
         "    counts_all = is_other_cut and member.line.is_boxed and not has_begun\n",
@@ -1051,7 +1057,7 @@ MUTANTS = (
     ),
     Mutant(
         "an update is resolved before all shards are here",
-        '    missing = _missing(replica) if call.verb == "update" and len(replica.members) < replica.shards else None\n',
+        '    missing = _missing(replica) if call.verb == "update" and not resolving.is_known(state, replica, call) else None\n',
         "    missing = None\n",
         "no update goes back, after a cut either",
     ),

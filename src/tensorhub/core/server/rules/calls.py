@@ -233,7 +233,7 @@ def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> Decision:
 def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> Decision:
     if not witness.is_whole(state, model, replica):
         return Wait(call, _recovering(state))
-    missing = _missing(replica) if call.verb == "update" and len(replica.members) < replica.shards else None
+    missing = _missing(replica) if call.verb == "update" and not resolving.is_known(state, replica, call) else None
     if missing is not None:
         return Wait(call, missing)  # an update never goes back, and what they all hold is not known yet
     version, failure = resolving.meant_by(state, model, replica, call)

@@ -4,7 +4,7 @@ What was held before counts where a call is made once more: the version that it 
 had been written over the former one. Its caller still waits in one and the same call.
 """
 
-from ...messages import Failure, Holding, Spec, Vacated, Withdrawing
+from ...messages import Failure, Filling, Holding, Spec, Vacated, Withdrawing
 from ...names import Version
 from ...version_spec import PREFETCHED
 from ..catalog import Model
@@ -36,6 +36,23 @@ def meant_by(
     text = f"nothing as new as version {floor} of {model.name} is left, which {replica.name} had when it called"
     hint = 'an update never goes back; replicate("latest") takes what there is'
     return None, Failure("version-unavailable", text, hint)
+
+
+def is_known(state: State, replica: Replica, call: GroupCall) -> bool:
+    """What each shard of the replica holds, or can hold again, is known.
+
+    It is not where one is gone, or still fills its buffer for a call before this one: when it has heard how that one
+    ended, it may have all of the version after all.
+    """
+    members = [state.members.get(worker) for worker in replica.members.values()]
+    return len(members) == replica.shards and not any(_still_fills(call, member) for member in members)
+
+
+def _still_fills(call: GroupCall, member: Member | None) -> bool:
+    if member is None or not isinstance(member.content.buffer, Filling):
+        return False
+    told = member.report.call
+    return told is None or told.number < call.number
 
 
 def _is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
