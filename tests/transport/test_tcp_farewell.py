@@ -71,6 +71,20 @@ def test_who_never_reads_them_is_not_waited_for(ends: tuple[Wire, socket.socket]
     assert not closing.is_alive()
 
 
+def test_who_takes_a_little_now_and_then_is_not_waited_for(
+    ends: tuple[Wire, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one strange reader would keep a thread and a place for as long as it likes."""
+    monkeypatch.setattr("tensorhub.transport.tcp_farewell.MOST_S", 2 * LINGER_S)
+    wire, reader = ends
+    closing = sent_and_called_out(wire)
+    taken = 0
+    while closing.is_alive():
+        taken += len(reader.recv(16384))
+        assert taken < CHUNK_BYTES * 3 // 4, "it is waited for all the time"
+        closing.join(LINGER_S / 25)
+
+
 def test_a_cut_ends_the_wait_for_them(ends: tuple[Wire, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorhub.transport.tcp_farewell.LINGER_S", 10 * DEADLINE_S)
     wire, reader = ends

@@ -5,7 +5,8 @@ the last chunks, and the reason why there are no more. So its words are read for
 shut, to wake its owner, Linux resets as soon as more words come after our own end. There that end waits until all that
 was sent has arrived.
 
-It must never: wait longer than `LINGER_S` in which nothing arrives.
+It must never: wait longer than `LINGER_S` in which nothing arrives, or than `MOST_S` for a peer that takes a little now
+and then.
 """
 
 import array
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from .tcp_settings import limit_waits
 
 LINGER_S = 0.5
+MOST_S = 5.0  # some MiB were sent at most: who takes longer wants our thread, not our words
 _LINGER_BYTES = 256 * 1024
 _WORDS_BYTES = 16384
 _LOOK_AGAIN_S = 0.002  # the kernel tells nobody that all has arrived
@@ -38,17 +40,19 @@ def say_goodbye(sock: socket.socket, *, is_deaf: bool, is_cut: Callable[[], bool
 
 def _await_arrival(sock: socket.socket, is_cut: Callable[[], bool]) -> None:
     """Until the peer's side has all that was sent, or nothing of it arrives any more."""
-    least, deadline = None, 0.0
+    least, began = _unsent_bytes(sock), time.monotonic()
+    moved = began
     while (unsent := _unsent_bytes(sock)) and not is_cut():
-        if least is None or unsent < least:
-            least, deadline = unsent, time.monotonic() + LINGER_S
-        elif time.monotonic() >= deadline:
+        now = time.monotonic()
+        least, moved = (unsent, now) if unsent < least else (least, moved)
+        if now >= min(moved + LINGER_S, began + MOST_S):
             return
         time.sleep(_LOOK_AGAIN_S)
 
 
 def _unsent_bytes(sock: socket.socket) -> int:
-    """What the peer's side has not acknowledged."""
+    """What the peer's side has not acknowledged; 0 where the kernel does not tell."""
     found = array.array("i", [0])
-    fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, found)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, found)
     return found[0]
