@@ -1369,4 +1369,10 @@ MUTANTS = (
         "            had.append(None)\n",
         "an update that is made once more does not go back because one shard is the first to make it",
     ),
+    Mutant(
+        "who leaves a copy that nobody goes on filling takes its worker for slow",
+        "    if not progress.is_paused(state, read):  # one that does something else was not slow\n",
+        "    if True:\n",
+        "what a worker fetched instead is read from it, though another cut has that too",
+    ),
 )

@@ -1,6 +1,7 @@
 """Plans: a seed is data, data is text, and a failing plan is made small. Small plans that once failed are run again."""
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tensorhub.core.worker.events import Finished
 from tensorhub.sim.cluster import Cluster
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.groups import GroupJudge
+from tensorhub.sim.plan import Misfortune
 from tensorhub.sim.plantext import parse, render
 from tensorhub.sim.runner import run_cluster, run_plan
 from tensorhub.sim.shrink import shrink, what_broke
@@ -44,6 +46,15 @@ def test_what_was_drawn_can_be_written_down_and_is_the_same_history(seed: int) -
     first = run_cluster(drawn)
     written = parse(render(replace(plan, fates=tuple(drawn.fates.noted))))
     assert run_plan(written).digest == first.digest
+
+
+def test_who_sends_nothing_for_most_of_the_time_is_as_slow_as_one_that_takes_longer() -> None:
+    plan = replace(draw_plan(0), misfortunes=())
+    staying = Misfortune(1.0, "stutter", "trainer", inf, value=0.9)
+    slow = replace(plan, misfortunes=(staying,))
+    assert slow.slowest_read_s == pytest.approx(10 * plan.slowest_read_s)
+    passing = replace(plan, misfortunes=(replace(staying, length_s=5.0),))
+    assert passing.slowest_read_s == plan.slowest_read_s
 
 
 def test_a_misfortune_less_leaves_what_was_before_it_as_it_was() -> None:

@@ -160,10 +160,15 @@ class Plan:
 
     @property
     def slowest_read_s(self) -> float:
-        """As long as a whole version may take across an uplink that all shards share, from whoever stays slow."""
+        """As long as a whole version may take across an uplink that all shards share, from whoever stays slow.
+
+        Whoever sends nothing for nine tenths of the time is as slow as one that takes ten times as long.
+        """
         c, sites = self.conditions, dict.fromkeys(replica.site for replica in self.replicas)
         streams = len(sites) * sum(map(c.shards_in, dict.fromkeys(replica.cut for replica in self.replicas)))
-        slow = max([1.0, *(bad.value for bad in self.misfortunes if bad.kind == "slow" and bad.stays)])
+        staying = [bad for bad in self.misfortunes if bad.stays]
+        slow = max([1.0, *(bad.value for bad in staying if bad.kind == "slow")])
+        slow = max([slow, *(1 / (1 - bad.value) for bad in staying if bad.kind == "stutter")])
         return c.chunks * c.chunk_s * slow * (1 + c.uplink * streams)
 
     def with_conditions(self, **changes: object) -> "Plan":

@@ -73,7 +73,8 @@ def instead_of(
 
     if not any(all(would_do(line) for line in cut) for cut in crossing.cuts_to_read(model, record, member.line)):
         return False
-    yield Leave(member, read, state.now + progress.window_s(state))
+    if not progress.is_paused(state, read):  # one that does something else was not slow
+        yield Leave(member, read, state.now + progress.window_s(state))
     yield TakeBack(read)
     return (yield from set_out(state, model, record, member, to_host=read.grant.to_host))
 

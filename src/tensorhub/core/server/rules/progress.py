@@ -31,6 +31,14 @@ def its_own(state: State, read: OpenRead) -> OpenRead | None:
     return its_own
 
 
+def is_paused(state: State, read: OpenRead) -> bool:
+    """Its source is here, has a part of the version, and does nothing for the rest: it has something else to do."""
+    source = state.members.get(read.source)
+    if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.grant.from_host):
+        return False
+    return its_own(state, read) is None
+
+
 def is_held_up(state: State, read: OpenRead) -> bool:
     """Nothing comes by it, and its reader is there to say so."""
     reader = state.members.get(read.reader)
