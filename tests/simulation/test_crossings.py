@@ -6,7 +6,7 @@ import pytest
 
 from tensorhub.core.messages import PROTOCOL, Grant, Hello
 from tensorhub.core.names import Digest, Ticket, Version, WorkerId, worker_id
-from tensorhub.core.worker.events import ReadEnded
+from tensorhub.core.worker.events import ReadEnded, StopRead
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.crossings import CrossingJudge
 from tensorhub.sim.truth.life import Life, Memory
@@ -94,6 +94,10 @@ class Bench:
         self.at(now)
         self.truth.accepted(self.second, behind, 0)
 
+    def second_leaves_first(self, now: float) -> None:
+        self.at(now)
+        self.truth.wants(self.second, StopRead(Ticket(3)))
+
     def chunk_goes_to_second(self, now: float) -> None:
         self.at(now)
         self.second.read = self.late
@@ -130,5 +134,16 @@ def test_who_got_a_chunk_soon_after_its_source_had_it_may_not_read_from_afar() -
 
 def test_whose_source_got_nothing_for_long_either_may_read_from_afar_though_it_got_something_then() -> None:
     bench = Bench()
-    bench.chunk_comes_to_second_behind_first(13.3, first_had_it_at=12.5)
+    bench.chunk_comes_to_second_behind_first(13.1, first_had_it_at=12.9)
+    bench.second_leaves_first(12.9 + 0.9 * bench.truth.spread_s)
     bench.chunk_goes_to_second(20.5)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_did_not_leave_it_for_that_may_not(leaves: bool) -> None:
+    bench = Bench()
+    bench.chunk_comes_to_second_behind_first(13.1, first_had_it_at=12.9)
+    if leaves:
+        bench.second_leaves_first(12.9 + 1.1 * bench.truth.spread_s)
+    with pytest.raises(OracleViolation, match="has or reads it"):
+        bench.chunk_goes_to_second(20.5)

@@ -215,6 +215,7 @@ class ControlPlane:
                 connection.is_refused = True  # it is closed after that
                 del self.connections[sender]
                 self._break_at_worker(connection)  # should its last word be lost
+                self.cluster.watch.turned_away(connection.process)
             else:
                 self.cluster.watch.ordered(connection.process, message)
             if self.plan.conditions.codec:

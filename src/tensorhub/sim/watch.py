@@ -101,6 +101,10 @@ class Watch:
         self.truth.ordered(life, orders)
         self.versions.ordered(life, orders)
 
+    def turned_away(self, process: "Process") -> None:
+        """The server refuses what it has said, and closes its connection."""
+        self.truth.turned_away(self.life(process))
+
     def disconnected(self, process: "Process") -> None:
         """The server has noticed that a connection is gone."""
         self.life(process).is_connected = False

@@ -23,7 +23,7 @@ class Judge:
     @property
     def spread_s(self) -> float:
         """By then news have got about among those who can be heard."""
-        return 2 * self.settings.report_s + 6 * self.conditions.delay_s + 0.1
+        return self.truth.spread_s
 
     def broken(self, what: str, promise: str = "") -> None:
         """The history ends here."""

@@ -131,7 +131,7 @@ class Life:
     heard: Report | None = None  # the latest that a server took in
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server
-    refused_at: float = -inf  # when it was told last that it has no session
+    turned_away_at: float = -inf  # when a server last said that it has no session, wherever that got
     heard_since: float = inf  # when that life of the server first heard it
     away_until: float = -inf  # for about a lease before that the server had not heard it
     idle_for: Version | None = None  # it is ready to read that, and reads nothing
@@ -153,6 +153,7 @@ class Life:
     starved: deque[tuple[float, float]] = field(  # from when to when reads brought nothing for long, of late
         default_factory=lambda: deque(maxlen=MOST_SPANS)
     )
+    starved_at: float = -inf  # when its open read last brought something after it had brought nothing for long
     stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had more: when its read last did
     failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
     poisoned: bool = False  # a fill that had written ended badly

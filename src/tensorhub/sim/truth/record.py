@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from ...core.messages import Holding, Orders, Refusal, Report
+from ...core.messages import Holding, Orders, Report
 from ...core.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
 from ...core.worker import events
 from ...core.worker.events_across import PartEnded
@@ -63,6 +63,11 @@ class Truth:
     @property
     def now(self) -> float:
         return self.world.now
+
+    @property
+    def spread_s(self) -> float:
+        """By then news have got about among those who can be heard."""
+        return 2 * self.plan.settings.report_s + 6 * self.plan.conditions.delay_s + 0.1
 
     # --- who lives ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +190,7 @@ class Truth:
 
         One that was refused, and has not been heard since, has no session.
         """
-        if life.refused_at > life.heard_at:
+        if life.turned_away_at >= life.heard_at:
             return False
         since = max(life.heard_at, self.troubles.server_back)
         return life.is_alive and life.heard_by == self.server_life and self.now < since + self.plan.settings.lease_s
@@ -215,8 +220,6 @@ class Truth:
                 if life.call is None:
                     left = self.now, self.now + left_s
                     life.call = Call(verb, spec, root, *left, had, root_had, waits=waits)
-            case events.Received(Refusal()):
-                life.refused_at = self.now
             case events.Cancelled():
                 if life.call is not None:
                     life.call.is_cancelled = True
@@ -252,7 +255,7 @@ class Truth:
         read, life.read = life.read, None
         if read is None:
             return
-        self._note_stood_still(life, read, read.done)
+        self._note_stood_still(life, read, read.done, is_left=read.is_stopped)
         version, root = read.grant.version, read.root
         life.crossed = (version, life.crosses_since(read)) if read.is_cross_site else None
         if complete and read.grant.to_host:
@@ -292,6 +295,8 @@ class Truth:
                 life.trust_until = until
             case events.StopRead(ticket):
                 life.stopped[ticket] = None
+                if life.read is not None and ticket in life.read.tickets:
+                    self._note_stood_still(life, life.read, life.read.done, is_left=True)
             case events.Finished() as finished:
                 if life.call is not None:
                     life.call.outcome = finished
@@ -311,7 +316,7 @@ class Truth:
         life.call = None
 
     def begins(self, life: Life, read: Read) -> None:
-        life.read, life.fed_at = read, self.now
+        life.read, life.fed_at, life.starved_at = read, self.now, -inf
         filling = read.grant.version, read.grant.to_host
         if life.filling != filling or not read.done:
             life.filling, life.landed = filling, {}
@@ -328,16 +333,20 @@ class Truth:
             life.starved.append((life.fed_at, self.now))
         life.fed_at = self.now
 
-    def _note_stood_still(self, life: Life, read: Read, missing: int) -> None:
+    def _note_stood_still(self, life: Life, read: Read, missing: int, *, is_left: bool = False) -> None:
         """Nothing came by its read for as long as a source is left for.
 
-        That source had the chunk that was missing; or it was to get it itself, and nothing had come there either.
+        That source had the chunk that was missing; or it was to get it itself, and nothing had come there either. Of
+        one that has not all of the version itself that counts only if it was left for it.
         """
         source = self.lives.get(read.grant.source)
         if source is None or len(read.tickets) > 1 or source.cut != life.cut:
             return
         since = source.has_had(read.grant.version, missing, on_host=read.grant.from_host)
-        if self.now - max(life.fed_at, since) >= self.plan.settings.stalled_s:
+        is_still = self.now - max(life.fed_at, since) >= self.plan.settings.stalled_s
+        if is_still and not (is_left or source.has(read.grant.version)):
+            life.starved_at = self.now
+        elif is_still or (is_left and self.now - life.starved_at < self.spread_s):
             life.stood_still[source.me] = self.now
 
     def said(self, life: Life, report: Report) -> None:
@@ -362,6 +371,10 @@ class Truth:
                 break
             if 0 < call.number <= report.ended:
                 call.end_heard = self.now
+
+    def turned_away(self, life: Life) -> None:
+        """The server says to it that it has no session; it may never get there."""
+        life.turned_away_at = self.now
 
     def ordered(self, life: Life, orders: Orders) -> None:
         """The server says something to it; it may never get there."""
