@@ -11,6 +11,7 @@ import tensorhub
 from runtime.kit import in_threads
 from tensorhub import Box
 from tensorhub.runtime import cutting
+from tensorhub.transport import nixl_probe
 
 ROWS, COLUMNS = 300, 128
 SHAPE = (ROWS, COLUMNS)
@@ -72,6 +73,15 @@ def test_rows_to_columns_to_rows(replica):
         assert fill(engine, verb) == fill(other, verb) == version
         assert engine[0][0].metadata == {"step": version}
     in_threads(*(weights.check for weights, _, _ in (*trainer, *engine, *other)))
+
+
+@pytest.mark.skipif(bool(nixl_probe.probe().why_not), reason=nixl_probe.probe().why_not or "it is here")
+def test_rows_to_columns_by_nixl_only(replica):
+    trainer = replica("trainer", (0, 100, 170, ROWS), 0, transports="nixl")
+    engine = replica("engine", (0, 64, COLUMNS), 1, transports="nixl")
+    for version in (1, 2):
+        publish(trainer, version)
+        assert fill(engine, "update") == version
 
 
 def test_the_servers_log_says_who_reads_which_part_from_whom(replica, caplog):

@@ -4,7 +4,8 @@ For RDMA, NVLink and CUDA IPC; on one host without any of them UCX copies from p
 CPU carries no byte. It needs the extra `tensorhub[nixl]`; loading it is tried in a child process first (`nixl_probe`).
 
 What is said goes over a socket of the tcp transport's kind (`nixl_server`, `nixl_reader`); what is copied, NIXL copies
-(`nixl_agent`, `nixl_meeting`), from places that both ends know (`nixl_memory`). UCX falls back to TCP in silence, where
+(`nixl_agent`, `nixl_meeting`), from places that both ends know (`nixl_memory`); pieces of another layout by way of host
+memory here (`nixl_pieces`). UCX falls back to TCP in silence, where
 our own sockets are several times faster, and where a read from a stopped source can neither be called back nor fenced
 without harm. So each thread of a read proves its way first (`nixl_path`), and where it is TCP the read ends with
 `TransportMissing`.
@@ -28,9 +29,11 @@ from typing import Any
 from . import nixl_path
 from .base import OnEnd, Sink
 from .nixl_agent import Agents, load
+from .nixl_pieces import NixlPieces
 from .nixl_probe import DEADLINE_S, Probe, require
-from .nixl_reader import NixlJob, NixlRead
+from .nixl_reader import NixlJob, NixlRead, NixlStream
 from .nixl_server import NixlServer
+from .parcels import Piecewise
 from .tcp import TcpTransport
 from .tcp_reader import TcpRead
 from .tcp_server import TcpServer
@@ -93,7 +96,8 @@ class NixlTransport(TcpTransport):
         return NixlServer(self.settings, self._agents, self._facts)
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
-        return NixlRead(self.settings, endpoint, key, sink, ending, self._make_job)
+        streams = NixlPieces if isinstance(sink, Piecewise) else NixlStream
+        return NixlRead(self.settings, endpoint, key, sink, ending, self._make_job, streams)
 
     def _make_job(self, endpoint: str, key: str, sink: Sink) -> NixlJob:
         return NixlJob(self.settings, endpoint, key, sink, self._agents, self._facts, self._mine.allow_tcp)

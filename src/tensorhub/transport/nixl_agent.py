@@ -104,7 +104,7 @@ class Agent:
         )
         self._inside = 0
         self._changed = threading.Condition()
-        self._regions: WeakKeyDictionary[ByteStream, Region] = WeakKeyDictionary()
+        self._regions: WeakKeyDictionary[object, Region] = WeakKeyDictionary()
         self._orphans: deque[Region] = deque()  # regions whose stream is gone: filled by the garbage collector
         self._peers: dict[str, int] = {}  # and the number of open reads
         self.connecting = threading.Lock()  # for readers: one thread at a time makes first contact
@@ -164,24 +164,31 @@ class Agent:
 
     def region(self, stream: ByteStream) -> Region | None:
         """The stream's memory, registered for as long as the stream exists; None for one without addresses."""
+        return self._region(stream, lambda: places_of(stream))
+
+    def know(self, owner: object, place: Place) -> None:
+        """Register that memory for as long as its owner exists."""
+        self._region(owner, lambda: [place])
+
+    def _region(self, owner: object, find: Callable[[], list[Place] | None]) -> Region | None:
         with self._using():
             with self._changed:
-                known = self._regions.get(stream)
+                known = self._regions.get(owner)
             with suppress(IndexError):
                 while True:
                     self._deregister(self._orphans.popleft())
             if known is not None:
                 return known
-            places = places_of(stream)
+            places = find()
             if places is None:
                 return None
             made = self._register(places)
             with self._changed:
-                known = self._regions.setdefault(stream, made)
+                known = self._regions.setdefault(owner, made)
             if known is not made:
                 self._deregister(made)
             else:
-                finalize(stream, self._orphans.append, made).atexit = False
+                finalize(owner, self._orphans.append, made).atexit = False
             return known
 
     def _register(self, places: list[Place]) -> Region:

@@ -104,6 +104,10 @@ class Meeting:
                 self._plan = Plan(self.agent, self.peer, region.places, places, sink.chunk_bytes)
             return self._plan
 
+    def plan_of(self, ours: Place, theirs: list[Place]) -> Plan:
+        """Of bytes that are fetched once, all into one place that is known. Raises `Broken`. To be closed."""
+        return Plan(self.agent, self.peer, [ours], theirs, ours.size_bytes)
+
     def close(self) -> None:
         if self._plan is not None:
             self._plan.close()

@@ -31,6 +31,7 @@ from .nixl_meeting import Meeting, Plan
 from .nixl_memory import SEAL_BYTES
 from .nixl_path import HOST, Facts, Lane
 from .nixl_server import SCHEME, Memory
+from .parcels import Piecewise
 from .tcp_addresses import Address
 from .tcp_addresses import parse_endpoint as parse_tcp_endpoint
 from .tcp_dial import dial
@@ -73,6 +74,8 @@ class NixlJob(Job):
 
     def register(self) -> None:
         """Make the sink's memory known to NIXL, once. Before anybody is spoken to: to pin much of it takes seconds."""
+        if isinstance(self.sink, Piecewise):
+            return  # parcels land in memory of the read's own
         agent: Agent | None = None
         try:
             agent = self.agents.current()
@@ -103,8 +106,9 @@ class NixlRead(TcpRead):
         sink: Sink,
         ending: Callable[[TcpRead], OnEnd],
         make_job: Callable[[str, str, Sink], NixlJob],
+        streams: "type[NixlStream]",
     ) -> None:
-        self._make_job = make_job
+        self._make_job, self._streams = make_job, streams
         super().__init__(settings, endpoint, key, sink, ending)
 
     def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
@@ -113,7 +117,7 @@ class NixlRead(TcpRead):
     def opened(self, index: int) -> AbstractContextManager[Stream]:
         assert isinstance(self.job, NixlJob)
         self.job.register()
-        return opened(self.job, index, partial(dial, parse=parse_endpoint), NixlStream)
+        return opened(self.job, index, partial(dial, parse=parse_endpoint), self._streams)
 
     @property
     def path(self) -> str:
@@ -163,10 +167,6 @@ class NixlStream(Stream):
             raise self._left(f"NIXL cannot reach it: {error}", TransportMissing) from error
         self._prove()
         return manifest
-
-    def send_parcels(self) -> None:
-        if self.job.parcels is not None:
-            raise TransportMissing("pieces of another layout are not read over nixl yet", hint=USE_TCP)
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> None:
         """NIXL brings the bytes, in threads of its own."""
@@ -277,7 +277,11 @@ class NixlStream(Stream):
             raise self.job.lost(str(error)) from error
         if not self._look(self.job.settings.silence_s)[0]:
             raise self._left("it has taken its promise back")
-        self._read_bytes += stop - start
+        self.note_read(stop - start)
+
+    def note_read(self, size_bytes: int) -> None:
+        """So many bytes more have come: the source is told of them with what is asked for next."""
+        self._read_bytes += size_bytes
         if not self.asked and self._read_bytes > self._told_bytes:  # perhaps the last: nothing may be left to ask for
             with suppress(Vanished):  # what it said last can still be read
                 self.ask(())
