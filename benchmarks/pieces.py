@@ -6,17 +6,21 @@ what a plain program gets that knows the addresses, and what is done today: full
 
 import random
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import product
 from math import inf
+
+from tensorhub.transport.nixl_agent import MODULES
 
 from .peers_run import GATHERED_FIRST, run_peer
 from .processes import Child, Failed
 from .section import Goal, Options, Samples, Section, size_text
 
 RUNS = (256, 1024, 4096, 65536)
-KINDS = ("local", "tcp")
+HAS_NIXL = any(map(find_spec, MODULES))
+KINDS = ("local", "tcp", *(["nixl"] if HAS_NIXL else []))
 GOALS = {65536: 0.8, 4096: 0.65}
-WAYS = {"local": "local", "copied": "local, from a host copy", "tcp": "tcp"}
+WAYS = {"local": "local", "copied": "local, from a host copy", "tcp": "tcp"} | ({"nixl": "nixl"} if HAS_NIXL else {})
 OTHERS = (("local", "plain program"), ("tcp", "plain program"), ("gloo", "full tensors first"))
 CONTESTANTS = (*product(WAYS, ("pieces", "same layout")), *OTHERS)
 BESIDE = (("local", "pieces"), ("local", "plain program"), ("tcp", "pieces"), ("tcp", "plain program"), OTHERS[-1])
@@ -55,7 +59,7 @@ class Sides:
 
     def read(self, way: str, what: str) -> dict[str, float]:
         """One transfer."""
-        kind = "tcp" if way == "tcp" else "local"
+        kind = "local" if way == "copied" else way
         suffix = "copied" if way == "copied" else ""
         asked = {"kind": kind, "endpoint": self.endpoints[kind]}
         if what == "pieces":
@@ -86,7 +90,7 @@ def run(options: Options) -> list[Section]:
             pieces, same = found[way, "pieces"], found[way, "same layout"]
             ratio, cpu = pieces.rate / (same.rate or inf), _cpu(same) / (_cpu(pieces) or inf)
             cells += [_rate(pieces), _rate(same), f"{ratio:.2f}", f"{cpu:.2f}"]
-            if run_bytes in GOALS and way != "copied":
+            if run_bytes in GOALS and way in ("local", "tcp"):
                 wanted, got = f"≥ {GOALS[run_bytes]}", f"{ratio:.2f} (by CPU: {cpu:.2f})"
                 is_known = bool(pieces.seconds and same.seconds)
                 is_met = ratio >= GOALS[run_bytes] if is_known else None
