@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .group import Group, open_group
     from .loading import Loaded, load, load_shards
     from .memory.empty import empty, empty_like
+    from .sets import WeightsSet, open_set
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ _LAZY = {
     **dict.fromkeys(("Group", "open_group"), ".group"),
     **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
     **dict.fromkeys(("empty", "empty_like"), ".memory.empty"),
+    **dict.fromkeys(("WeightsSet", "open_set"), ".sets"),
 }
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "VersionUnavailable",
     "View",
     "Weights",
+    "WeightsSet",
     "aio",
     "connect",
     "empty",
@@ -92,6 +95,7 @@ __all__ = [
     "load_shards",
     "open",
     "open_group",
+    "open_set",
     "serve",
 ]
 

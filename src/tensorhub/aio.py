@@ -23,7 +23,7 @@ from .loading import load_async, load_shards_async
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
 from .runtime.client import Client
-from .runtime.config import Options, check_integer, check_name, parse_fraction, parse_seconds, worker_options
+from .runtime.config import Options, check_name, check_place, parse_fraction, parse_seconds, worker_options
 from .runtime.descriptions import layout_of, metadata_of
 from .runtime.errands import Undo
 from .runtime.loops import LoopThread, check_process, loop_thread
@@ -37,7 +37,6 @@ T = TypeVar("T")
 
 load, load_shards = load_async, load_shards_async  # as in `tensorhub`, awaited
 
-MOST_SHARDS = 4096
 LEAVE_IN_A_HURRY_S = 5.0  # when a `with` block ends by an exception: nobody wants to wait for slow readers then
 
 
@@ -76,17 +75,19 @@ async def open(
         connect_s=_seconds(timeout, "timeout"),
         timeout_s=_seconds(call_timeout, "call_timeout"),
     )
-    check_name(model, "model")
-    check_name(replica, "replica")
-    check_integer(shards, "shards", least=1, most=MOST_SHARDS)
-    check_integer(shard, "shard", least=0, most=shards - 1)
+    return await _join(model, replica, shard, shards, reliable, options)
+
+
+async def _join(
+    model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options, companions: Sequence[str] = ()
+) -> "Weights":
+    """`companions`: the other models of its set."""
+    check_place(model, replica, shard, shards)
     if not isinstance(reliable, bool):
         raise UsageError(f"reliable={reliable!r} is neither True nor False")
-    deadline = time.monotonic() + options.connect_s
-    thread = loop_thread()
-    opening = open_client(model, replica, shard, shards, reliable, options, deadline)
-    client = await thread.here(opening, undo=leave_at_once)
-    return Weights(client, thread)
+    deadline, thread = time.monotonic() + options.connect_s, loop_thread()
+    opening = open_client(model, replica, shard, shards, reliable, options, deadline, companions=companions)
+    return Weights(await thread.here(opening, undo=leave_at_once), thread)
 
 
 class Weights:

@@ -2,31 +2,25 @@
 
 For an engine that has several shards in one process, and for whoever wants a full model of N shards without boxes. Each
 shard is a worker of its own, as if it lived in a process of its own; their calls run at the same time, which is what a
-group's calls need. It must never: leave a call under way at some shards when it has ended at another.
+group's calls need.
 """
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from . import aio
 from .core.boxes import Box
-from .core.errors import GroupIncomplete, GroupMismatch, UsageError
+from .core.errors import UsageError
 from .core.messages import Spec
-from .core.metadata import Json, encode_metadata
+from .core.metadata import Json
 from .memory.registration import register as register_tensors
-from .runtime.config import check_integer, parse_seconds, worker_options
+from .runtime.config import MOST_SHARDS, check_integer, parse_seconds, worker_options
 from .runtime.loops import loop_thread
+from .several import Several, all_or_none, leave
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
-
-T = TypeVar("T")
-
-ECHOES = (GroupIncomplete, GroupMismatch)  # what the other shards hear of when one has failed
 
 
 def open_group(
@@ -52,7 +46,7 @@ def open_group(
 
     `host_bytes` is for each shard. Where one of them cannot join none does.
     """
-    check_integer(shards, "shards", least=1, most=aio.MOST_SHARDS)
+    check_integer(shards, "shards", least=1, most=MOST_SHARDS)
     began = time.monotonic()
     options = worker_options(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
 
@@ -79,13 +73,13 @@ def open_group(
             )
             for shard in range(shards)
         ]
-        return await _all_or_none(opening)
+        return await all_or_none(opening)
 
     what = f"open_group of {model}/{replica}"
-    return Group(loop_thread().wait(join(), deadline=began + options.connect_s, what=what, undo=_leave))
+    return Group(loop_thread().wait(join(), deadline=began + options.connect_s, what=what, undo=leave))
 
 
-class Group:
+class Group(Several):
     """All shards of one replica, in order, in this process. Made by `open_group`.
 
     A call is made for all shards at once, and returns when all have ended; of their errors it raises the cause. What a
@@ -93,22 +87,14 @@ class Group:
     """
 
     def __init__(self, members: list[aio.Weights]) -> None:
-        self._members = members
-        self._name = f"{members[0]._client.me.model}/{members[0]._client.me.replica}[0..{len(members) - 1}]"
+        me = members[0]._client.me
+        super().__init__(members, f"{me.model}/{me.replica}[0..{len(members) - 1}]")
 
     def __repr__(self) -> str:
         return f"<Group {self._name}>"
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def __enter__(self) -> "Group":
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(timeout=None if error is None else self._members[0]._hurry())
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -135,40 +121,6 @@ class Group:
         works = [member.take(one) for member, one in zip(self._members, taken, strict=True)]
         self._wait(works, None, "register()")
 
-    def suspend(self, *, timeout: float | None = None) -> None:
-        """As `Weights.suspend`, of all shards."""
-        self._all(lambda m: m.suspend(timeout=timeout), timeout, "suspend()")
-
-    def resume(self) -> None:
-        """As `Weights.resume`, of all shards: what was registered is looked for where it is now."""
-        self._all(lambda m: m.resume(), None, "resume()")
-
-    def publish(
-        self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
-    ) -> int:
-        """As `Weights.publish`, of all shards."""
-        return self._all(lambda m: m.publish(version, metadata=metadata, timeout=timeout), timeout, "publish()")[0]
-
-    def unpublish(self, *, timeout: float | None = None) -> None:
-        """As `Weights.unpublish`, of all shards."""
-        self._all(lambda m: m.unpublish(timeout=timeout), timeout, "unpublish()")
-
-    @contextmanager
-    def mutating(
-        self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
-    ) -> Iterator[None]:
-        """As `Weights.mutating`: the block may change the tensors of all shards."""
-        if metadata is not None:
-            encode_metadata(metadata)
-        try:
-            self._all(lambda m: m._claim(version, timeout=timeout), timeout, f"mutating(version={version!r})")
-            yield
-        except BaseException:
-            for member in self._members:
-                member._drop_claim()
-            raise
-        self.publish(version, metadata=metadata, timeout=timeout)
-
     def replicate(self, spec: Spec = "latest", *, wait: bool = False, timeout: float | None = None) -> int:
         """As `Weights.replicate`, of all shards."""
         return self._all(lambda m: m.replicate(spec, wait=wait, timeout=timeout), timeout, f"replicate({spec!r})")[0]
@@ -176,18 +128,6 @@ class Group:
     def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
         """As `Weights.update`, of all shards."""
         return self._all(lambda m: m.update(spec, timeout=timeout), timeout, f"update({spec!r})")[0]
-
-    def prefetch(self, spec: Spec = "latest") -> None:
-        """As `Weights.prefetch`, of all shards."""
-        self._all(lambda m: m.prefetch(spec), None, f"prefetch({spec!r})")
-
-    def pin(self, version: int, *, timeout: float | None = None) -> None:
-        """As `Weights.pin`, of all shards."""
-        self._all(lambda m: m.pin(version, timeout=timeout), timeout, f"pin({version!r})")
-
-    def unpin(self, version: int, *, timeout: float | None = None) -> None:
-        """As `Weights.unpin`, of all shards."""
-        self._all(lambda m: m.unpin(version, timeout=timeout), timeout, f"unpin({version!r})")
 
     def wait_held(self, version: int, fraction: float = 1.0, *, timeout: float | None = None) -> tuple[str, ...]:
         """As `Weights.wait_held`."""
@@ -198,90 +138,13 @@ class Group:
         """As `Weights.wait_for`."""
         return self._wait([self._members[0].wait_for(spec, timeout=timeout)], timeout, f"wait_for({spec!r})")[0]
 
-    def check(self, *, timeout: float | None = None) -> None:
-        """As `Weights.check`, of all shards."""
-        self._all(lambda m: m.check(timeout=timeout), timeout, "check()")
-
-    def close(self, *, timeout: float | None = None) -> None:
-        """As `Weights.close`, of all shards. Idempotent."""
-        self._all(lambda m: m.close(timeout=timeout), timeout, "close()")
-
     # --- how things are -----------------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int | None:
-        """The version that every shard holds, whole and verified; None if there is none."""
-        held = {member.version for member in self._members}
-        return held.pop() if len(held) == 1 else None
 
     @property
     def metadata(self) -> dict[str, Json] | None:
         """What its publisher said of the version that every shard holds; None if there is none."""
-        return self._members[0].metadata if self.version is not None else None
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Chunks in place, and chunks in all, of the fills under way, all shards together."""
-        every = [member.progress for member in self._members]
-        return sum(done for done, _ in every), sum(chunks for _, chunks in every)
+        return self._metadata()
 
     def statistics(self) -> list[dict[str, object]]:
         """Counters of each shard, in order."""
         return [member.statistics() for member in self._members]
-
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _all(
-        self, call: Callable[[aio.Weights], Coroutine[object, object, T]], timeout: float | None, what: str
-    ) -> list[T]:
-        return self._wait([call(member) for member in self._members], timeout, what)
-
-    def _wait(self, works: list[Coroutine[object, object, T]], timeout: float | None, what: str) -> list[T]:
-        first = self._members[0]
-        try:
-            first._check_process()
-            deadline = first._deadline(timeout)
-        except BaseException:
-            for work in works:
-                work.close()
-            raise
-        with ExitStack() as waiting:
-            for member in self._members:
-                waiting.enter_context(member._client.callers.blocked())
-            return first._thread.wait(_together(works), deadline=deadline, what=f"{what} of {self._name}")
-
-
-async def _together(works: list[Coroutine[object, object, T]]) -> list[T]:
-    """All of them at once, to the end of the last. Raises the error that the others came of."""
-    found = await asyncio.gather(*works, return_exceptions=True)
-    errors = [each for each in found if isinstance(each, BaseException)]
-    if errors:
-        raise _cause(errors)
-    return [each for each in found if not isinstance(each, BaseException)]
-
-
-def _cause(errors: Sequence[BaseException]) -> BaseException:
-    return min(errors, key=lambda error: isinstance(error, ECHOES))
-
-
-async def _all_or_none(opening: list[Coroutine[object, object, aio.Weights]]) -> list[aio.Weights]:
-    tasks = [asyncio.ensure_future(each) for each in opening]
-    try:
-        await asyncio.wait(tasks)
-    except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await _leave([task.result() for task in tasks if not task.cancelled() and task.exception() is None])
-        raise
-    errors = [error for error in (task.exception() for task in tasks) if error is not None]
-    opened = [task.result() for task in tasks if task.exception() is None]
-    if errors:
-        await _leave(opened)
-        raise _cause(errors)
-    return opened
-
-
-async def _leave(opened: list[aio.Weights]) -> None:
-    """They were opened when another could not be, or when their caller gave up: nobody will ever use them."""
-    await asyncio.gather(*(each._leave() for each in opened))

@@ -12,7 +12,7 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually, in_threads, within
-from tensorhub.core.server.catalog import VersionRecord
+from tensorhub.core.server.records import VersionRecord
 
 torch = pytest.importorskip("torch")
 

@@ -204,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "publishing right after a restart",
-        "    return witness.why_unwitnessed(model, replica) if model.roll.is_over else _recovering(state)\n",
+        "    return witness.why_unwitnessed(model, replica) if model.roll.is_over else witness.recovering(state)\n",
         "    return witness.why_unwitnessed(model, replica)\n",
         "after a restart nothing is published while anybody is missing: the number may be taken",
     ),
@@ -281,14 +281,14 @@ MUTANTS = (
     ),
     Mutant(
         "what is lost is the latest all the same",
-        "available = tuple(version for version in existing if not self.is_lost(self.versions[version]))",
-        "available = tuple(existing)",
+        "found = tuple(version for version in existing if not self.is_lost(self.versions[version]))",
+        "found = existing",
         "nobody waits for what nobody can have any more",
     ),
     Mutant(
         "the old version is withdrawn before the new one is within reach",
-        "        case Holding(version=held) if held != version and worker.has_within_reach(version):\n",
-        "        case Holding(version=held) if held != version:\n",
+        " and worker.has_within_reach(version) and not call.is_held_back:\n",
+        " and not call.is_held_back:\n",
         "a version is not given up for one that may not come",
     ),
     Mutant(
@@ -1069,7 +1069,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody waits for what is yet to come",
-        " and not (call.waits and _may_come(model, call.spec)):\n",
+        " and not (call.waits and resolving.may_come(model, call.spec)):\n",
         ":\n",
         "replicate(n, wait=True) waits until n is published",
     ),
@@ -1263,8 +1263,8 @@ MUTANTS = (
     ),
     Mutant(
         "an update that is made once more may go back",
-        "    if floor is None or version >= floor:\n",
-        "    if True:\n",
+        "    if floor is None or version >= floor:\n        return version, None\n    newer = [each for each in model.available()",
+        "    if True:\n        return version, None\n    newer = [each for each in model.available()",
         "update never goes back, whatever is lost meanwhile",
     ),
     Mutant(
@@ -1374,5 +1374,65 @@ MUTANTS = (
         "    if not progress.is_paused(state, read):  # one that does something else was not slow\n",
         "    if True:\n",
         "what a worker fetched instead is read from it, though another cut has that too",
+    ),
+    Mutant(
+        "a member of a set gives up what it holds on its own",
+        " and not call.is_held_back:\n",
+        ":\n",
+        "nothing is given up before each model of a set has its new version within reach",
+    ),
+    Mutant(
+        "what a set needs is not kept",
+        "            retained.update(dict.fromkeys(versions[: self.retain]))\n",
+        "            pass\n",
+        "the newest version that all models of a set have is kept, though one of them is ahead",
+    ),
+    Mutant(
+        "what another model of the set has got is no news",
+        "            state.mark_waiting_dirty(state.models[name], NEWS)\n    if former is None or former.newest_est",
+        "            pass\n    if former is None or former.newest_est",
+        "who waits for a version of the set hears of it when the last of its models has it",
+    ),
+    Mutant(
+        "a publisher is refused for what only a set needs",
+        "not is_squeezed or (not model.is_of_a_set_only(version) and covered.is_whole(state, model, record))\n",
+        "not is_squeezed or covered.is_whole(state, model, record)\n",
+        "where there is no room the newest version comes before one that a set needs",
+    ),
+    Mutant(
+        "an update of a set goes back",
+        "    if floor is None or version >= floor:\n        return version, None\n    newer = [each for each in model.available(c",
+        "    if True:\n        return version, None\n    newer = [each for each in model.available(c",
+        "an update of a set never goes behind what all of its members have held",
+    ),
+    Mutant(
+        "what all members of a set hold is not kept",
+        "    if held is not None and is_enough(call.spec, held, version):\n        return held, None\n    if version is None:\n",
+        "    if version is None:\n",
+        "an update of a set keeps what its members hold where nothing newer is there",
+    ),
+    Mutant(
+        "a member of a set fetches ahead what only its own model has",
+        "    latest = next(iter(model.available(member.hello.companions)), None)\n",
+        "    latest = model.latest\n",
+        "host memory is for versions that all models of a set have",
+    ),
+    Mutant(
+        "shards of different sets choose for each other",
+        "    return named[0] if named.count(named[0]) == len(named) else None\n",
+        "    return named[0]\n",
+        "all shards of a replica mean the same set",
+    ),
+    Mutant(
+        "a version of a set is chosen before all of its models were heard",
+        "    if not (is_heard and witness.is_whole(state, model, replica)):\n",
+        "    if not witness.is_whole(state, model, replica):\n",
+        "a restarted server chooses nothing older than what it has not heard of yet",
+    ),
+    Mutant(
+        "a set waits for a number that one of its models has passed by",
+        "    never = _why_never((model, *others), call.spec) if isinstance(call.spec, int) else None\n",
+        "    never = None\n",
+        "nobody waits for a number that can never come",
     ),
 )

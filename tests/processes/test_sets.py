@@ -1,4 +1,7 @@
-"""Two models under one number, while trainers and rollouts are killed: nobody ever has members of two versions."""
+"""Two models under one number, while trainers and rollouts are killed: nobody ever has members of two versions.
+
+Once as one model that has both in it, and once as a set of two, each with a trainer of its own.
+"""
 
 import json
 import random
@@ -46,6 +49,51 @@ for version in range(view.next_version("pair"), 1 << 20):
         for each in members.parameters():
             each.fill_(float(version))
 """
+SET_ROLLOUT = """
+import torch
+members = {"target": torch.nn.Linear(1500, 700), "draft": torch.nn.Linear(40, 20)}
+RETRYABLE = (tensorhub.Unavailable, tensorhub.TransferError, tensorhub.SessionLost)
+weights = tensorhub.open_set(list(members), replica=sys.argv[2], server=address, reliable=False, timeout=30)
+weights.register(members)
+
+def numbers():
+    return {name: sorted({float(v) for each in part.parameters() for v in each.detach().unique()})
+            for name, part in members.items()}
+
+while True:
+    try:
+        weights.update(timeout=10)
+    except RETRYABLE:
+        pass
+    say(version=weights.version, **(numbers() if weights.version is not None else {}))
+"""
+SET_TRAINER = """
+import torch
+mine, other = (name := sys.argv[2].split("-")[0]), {"target": "draft", "draft": "target"}[name]
+part = {"target": torch.nn.Linear(1500, 700), "draft": torch.nn.Linear(40, 20)}[mine]
+RETRYABLE = (tensorhub.Unavailable, tensorhub.TransferError, tensorhub.SessionLost)
+weights = tensorhub.open(mine, replica=sys.argv[2], server=address, timeout=30)
+weights.register(part)
+view = tensorhub.connect(address)
+try:
+    begun = weights.replicate("latest", timeout=10)
+except RETRYABLE:
+    begun = None
+say(begins=view.next_version(mine))
+for version in range(view.next_version(mine), 1 << 20):
+    while view.next_version(other) < version:  # so that neither runs ahead of the other
+        time.sleep(0.02)
+    with weights.mutating(version=version, timeout=30), torch.no_grad():
+        for each in part.parameters():
+            each.fill_(float(version))
+"""
+PROGRAMS = {
+    "trainer": MODELS + TRAINER,
+    "rollout": MODELS + ROLLOUT,
+    "target": SET_TRAINER,
+    "draft": SET_TRAINER,
+    "reader": SET_ROLLOUT,
+}
 
 
 class Life:
@@ -54,7 +102,7 @@ class Life:
     def __init__(self, kind, number, server, folder):
         self.kind, self.name = kind, f"{kind}-{number}"
         self.path, self.log = folder / f"{self.name}.out", folder / f"{self.name}.log"
-        text = BEFORE + MODELS + (TRAINER if kind == "trainer" else ROLLOUT)
+        text = BEFORE + PROGRAMS[kind]
         with self.path.open("wb") as out, self.log.open("wb") as log:
             self.process = Forked(program(text), [server, self.name], stdout=out, stderr=log)
 
@@ -68,40 +116,96 @@ class Life:
         return any((each["version"] or -1) >= version for each in self.said())
 
 
-def has_gone_on(view, number):
-    return view.next_version("pair") >= number
+class Cast:
+    """The processes that live, of which one after another is killed and started anew."""
+
+    def __init__(self, kinds, server, folder, *, seed):
+        self.server, self.folder = server, folder
+        self.chance, self.begun = random.Random(seed), 0
+        self.past = []
+        self.lives = [self.start(kind) for kind in kinds]
+
+    def start(self, kind):
+        self.begun += 1
+        return Life(kind, self.begun, self.server, self.folder)
+
+    def strike(self, kinds):
+        """SIGKILL for one of these kinds."""
+        victim = self.chance.choice([life for life in self.lives if life.kind in kinds])
+        victim.process.kill()
+        victim.process.wait(10)
+        self.past.append(victim)
+        self.lives[self.lives.index(victim)] = self.start(victim.kind)
+
+    def close(self):
+        for life in self.lives:
+            life.process.close()
+
+    def of(self, *kinds):
+        return [life for life in [*self.past, *self.lives] if life.kind in kinds]
+
+
+def has_gone_on(view, model, number):
+    return view.next_version(model) >= number
+
+
+def looks_of(lives):
+    """How often somebody who held a version looked: all members are of that one."""
+    seen = 0
+    for life in lives:
+        for each in life.said():
+            if each.get("version") is not None:
+                assert each["target"] == each["draft"] == [float(each["version"])], f"{life.name}: {each}"
+                seen += 1
+    return seen
 
 
 @pytest.mark.timeout(240)
 def test_no_reader_has_two_numbers_and_a_refilled_trainer_goes_on(tmp_path, figures):
-    chance = random.Random(11)
-    lives, past = [], []
     with tensorhub.serve(lease_s=2, report_s=0.2) as server:
         view = tensorhub.connect(server.address)
+        cast = Cast(("trainer", "rollout", "rollout", "rollout"), server.address, tmp_path, seed=11)
         try:
-            for kind in ("trainer", "rollout", "rollout", "rollout"):
-                lives.append(Life(kind, len(lives), server.address, tmp_path))
             for blow in range(BLOWS):
                 number = view.next_version("pair") + 2
-                eventually(partial(has_gone_on, view, number), f"two more versions before blow {blow}")
-                victim = lives[0] if blow % 2 else chance.choice(lives[1:])
-                victim.process.kill()
-                victim.process.wait(10)
-                past.append(victim)
-                lives[lives.index(victim)] = Life(victim.kind, len(lives) + blow, server.address, tmp_path)
+                eventually(partial(has_gone_on, view, "pair", number), f"two more versions before blow {blow}")
+                cast.strike(("trainer",) if blow % 2 else ("rollout",))
             newest = view.next_version("pair")
-            for life in lives[1:]:
-                eventually(partial(life.has, newest), f"{life.name} goes on")
+            for life in cast.of("rollout")[-3:]:
+                if life in cast.lives:
+                    eventually(partial(life.has, newest), f"{life.name} goes on")
         finally:
-            for life in lives:
-                life.process.close()
-    seen = 0
-    for life in [*past, *lives]:
-        for each in life.said():
-            if each["version"] is not None:
-                assert each["target"] == each["draft"] == [float(each["version"])], f"{life.name}: {each}"
-                seen += 1
-    trainers = [life.said()[0]["begins"] for life in [*past, *lives] if life.kind == "trainer" and life.said()]
+            cast.close()
+    seen = looks_of(cast.of("trainer", "rollout"))
+    trainers = [life.said()[0]["begins"] for life in cast.of("trainer") if life.said()]
     assert trainers == sorted(set(trainers))
     line = f"set of two models: {BLOWS} killed, {len(trainers) - 1} of them trainers; {seen} looks, none at two numbers"
+    figures(line, looks=seen)
+
+
+@pytest.mark.timeout(240)
+def test_no_reader_of_a_set_with_two_trainers_has_two_numbers(tmp_path, figures):
+    with tensorhub.serve(lease_s=2, report_s=0.2) as server:
+        view = tensorhub.connect(server.address)
+        cast = Cast(("target", "draft", "reader", "reader", "reader"), server.address, tmp_path, seed=12)
+        try:
+            for blow in range(BLOWS):
+                for model in ("target", "draft"):
+                    number = view.next_version(model) + 2
+                    eventually(partial(has_gone_on, view, model, number), f"two more of {model} before blow {blow}")
+                cast.strike((("reader",), ("target",), ("reader",), ("draft",))[blow % 4])
+            newest = max(view.next_version(model) for model in ("target", "draft"))
+            for life in cast.lives:
+                if life.kind == "reader":
+                    eventually(partial(life.has, newest), f"{life.name} goes on")
+        finally:
+            cast.close()
+    seen = looks_of(cast.of("reader"))
+    assert seen > BLOWS
+    begun = {
+        model: [life.said()[0]["begins"] for life in cast.of(model) if life.said()] for model in ("target", "draft")
+    }
+    for numbers in begun.values():
+        assert numbers == sorted(set(numbers))
+    line = f"set of two models with trainers of their own: {BLOWS} killed; {seen} looks, none at two numbers"
     figures(line, looks=seen)

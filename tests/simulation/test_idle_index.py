@@ -2,8 +2,9 @@
 
 import pytest
 
-from tensorhub.core.server.catalog import Model, VersionRecord
+from tensorhub.core.server.catalog import Model
 from tensorhub.core.server.membership import Member
+from tensorhub.core.server.records import VersionRecord
 from tensorhub.core.server.rules import sources
 from tensorhub.core.server.rules.selection import Candidate, choose_source
 from tensorhub.core.server.state import State

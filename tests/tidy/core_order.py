@@ -28,6 +28,8 @@ ROWS: dict[str, tuple[str, ...]] = {
             "groups",
             "watches",
             "keepers",
+            "companions",
+            "records",
             "catalog",
             "membership",
         ),
@@ -55,7 +57,7 @@ ROWS: dict[str, tuple[str, ...]] = {
             "rules.progress",
         ),
         *("rules.sharing", "rules.moving", "rules.across", "rules.grants", "rules.interests"),
-        *("rules.resolving", "rules.calls"),
+        *("rules.resolving", "rules.choosing", "rules.calls"),
         *("rules.numbering", "rules.held", "rules.cuts", "rules.described"),
         # what changes the state, and the machine, which alone says when
         *(

@@ -1,9 +1,8 @@
 """What server and workers say to each other: how things are, never what changed.
 
 A worker sends `Hello` once on connecting, and its whole `Report` whenever that changes and once a second. The server
-answers each report with the worker's `Orders`, and sends them unasked when they change. A layout that it does not know
-it asks for (`LayoutWanted`) and gets (`LayoutInfo`), before it takes the report that names it. A lost, repeated or late
-message is mended by the next one. Bodies are MessagePack; nothing is ever pickled.
+answers each report with the worker's `Orders`, and sends them unasked when they change. Before it takes a report of an
+unknown layout it asks for that (`LayoutWanted`, `LayoutInfo`). A lost or late message is mended by the next one.
 
 Two numbers make stale messages harmless. `Orders.number` rises over the server's lives, so a worker drops orders that
 come late; and orders are the *whole* truth at their number: a ticket below `number` that they do not name is void.
@@ -15,7 +14,7 @@ from .errors import shortened
 from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
-PROTOCOL = "tensorhub/4"
+PROTOCOL = "tensorhub/5"
 MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; of a read across 100 for each source
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
@@ -29,8 +28,9 @@ MAX_PINS = 64  # versions pinned by one worker
 MAX_OVER = 1024  # tickets that are over beside one that is still read
 MAX_PARTS = 256  # sources of one read across: no version is read out of more shards at once
 
-Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
-VERBS = ("publish", "unpublish", "replicate", "update")
+MAX_COMPANIONS = 15  # other models of a set
+Spec = int | str  # a version number, "latest" or "latest-N"; of an update, or a choice, also "prefetched"
+VERBS = ("publish", "unpublish", "replicate", "update", "choose")  # a choice only says what the spec means of a set
 PREFETCH = ("seed", "always", "never")  # fill a host copy ahead: for the whole site, for oneself too, not at all
 
 
@@ -131,6 +131,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     retain: int = 0  # versions of the model to keep; the most that anybody asks for counts, and the server's own
     place: str = ""  # workers that name the same one can map each other's host copies; empty: nobody can
     is_passing: bool = False  # it comes for one version and leaves: no trainer waits for it
+    companions: tuple[ModelName, ...] = ()  # the other models of its set: a version of it is one that all of them have
 
     @property
     def worker(self) -> WorkerId:
@@ -173,7 +174,7 @@ class CallReport(_Message, frozen=True):
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
     grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
-    floor: Version | None = None  # of an update: what was held when its caller began to wait, which may be gone by now
+    floor: Version | None = None  # of an update (of a set: its choice): what was held when its caller began to wait
 
 
 class Reading(_Message, frozen=True):
@@ -327,8 +328,7 @@ class Grant(_Message, frozen=True):
 class Answer(_Message, frozen=True):
     """What became of one call: its version once resolved, then `finished` or `error`; else what it awaits.
 
-    `instead`: its position was over before this shard came to it. Where nothing was resolved, the call goes on at that
-    position, and the `error` is none.
+    `instead`: its position was over before this shard came to it; if nothing was resolved it goes on there, no error.
     """
 
     number: int

@@ -1,6 +1,7 @@
 """How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest).
 
-And for `update` alone "prefetched": the newest that all shards of the replica have whole in their own host memory.
+And for `update`, or the choice that the update of a set begins with, "prefetched": the newest that all shards of the
+replica have whole in their own host memory.
 """
 
 import re
@@ -22,7 +23,7 @@ def parse_spec(spec: Spec, verb: str = "") -> Version | None:
         raise UsageError(f"version {spec} is out of range: versions are integers from 0 to 2**62")
     if isinstance(spec, str) and _LATEST.match(spec):
         return None
-    if verb == "update" and spec == PREFETCHED:
+    if verb in ("update", "choose") and spec == PREFETCHED:
         return None
     if spec == PREFETCHED:
         raise UsageError(f"{spec!r} is for update() only", hint='use an integer, "latest" or "latest-N"')
@@ -38,6 +39,8 @@ def steps_back(spec: str) -> int:
 
 
 def call_text(verb: str, spec: Spec, claim: Version | None, *, waits: bool = False) -> str:
-    """A call as its caller would write it."""
+    """A call as its caller would write it. What a set's replicate or update begins with is no call of its own."""
+    if verb == "choose":
+        return f"choose({spec!r}) for its set"
     said = f"{verb}({spec!r}{', wait=True' if waits else ''})" if spec != "" else f"{verb}()"
     return said if claim is None else f"{said} for mutating(version={claim})"

@@ -26,7 +26,7 @@ from ..core.names import Digest
 from ..transport.base import ByteStream
 from .describe import Described, describe_all
 from .host import HostStream, Piece
-from .in_place import InPlace, some
+from .in_place import NAMES_SHOWN, InPlace, some
 from .masters import Casts, cast
 from .modules import Held, boxes_of_module, is_dtensor, is_module, parts_of, tensors_of_module
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     type_of_tensor = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
     type_of_weights = Mapping[str, type_of_tensor] | torch.nn.Module
     type_of_dtype = str | torch.dtype | np.dtype[Any] | type[np.generic]
+
+IN_PLACE = "change tensors in place (copy_, load_state_dict without assign=True), or register() again after replacing"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,6 +90,18 @@ class Registration:
         """A transport has written so much by itself. Raises `HostMemoryFull` where it may not go on."""
         if isinstance(self.stream, HostStream):
             self.stream.took(size_bytes)
+
+    def check_in_place(self, whose: str) -> None:
+        """The module still holds, and the tensors still are, what was registered, else `UsageError` names them."""
+        replaced = self.replaced()
+        if replaced:
+            more = f"; and {len(replaced) - NAMES_SHOWN} more" if len(replaced) > NAMES_SHOWN else ""
+            text = f"the module of {whose} no longer holds what was registered: {'; '.join(replaced[:NAMES_SHOWN])}"
+            raise UsageError(text + more, hint=IN_PLACE)
+        moved = self.moved() + (self.casts.moved() if self.casts is not None else [])
+        if moved:
+            text = f"tensors of {whose} no longer are the registered memory: {some(moved)}"
+            raise UsageError(text, hint=IN_PLACE)
 
     def check_fillable(self) -> None:
         """Raises `LayoutMismatch`, naming two boxes, if what there is to read could not fill both."""

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from ..core.errors import UsageError
-from ..core.messages import Spec
+from ..core.messages import MAX_COMPANIONS, Spec
 from ..core.names import ModelName, ReplicaName, Shard, Version
 from ..core.server import Server
 from ..core.server.rules.cuts import cuts_of
@@ -49,15 +49,16 @@ class Answers:
         self._authorise(request)
         try:
             model, patience_s = _model(request), _patience_s(request)
-            spec = _spec(request.query.get("spec", "latest"))
+            spec, companions = _spec(request.query.get("spec", "latest")), _companions(request)
         except (KeyError, ValueError, UsageError) as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
 
         def existing() -> VersionExists:
             found = self._machine.state.models.get(model)
-            return VersionExists(found.awaited(spec) if found is not None else None)
+            return VersionExists(found.awaited(spec, companions) if found is not None else None)
 
-        return await self._answer(("wait", model, spec), existing, lambda found: found.version is not None, patience_s)
+        key = ("wait", model, spec, companions)
+        return await self._answer(key, existing, lambda found: found.version is not None, patience_s)
 
     async def _held(self, request: web.Request) -> web.StreamResponse:
         """As soon as enough replicas hold the version, or with who is missing."""
@@ -126,6 +127,14 @@ class Answers:
 
 def _model(request: web.Request) -> ModelName:
     return ModelName(request.query["model"])
+
+
+def _companions(request: web.Request) -> tuple[ModelName, ...]:
+    """Other models that are to have the version too: `with`, once for each."""
+    names = request.query.getall("with", [])
+    if len(names) > MAX_COMPANIONS:
+        raise UsageError(f"a version of {1 + len(names)} models, where {1 + MAX_COMPANIONS} are the most")
+    return tuple(map(ModelName, names))
 
 
 def _patience_s(request: web.Request) -> float:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 from weakref import WeakSet
@@ -27,7 +28,7 @@ from ..core.metadata import Json, decode_metadata, digest_of_metadata
 from ..core.names import Digest, Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, ClaimDropped, Registered, Wished
-from ..memory.in_place import NAMES_SHOWN, some
+from ..memory.in_place import some
 from ..memory.registration import Registration
 from ..memory.room import HINT
 from ..transport.base import Transport
@@ -48,7 +49,6 @@ T = TypeVar("T")
 
 MOST_CUTS = 3  # of one publish
 CUT_OTHERWISE = "into different tiles"  # as `core/server/rules/calls.py` says it
-IN_PLACE = "change tensors in place (copy_, load_state_dict without assign=True), or register() again after replacing"
 
 
 living: "WeakSet[Client]" = WeakSet()  # of this process; kept alive by the loop
@@ -65,7 +65,7 @@ class Client:
         self._behind = Behind(self.driver)
         self._mastering = Mastering(self.me)
         self.suspension = Suspension(self.driver, self._behind)
-        self._hello = hello
+        self.hello = hello
         self._calling = ""
         self._closing: asyncio.Task[None] | None = None
 
@@ -104,12 +104,20 @@ class Client:
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
 
     async def operate(
-        self, verb: str, spec: Spec, deadline: float, *, claim: Version | None = None, waits: bool = False
+        self,
+        verb: str,
+        spec: Spec,
+        deadline: float,
+        *,
+        claim: Version | None = None,
+        waits: bool = False,
+        is_held_back: bool = False,
     ) -> Version | None:
         """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call(verb):
             await self._behind.over(deadline, f"{verb}()")
-            registration, called = self.driver.data.registration, Called(verb, spec, deadline, claim=claim, waits=waits)
+            called = Called(verb, spec, deadline, claim=claim, waits=waits, is_held_back=is_held_back)
+            registration = self.driver.data.registration
             if verb == "unpublish":
                 if registration is None or registration.casts is None:
                     return await self._carried(called)
@@ -122,13 +130,19 @@ class Client:
             worker = self.driver.worker
             if worker.held is None:
                 self._mastering.forget()
-            known = worker.update_at_once(self._hello, called)
+            known = worker.update_at_once(self.hello, called)
             if isinstance(known, Failure):
                 raise failed(known)
             version = known if known is not None else await self._carried(called)
             held = worker.buffer if isinstance(worker.buffer, Holding) else None
             await self._mastering.give_back(registration, held, deadline)
             return version
+
+    async def choose(self, spec: Spec, deadline: float, *, floor: Version | None, waits: bool) -> Version | None:
+        """Which version of this worker's set the spec means now; the same for all shards. Changes nothing."""
+        with self._one_call("choose"):
+            await self._behind.over(deadline, f"choose({spec!r})")
+            return await self.driver.call(Called("choose", spec, deadline, floor=floor, waits=waits))
 
     async def _carried(self, called: Called) -> Version | None:
         """That call, from the machine's word to its end. Returns the version then held."""
@@ -238,7 +252,7 @@ class Client:
         assert registration is not None, "why_not_begin had seen a layout"
         if held is None:
             await self._mastering.cast(registration, deadline, f"publish of {self.me}")
-        return await hashed(self.options, self.me, self._hello.shards, registration, held, metadata, deadline)
+        return await hashed(self.options, self.me, self.hello.shards, registration, held, metadata, deadline)
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
         """What is to be said of that version. Raises `VersionConflict` if it is held here with other words."""
@@ -311,20 +325,7 @@ class Client:
 
     def statistics(self) -> dict[str, object]:
         """Counters of this worker's life."""
-        driver = self.driver
-        data = driver.data.statistics()
-        return {
-            **driver.worker.statistics(),
-            "bytes_by_source": dict(driver.data.received.by_replica),
-            "bytes_by_transport": dict(driver.data.received.by_transport),
-            "sent_bytes": data.get("sent_bytes", 0),
-            "host_bytes": driver.data.copies.used_bytes,
-            "host_bytes_limit": driver.data.copies.limit_bytes,
-            "offloaded_bytes": driver.data.copies.offloaded_bytes,
-            "connects": driver.line.connects,
-            "is_connected": driver.line.is_connected,
-            "transport": data,
-        }
+        return self.driver.statistics()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -349,13 +350,16 @@ class Client:
             return None
         for other in list(living):
             is_sibling = (other.me.model, other.me.replica) == (self.me.model, self.me.replica) and other is not self
-            is_sibling = is_sibling and other.options.server == self.options.server
-            is_idle = not other._calling and other._closing is None and not other.driver.is_gone
-            if is_sibling and is_idle and other.callers.are_only(thread):
+            if is_sibling and other.options.server == self.options.server and other.is_idle_but_for(thread):
                 text = f"{self._calling} of {self.me} waits for {other.me}, which only this waiting thread has used"
                 hint = "all shards call at the same time: a thread for each of them, or tensorhub.aio"
                 return UsageError(text, hint=hint)
         return None
+
+    def is_idle_but_for(self, thread: threading.Thread) -> bool:
+        """It is in no call, and nobody but that thread may begin one."""
+        is_idle = not self._calling and self._closing is None and not self.driver.is_gone
+        return is_idle and self.callers.are_only(thread)
 
     async def _close(self, deadline: float) -> None:
         is_drained = await self.driver.leave(deadline)
@@ -385,15 +389,5 @@ class Client:
             raise Closed(f"{self.me} was closed", hint="open it again")
 
     def _check_in_place(self) -> None:
-        registration = self.driver.data.registration
-        if registration is None:
-            return
-        replaced = registration.replaced()
-        if replaced:
-            more = f"; and {len(replaced) - NAMES_SHOWN} more" if len(replaced) > NAMES_SHOWN else ""
-            text = f"the module of {self.me} no longer holds what was registered: {'; '.join(replaced[:NAMES_SHOWN])}"
-            raise UsageError(text + more, hint=IN_PLACE)
-        moved = registration.moved() + (registration.casts.moved() if registration.casts is not None else [])
-        if moved:
-            text = f"tensors of {self.me} no longer are the registered memory: {some(moved)}"
-            raise UsageError(text, hint=IN_PLACE)
+        if self.driver.data.registration is not None:
+            self.driver.data.registration.check_in_place(str(self.me))

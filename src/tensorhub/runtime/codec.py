@@ -10,6 +10,7 @@ import msgspec
 
 from ..core.errors import UsageError
 from ..core.messages import (
+    MAX_COMPANIONS,
     MAX_FAILURES,
     MAX_LAYOUT_BYTES,
     MAX_OVER,
@@ -93,6 +94,7 @@ def _nonsense_of(message: ToServer) -> str:
                 return "too many or too long endpoints: how many addresses does its worker have?"
             if any(len(word) > MOST_WORD for word in words):
                 return "too long words about its worker"
+            return _nonsense_of_set(message)
         case Report():
             if len(message.failures) > MAX_FAILURES or any(len(f.message) > MAX_TEXT for f in message.failures):
                 return "too many or too long failures"
@@ -104,6 +106,14 @@ def _nonsense_of(message: ToServer) -> str:
                 return "too many parts of a read across"
             return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call)
     return ""
+
+
+def _nonsense_of_set(hello: Hello) -> str:
+    if len(hello.companions) > MAX_COMPANIONS:
+        return f"more than {MAX_COMPANIONS} companions"
+    if len({hello.model, *hello.companions}) != 1 + len(hello.companions):
+        return "a model twice in its set"
+    return "a companion with too long a name" if any(len(each) > MOST_WORD for each in hello.companions) else ""
 
 
 def _is_too_much(across: Across) -> bool:
@@ -147,7 +157,7 @@ def _numbers_of(report: Report) -> Iterator[int]:
         case _:
             yield report.buffer.version
     if report.call is not None:
-        yield from (report.call.number, report.call.resolved or 0, report.call.claim or 0)
+        yield from (report.call.number, report.call.resolved or 0, report.call.claim or 0, report.call.floor or 0)
     if report.reading is not None:
         yield from (report.reading.ticket, report.reading.version, report.reading.source.shard)
         yield report.reading.rate_bytes_per_s

@@ -20,6 +20,7 @@ from ..transport.choose import PREFERENCE
 DEFAULT_PORT = 7450
 MIB = 1 << 20
 MOST_CHUNK_BYTES = 1 << 30
+MOST_SHARDS = 4096  # of a replica
 MOST_SECONDS = 30 * 24 * 3600.0  # longer than any job's patience; keeps clocks and timers in range
 
 Verify = Literal["full", "none"]
@@ -46,6 +47,14 @@ def check_integer(value: object, what: str, *, least: int, most: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return value
     raise UsageError(f"{what}={value!r} is not an integer from {least} to {most}")
+
+
+def check_place(model: object, replica: object, shard: object, shards: int) -> None:
+    """Names of a model and a replica, and a shard of so many. Raises `UsageError` that names the argument."""
+    check_name(model, "model")
+    check_name(replica, "replica")
+    check_integer(shards, "shards", least=1, most=MOST_SHARDS)
+    check_integer(shard, "shard", least=0, most=shards - 1)
 
 
 def parse_text(value: object, what: str) -> str:

@@ -92,7 +92,8 @@ class Driver:
             host_bytes=options.host_bytes,
             chunk_bytes=options.chunk_bytes,
         )
-        self.data.copies.most = max(MOST_COPIES, options.retain + 1)  # what is retained, and what is established
+        most = max(MOST_COPIES, options.retain + 1)  # what is retained, and what is established
+        self.data.copies.most = most + bool(hello.companions)  # and what all models of the set have
         self.data.tiles.covering = Covering(options, self.me, hello.shards)
         self.worker = Worker(
             self.me, received_bytes=self.data.received.by_replica, cross_site_bytes=self.data.received.cross_site
@@ -169,6 +170,22 @@ class Driver:
             return failure
         known = (self.line.why if not self.line.is_connected else "", shortages.recent())
         return replace(failure, message="; ".join([failure.message, *filter(None, known)]))
+
+    def statistics(self) -> dict[str, object]:
+        """Counters of this worker's life."""
+        data, copies = self.data.statistics(), self.data.copies
+        return {
+            **self.worker.statistics(),
+            "bytes_by_source": dict(self.data.received.by_replica),
+            "bytes_by_transport": dict(self.data.received.by_transport),
+            "sent_bytes": data.get("sent_bytes", 0),
+            "host_bytes": copies.used_bytes,
+            "host_bytes_limit": copies.limit_bytes,
+            "offloaded_bytes": copies.offloaded_bytes,
+            "connects": self.line.connects,
+            "is_connected": self.line.is_connected,
+            "transport": data,
+        }
 
     async def until(self, is_true: Callable[[], bool], deadline: float) -> bool:
         """Wait until something is so of the machine, or the deadline; returns whether it is."""

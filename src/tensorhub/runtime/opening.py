@@ -9,9 +9,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from uuid import uuid4
+
+from msgspec.structs import replace
 
 from ..core.errors import ServerUnreachable, TensorHubError, TransportMissing, Unavailable, UsageError
 from ..core.messages import PROTOCOL, Hello
@@ -46,10 +48,11 @@ async def open_client(
     deadline: float,
     *,
     is_passing: bool = False,
+    companions: Sequence[str] = (),
 ) -> Client:
     """A connected worker. In the worker loop. Whatever ends it before, nothing of it is left.
 
-    `is_passing`: it comes for one version and leaves.
+    `is_passing`: it comes for one version and leaves. `companions`: the other models of its set.
     """
     listening = Listening(options)
     try:
@@ -61,7 +64,9 @@ async def open_client(
         except TimeoutError as error:
             text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
             raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
-        client = _client(model, replica, shard, shards, reliable, options, transports, is_passing=is_passing)
+        hello = _hello(model, replica, shard, shards, reliable, options, transports)
+        others = tuple(map(ModelName, companions))
+        client = Client(replace(hello, is_passing=is_passing, companions=others), options, transports)
         await client.start(deadline)
     except BaseException:
         listening.give_up()
@@ -110,7 +115,7 @@ class Listening:
             transport.close()
 
 
-def _client(
+def _hello(
     model: str,
     replica: str,
     shard: int,
@@ -118,10 +123,8 @@ def _client(
     reliable: bool,
     options: Options,
     transports: Mapping[str, Transport],
-    *,
-    is_passing: bool,
-) -> Client:
-    hello = Hello(
+) -> Hello:
+    return Hello(
         protocol=PROTOCOL,
         model=ModelName(model),
         replica=ReplicaName(replica),
@@ -137,9 +140,7 @@ def _client(
         prefetch=options.prefetch,
         retain=options.retain,
         place=_place(transports),
-        is_passing=is_passing,
     )
-    return Client(hello, options, transports)
 
 
 def _place(transports: Mapping[str, Transport]) -> str:

@@ -6,7 +6,7 @@ Each question ends by its deadline; a server that is away is asked again until t
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import aiohttp
@@ -35,6 +35,7 @@ START = "start one with `tensorhub serve`"
 MOST_ANSWER_BYTES = 256 * 1024 * 1024  # the status of 20,000 workers takes some 20 MiB
 
 T = TypeVar("T")
+Question = Mapping[str, str | list[str]]
 
 _status = msgspec.json.Decoder(Status)
 
@@ -79,13 +80,17 @@ async def check_held(options: Options, model: str, version: Version, deadline: f
     raise VersionUnavailable(text, hint=f"held now: {held}")
 
 
-async def wait_for_version(options: Options, model: str, spec: Spec, deadline: float) -> Version:
-    """Until the version, or a newer one, exists; for "latest", any; for "latest-N", more than N of them."""
+async def wait_for_version(
+    options: Options, model: str, spec: Spec, deadline: float, *, companions: Sequence[str] = ()
+) -> Version:
+    """Until the version, or a newer one, exists; for "latest", any; for "latest-N", more than N of them.
+
+    `companions` are other models that are to have it too.
+    """
     parse_spec(spec)
-    asked = _Asked(options, f"wait_for({spec!r}) of {model}", deadline)
-    found = await asked.until(
-        "/v1/wait", {"model": model, "spec": str(spec)}, _exists, lambda it: it.version is not None
-    )
+    asked = _Asked(options, f"wait_for({spec!r}) of {' and '.join((model, *companions))}", deadline)
+    question: Question = {"model": model, "spec": str(spec), "with": list(companions)}
+    found = await asked.until("/v1/wait", question, _exists, lambda it: it.version is not None)
     if found is None or found.version is None:
         raise asked.late("no such version was published", "is the trainer running?")
     return Version(found.version)
@@ -162,7 +167,7 @@ class _Asked:
     async def until(
         self,
         path: str,
-        question: dict[str, str],
+        question: Question,
         decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T],
         is_final: Callable[[T], bool],
     ) -> T | None:
@@ -194,7 +199,7 @@ class _Asked:
         return DeadlineExceeded(text, hint=hint)
 
 
-async def _get(http: aiohttp.ClientSession, options: Options, path: str, params: dict[str, str]) -> bytes:
+async def _get(http: aiohttp.ClientSession, options: Options, path: str, params: Question) -> bytes:
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     url = f"http://{options.server}{path}"
     patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=LONG_POLL_S + CONNECT_S)

@@ -7,7 +7,7 @@ from typing import assert_never
 from ..messages import Grant
 from ..names import Ticket, Version, WorkerId
 from . import facts, places
-from .catalog import Model, VersionRecord
+from .catalog import Model
 from .decisions import (
     AcceptPublish,
     Admit,
@@ -39,6 +39,7 @@ from .keepers import Keepers
 from .lines import Line
 from .membership import Crossing, Member
 from .open_reads import OpenRead
+from .records import VersionRecord
 from .rules import established
 from .rules.draining import Drained
 from .state import State
@@ -187,7 +188,7 @@ def _advance(state: State, decision: Admit | Wait | Fail | Resolve | AcceptPubli
         case Finish(model, replica, call):
             call.finish()
             replica.finished = max(replica.finished, call.number)
-            if call.version is not None:
+            if call.version is not None and call.verb != "choose":
                 places.note_filled(state, model, replica)
             if call.verb == "publish" and call.version is not None:
                 if model.note_exists(call.version):
@@ -274,6 +275,8 @@ def _wake_for_news(state: State, model: Model) -> None:
     turned = [version for version in {**before, **after} if (version in before) != (version in after)]
     if former is None or former[1:] != now[1:]:
         state.mark_waiting_dirty(model, NEWS, *map(loss_of, turned))
+        for name in state.bound.get(model.name, ()):
+            state.mark_waiting_dirty(state.models[name], NEWS)
     if former is None or former.newest_established != now.newest_established:
         choose_keepers(state, model)
 

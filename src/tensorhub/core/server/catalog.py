@@ -8,58 +8,19 @@ loss takes it back.
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from math import inf
-from typing import NamedTuple
 
 from ..messages import Failure, Spec
 from ..names import Digest, ModelName, ReplicaName, Version, WorkerId, is_partial
 from ..version_spec import parse_spec, steps_back
+from .companions import Companions, Names
 from .content import Content, Staying
 from .groups import Replica
-from .keepers import Keepers
 from .lines import Cut, Line, Place, plain_cut
+from .records import Glance, Known, VersionRecord
 from .roster import Roll
 from .watches import Watches
-
-
-@dataclass
-class VersionRecord:
-    """One version: its content by line, and the workers that have any of it."""
-
-    version: Version
-    exists: bool = False
-    roots: dict[Line, Digest] = field(default_factory=dict)
-    layouts: dict[Line, Digest] = field(default_factory=dict)
-    holders: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
-    whole: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
-    idle: dict[Line, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
-    publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
-    proved: dict[Line, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
-    disputed: dict[Line, None] = field(default_factory=dict)  # found to have other content than was believed
-    keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
-    is_established: bool = False  # each shard has been whole outside its publishers
-    claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
-    promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
-    last_holder: str = ""
-    usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
-    usual_until: float = -inf  # and until when they are believed
-    cross_site_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.claims and not self.promised and not any(self.holders.values())
-
-
-class Glance(NamedTuple):
-    """What follows from all versions of a model together."""
-
-    key: tuple[object, ...]
-    available: tuple[Version, ...]  # that exist and are not lost, newest first
-    newest_established: Version | None
-    newest: dict[Version, None]  # the newest `retain`: of all, and of those that are not lost. Others may be back.
-    retained: dict[Version, None]
 
 
 @dataclass
@@ -84,6 +45,8 @@ class Model:
     reliable: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
     staying: Staying = field(default_factory=Staying)  # who holds what, and does not take it back
     watches: Watches = field(default_factory=Watches)  # who waits for what
+    companions: Companions = field(default_factory=Companions)  # models whose versions belong together with its own
+    others: "Mapping[ModelName, Model]" = field(default_factory=dict)  # all models of the server
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
     noted: Glance | None = None  # how it was when those who wait for news were last decided for
@@ -94,6 +57,7 @@ class Model:
     _held: dict[WorkerId, dict[Place, None]] = field(default_factory=dict)  # of what each is a holder
     _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
     _changes: int = 0  # of what all versions together depend on
+    _known: Known | None = None
     _glance: Glance | None = None
 
     def record(self, version: Version) -> VersionRecord:
@@ -259,12 +223,22 @@ class Model:
     @property
     def latest(self) -> Version | None:
         """The newest version that exists and is not lost."""
-        available = self.glance().available
+        available = self.available()
         return available[0] if available else None
 
-    def available(self) -> tuple[Version, ...]:
-        """The versions that exist and are not lost, newest first."""
-        return self.glance().available
+    def available(self, companions: Names = ()) -> tuple[Version, ...]:
+        """The versions that exist and are not lost, newest first; of these models too."""
+        key = self._changes, self.is_listening, len(self.cuts), self.shards
+        if self._known is None or self._known.key != key:
+            existing = tuple(version for version in reversed(self._ascending) if self.versions[version].exists)
+            found = tuple(version for version in existing if not self.is_lost(self.versions[version]))
+            self._known = Known(key, existing, found)
+        found = self._known.available
+        for name in companions:
+            other = self.others.get(name)
+            there = dict.fromkeys(other.available() if other is not None else ())
+            found = tuple(version for version in found if version in there)
+        return found
 
     @property
     def newest_established(self) -> Version | None:
@@ -273,24 +247,29 @@ class Model:
 
     def glance(self) -> "Glance":
         """What follows from all versions together. Found anew only when something of that has changed."""
-        key = self._changes, self.is_listening, len(self.cuts), self.shards, self.retain, self.keeps_established
+        self.available()
+        together = tuple((names, self.available(names)) for names in self.companions.sets)
+        key = self._known, self.retain, self.keeps_established, together
         if self._glance is None or self._glance.key != key:
             self._glance = self._look(key)
         return self._glance
 
-    def _look(self, key: tuple[object, ...]) -> "Glance":
-        existing = [version for version in reversed(self._ascending) if self.versions[version].exists]
-        available = tuple(version for version in existing if not self.is_lost(self.versions[version]))
+    def _look(self, key: "tuple[Known | None, int, bool, tuple[tuple[Names, tuple[Version, ...]], ...]]") -> "Glance":
+        known, _, _, together = key
+        assert known is not None, "a glance at versions that nobody has looked for"
+        existing, available = known.existing, known.available
         established = [v for v in existing if self.keeps_established and self.versions[v].is_established]
         newest_established = next((version for version in established if version in available), None)
         newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
         retained = dict(newest)
+        for _, versions in together:
+            retained.update(dict.fromkeys(versions[: self.retain]))
         if newest_established is not None:
             retained[newest_established] = None
         retained.update(dict.fromkeys(established[:1]))  # it may be lost only because all who have it were away
         for pins in self.pins.values():
             retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
-        return Glance(key, available, newest_established, newest, retained)
+        return Glance(key, available, together, newest_established, newest, retained)
 
     def take_place(self, worker: WorkerId, site: str, host: str) -> None:
         """The worker is there now."""
@@ -316,14 +295,23 @@ class Model:
         """It is to be kept because of how new it is, or by a pin, and not only until a newer one is established."""
         return version in self.glance().newest or any(version in pins for pins in self.pins.values())
 
+    def is_of_a_set_only(self, version: Version) -> bool:
+        """It is kept because all models of a set have it, and for nothing else: it gives way where there is no room."""
+        return not self.is_wished(version) and version != self.newest_established
+
     def retained(self) -> dict[Version, None]:
         """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""
         return self.glance().retained
 
-    def resolve(self, spec: Spec) -> tuple[Version | None, Failure | None]:
-        """The version that the spec means now. (None, why) where there is none."""
+    def resolve(self, spec: Spec, companions: Names = ()) -> tuple[Version | None, Failure | None]:
+        """The version that the spec means now, of these models too. (None, why) where there is none."""
         version = parse_spec(spec)
         if version is not None:
+            for name in companions:
+                other = self.others.get(name)
+                found, failure = other.resolve(spec) if other is not None else (None, _nothing_of(name))
+                if found is None:
+                    return None, failure
             record = self.versions.get(version)
             if record is not None and record.exists:
                 return (None, self.loss(record)) if self.is_lost(record) else (version, None)
@@ -332,15 +320,18 @@ class Model:
                 newest = f"its newest version is {self.newest}"
                 hint = hint if self.newest < version else 'numbers only rise: replicate("latest") takes the newest'
             return None, Failure("version-unavailable", f"{self.name} has no version {version}; {newest}", hint)
-        known = self.available()[: steps_back(str(spec)) + 1]
+        known = self.available(companions)[: steps_back(str(spec)) + 1]
         if len(known) > steps_back(str(spec)):
             return known[-1], None
         if known:
             text = f"{spec} of {self.name}: only {len(known)} versions are there"
             return None, Failure("version-unavailable", text, "wait for a newer version")
+        if companions:
+            text = f"no version that {' and '.join((self.name, *companions))} have all"
+            return None, Failure("version-unavailable", text, "they are published under the same numbers")
         if self.newest is not None:
             return None, self.loss(self.record(self.newest))
-        return None, Failure("version-unavailable", f"no version of {self.name} yet", "wait for the first publish")
+        return None, _nothing_of(self.name)
 
     def loss(self, record: VersionRecord) -> Failure:
         """The error of whoever wants a lost version."""
@@ -354,12 +345,13 @@ class Model:
         )
         return Failure("version-unavailable", text, hint)
 
-    def awaited(self, spec: Spec) -> Version | None:
+    def awaited(self, spec: Spec, companions: Names = ()) -> Version | None:
         """What somebody who waits for `spec` gets: that version or a newer one; None while there is none."""
-        version, latest = parse_spec(spec), self.latest
+        version = parse_spec(spec)
         if version is None:
-            return self.resolve(spec)[0]
-        return latest if latest is not None and latest >= version else None
+            return self.resolve(spec, companions)[0]
+        newest = next(iter(self.available(companions)), None)
+        return newest if newest is not None and newest >= version else None
 
     def conflict(self, replica: Replica, version: Version, roots: dict[Line, Digest]) -> Failure | None:
         """Why the replica may not publish this content under this number, or None."""
@@ -378,6 +370,10 @@ class Model:
                 hint = "one replica publishes a number, or all of them the same content"
                 return Failure("version-conflict", text, hint)
         return None
+
+
+def _nothing_of(name: ModelName) -> Failure:
+    return Failure("version-unavailable", f"no version of {name} yet", "wait for the first publish")
 
 
 def is_same_content(known: dict[Line, Digest], roots: dict[Line, Digest]) -> bool:

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from ..messages import Failure
 from ..names import Number, Version, WorkerId
-from .catalog import Model, VersionRecord
+from .catalog import Model
 from .groups import GroupCall, Replica
 from .lines import Cut, Line
 from .membership import Member
 from .open_reads import OpenRead
 from .pace import Tier
+from .records import VersionRecord
 
 
 @dataclass(frozen=True, slots=True)

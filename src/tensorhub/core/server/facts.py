@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from ..messages import Filling, Holding, Withdrawing
 from ..names import Digest, Version, WorkerId
-from .catalog import Model, VersionRecord
+from .catalog import Model
 from .groups import GroupCall, Replica
 from .lines import Line
 from .membership import Member
 from .open_reads import OpenRead
+from .records import VersionRecord
 from .state import State
 
 FILLS = ("replicate", "update")

@@ -19,6 +19,7 @@ from .membership import Member
 from .receipts import are_equal
 from .rules import witness
 from .state import State
+from .watches import NEWS
 
 
 def begin(state: State, model: Model, member: Member, report: Report) -> None:
@@ -70,6 +71,8 @@ def close(state: State, model: Model) -> None:
     roll.shown, roll.unaware = None, {}
     model.changed.update(dict.fromkeys(model.versions))
     state.mark_everyone_dirty(model)
+    for name in state.bound.get(model.name, ()):
+        state.mark_waiting_dirty(state.models[name], NEWS)
 
 
 def end_recovery(state: State) -> None:

@@ -5,11 +5,12 @@ from collections.abc import Generator
 from ..messages import MAX_PINS, PROTOCOL, Filling, HostCopy
 from ..names import Shard
 from ..snapshot import CallView, ModelView, ReplicaView, Status, Transfer, VersionView, WorkerView
-from .catalog import Model, VersionRecord
+from .catalog import Model
 from .content import version_in
 from .groups import Replica
 from .membership import Member
 from .open_reads import OpenRead
+from .records import VersionRecord
 from .state import State
 
 Steps = Generator[None, None, Status]

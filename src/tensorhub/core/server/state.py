@@ -35,6 +35,7 @@ class State:
     recovered_at: float  # until then it listens: it may not have heard yet what a former life has promised
     is_recovering: bool
     models: dict[ModelName, Model] = field(default_factory=dict)
+    bound: dict[ModelName, dict[ModelName, None]] = field(default_factory=dict)  # by model: those of whose sets it is
     members: Members = field(default_factory=Members)
     reads: OpenReads = field(default_factory=OpenReads)
     hellos: dict[str, Hello] = field(default_factory=dict)  # by connection

@@ -31,6 +31,7 @@ class Call:
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
     floor: Version | None = None  # of an update: what was held when the caller called
+    is_held_back: bool = False  # nothing is withdrawn for it yet
 
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)

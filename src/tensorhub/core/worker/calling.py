@@ -16,7 +16,8 @@ def take(worker: WorkerState, event: events.Called) -> None:
         worker.want(events.Finished(0, error=wrong))
         return
     worker.call = Call(event.verb, event.spec, event.root, worker.now, event.deadline, event.claim)
-    worker.call.floor = worker.memory.held if event.verb == "update" else None
+    worker.call.floor = worker.memory.held if event.verb == "update" else event.floor
+    worker.call.is_held_back = event.is_held_back
     worker.missed = event.missed
     worker.call.waits, worker.call.metadata, worker.call.grid = event.waits, event.metadata, event.grid
     worker.slot.forget_failures()
@@ -106,7 +107,8 @@ def _end_well(worker: WorkerState, call: Call) -> None:
     worker.claim = call.claim  # whatever was claimed before is published by now, or never will be
     if isinstance(worker.buffer, Vacated):
         worker.memory.let_go()
-    worker.want(events.Finished(call.number or 0, version=worker.memory.held))
+    version = call.resolved if call.verb == "choose" else worker.memory.held
+    worker.want(events.Finished(call.number or 0, version=version))
     if isinstance(worker.buffer, Filling):  # no server may say so before it has heard that the version is held
         _give_up_fill(worker)
 

@@ -59,7 +59,7 @@ def begin(worker: WorkerState, call: Call) -> None:
     if version is None:
         return
     match worker.buffer:
-        case Holding(version=held) if held != version and worker.has_within_reach(version):
+        case Holding(version=held) if held != version and worker.has_within_reach(version) and not call.is_held_back:
             withdraw(worker)
         case Vacated(version=held) if held == version:
             take_back(worker)

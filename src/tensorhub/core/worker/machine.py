@@ -18,7 +18,7 @@ from math import inf
 from typing import assert_never
 
 from ..errors import InvariantViolation
-from ..messages import Buffer, Empty, Failure, Filling, Hello, Poisoned, Reading, Refusal, Spec, Withdrawing
+from ..messages import Buffer, Empty, Failure, Filling, Hello, Holding, Poisoned, Reading, Refusal, Spec, Withdrawing
 from ..names import Number, Version, WorkerId
 from . import calling, closing, events, filling, orders, reading
 from .call import Call
@@ -132,6 +132,15 @@ class Worker:
         return call is not None and call.verb == "unpublish" and call.may_withdraw
 
     @property
+    def is_ready(self) -> bool:
+        """Its call has ended, or the version of it is within reach, or nothing has to be given up for it."""
+        call = self.state.call
+        if call is None or not isinstance(self.buffer, Holding):
+            return True
+        version = call.resolved
+        return version is not None and (self.buffer.version == version or self.state.has_within_reach(version))
+
+    @property
     def is_registered(self) -> bool:
         """The caller has registered tensors."""
         return self.state.layout is not None
@@ -204,6 +213,9 @@ class Worker:
                 self._register(event)
             case events.Called():
                 calling.take(worker, event)
+            case events.MayWithdraw():
+                if worker.call is not None:
+                    worker.call.is_held_back = False
             case events.ClaimDropped():
                 worker.claim = None
             case events.Cancelled():

@@ -22,7 +22,7 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
         return Failure("usage", f"{event.verb} on {worker.me} before register()", "register the tensors first")
     if event.verb not in VERBS:
         return Failure("usage", f"there is no call {event.verb!r}")
-    if event.verb in FILLS:
+    if event.verb in (*FILLS, "choose"):
         try:
             parse_spec(event.spec, event.verb)
         except UsageError as error:

@@ -17,11 +17,12 @@ from collections.abc import Generator, Iterator
 from math import inf
 
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..decisions import Cross, Decision, Give, Leave, LookAgain, TakeBack
 from ..lines import Cut, Line
 from ..membership import Crossing, Member
 from ..open_reads import OpenRead
+from ..records import VersionRecord
 from ..state import State
 from . import crossing, progress, retention, sources, witness
 from .selection import Candidate, choose_source

@@ -9,13 +9,14 @@ from math import inf
 from ...messages import Empty, Failure, Holding, Poisoned, Vacated, Withdrawing
 from ...names import Shard, Version, WorkerId
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..decisions import AcceptPublish, Admit, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
 from ..groups import GroupCall, Replica, some_shards
 from ..lines import Line
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
-from . import across, claims, crossing, progress, resolving, retention, witness
+from . import across, choosing, claims, crossing, progress, resolving, retention, witness
 
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
 STATUS_SAYS = "see `tensorhub status` for who holds it"
@@ -57,6 +58,8 @@ def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> It
         yield from _advance_claim(state, model, replica, call, call.claim)
     elif call.verb == "publish":
         yield from _advance_publish(state, model, replica, call)
+    elif call.verb == "choose":
+        yield from choosing.advance(state, model, replica, call)
     stuck = _why_stuck(state, model, replica) if not call.is_over and not state.is_recovering else None
     if stuck is not None:
         yield _give_up(replica, call, stuck)
@@ -132,12 +135,7 @@ def _why_incomplete(state: State, replica: Replica, call: GroupCall) -> tuple[Fa
 
 def _why_wait(state: State, model: Model, replica: Replica) -> Failure | None:
     """Why the replica can be given no number of its own yet, or None."""
-    return witness.why_unwitnessed(model, replica) if model.roll.is_over else _recovering(state)
-
-
-def _recovering(state: State) -> Failure:
-    left_s = state.recovered_at - state.now
-    return Failure("unavailable", f"the reference server has restarted and listens for {left_s:.1f} s more", "retry")
+    return witness.why_unwitnessed(model, replica) if model.roll.is_over else witness.recovering(state)
 
 
 def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
@@ -161,7 +159,10 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
         if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):
             return False
         buffer = member.content.buffer
-        if call.verb == "unpublish":
+        if call.verb == "choose":
+            if call.version is None:
+                return False
+        elif call.verb == "unpublish":
             if not isinstance(buffer, (Empty, Vacated, Poisoned)):
                 return False
         elif not isinstance(buffer, Holding) or buffer.version != call.version:
@@ -232,14 +233,14 @@ def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> Decision:
 
 def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> Decision:
     if not witness.is_whole(state, model, replica):
-        return Wait(call, _recovering(state))
+        return Wait(call, witness.recovering(state))
     missing = _missing(replica) if call.verb == "update" and not resolving.is_known(state, replica, call) else None
     if missing is not None:
         return Wait(call, missing)  # an update never goes back, and what they all hold is not known yet
     version, failure = resolving.meant_by(state, model, replica, call)
     if version is None:
         assert failure is not None
-        if isinstance(call.spec, int) and not (call.waits and _may_come(model, call.spec)):
+        if isinstance(call.spec, int) and not (call.waits and resolving.may_come(model, call.spec)):
             return _give_up(replica, call, failure)
         return Wait(call, Failure(failure.code, failure.message) if call.waits else failure)
     record = model.look_up(version)
@@ -256,11 +257,6 @@ def _why_unreadable(state: State, model: Model, replica: Replica, record: Versio
     members = [state.members.get(worker) for worker in replica.members.values()]
     found = [crossing.why_unreadable(state, model, record, member) for member in members if member is not None]
     return next((failure for failure in found if failure is not None), None)
-
-
-def _may_come(model: Model, number: int) -> bool:
-    """Numbers only rise: one that a newer one has passed by is never published."""
-    return model.newest is None or model.newest < number
 
 
 def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:

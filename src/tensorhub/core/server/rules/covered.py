@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..lines import Line
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 from . import crossing
 

@@ -6,9 +6,10 @@ from ...errors import UsageError
 from ...manifest import layout_difference
 from ...messages import MAX_PARTS, Failure
 from ...names import Digest, is_tiled
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..lines import Cut, Line
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 
 

@@ -4,8 +4,9 @@ from ...messages import Failure, Spec
 from ...names import ModelName, Shard
 from ...snapshot import DescribedView, SourceView
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..lines import Cut, Line
+from ..records import VersionRecord
 from ..state import State
 
 MOST_SOURCES = 8  # one of which should answer

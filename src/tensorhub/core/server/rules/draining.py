@@ -6,8 +6,9 @@ from typing import NamedTuple
 from ...messages import Holding, Poisoned, Withdrawing
 from ...names import Version
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 from . import covered, crossing, retention, witness
 

@@ -1,8 +1,9 @@
 """Ahead of anybody's call, a site that lacks the newest version *elects* a worker to fetch it into host memory."""
 
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 from . import crossing
 
@@ -33,6 +34,8 @@ def _is_able(state: State, model: Model, member: Member, record: VersionRecord) 
     report = member.report
     if model.replicas[member.hello.replica].publishes:
         return False
+    if member.hello.companions and record.version not in model.available(member.hello.companions)[:1]:
+        return False  # it wants another one: the newest of its set
     has_room = report.copies_left > 0 or member.copy(record.version) is not None
     is_staying = facts.is_here(state, member) and not report.closing and crossing.may_fit(model, record, member)
     return is_staying and has_room and member.hello.prefetch != "never"

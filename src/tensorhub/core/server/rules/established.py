@@ -13,11 +13,12 @@ from collections.abc import Iterator
 
 from ...messages import Holding, Withdrawing
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..groups import GroupCall, Replica
 from ..keepers import Rank
 from ..lines import Cut
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 from . import covered
 

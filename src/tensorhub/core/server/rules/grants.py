@@ -8,10 +8,11 @@ from collections.abc import Generator, Iterator
 from ...messages import Withdrawing
 from ...names import Version
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..decisions import Decision, Give, LookAgain
 from ..membership import Member
 from ..open_reads import OpenRead
+from ..records import VersionRecord
 from ..state import State
 from . import across, crossing, moving, progress, retention, sharing, sources, witness
 from .selection import Candidate, choose_source

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from ...messages import Filling
 from ...names import WorkerId
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..lines import Cut, Line
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 from . import covered, crossing
 

@@ -22,7 +22,7 @@ from math import inf
 from ...messages import Holding, Withdrawing
 from ...names import WorkerId
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..decisions import (
     CallSlow,
     CallStuck,
@@ -40,6 +40,7 @@ from ..decisions import (
 from ..membership import Member
 from ..open_reads import OpenRead
 from ..pace import Tier, is_too_slow, usual
+from ..records import VersionRecord
 from ..state import State
 from . import progress, sources
 from .selection import Candidate, choose_source

@@ -22,7 +22,7 @@ def meant_by(
         version, failure = _prefetched(state, model, replica, held)
     else:
         version, failure = model.resolve(call.spec)
-    if call.verb == "update" and held is not None and _is_enough(call.spec, held, version):
+    if call.verb == "update" and held is not None and is_enough(call.spec, held, version):
         return held, None
     if version is None:
         assert failure is not None
@@ -33,9 +33,14 @@ def meant_by(
     newer = [each for each in model.available() if each >= floor]
     if newer:
         return newer[-1], None
+    return None, all_older(model, replica, floor)
+
+
+def all_older(model: Model, replica: Replica, floor: Version) -> Failure:
+    """Why an update finds no version."""
     text = f"nothing as new as version {floor} of {model.name} is left, which {replica.name} had when it called"
     hint = 'an update never goes back; replicate("latest") takes what there is'
-    return None, Failure("version-unavailable", text, hint)
+    return Failure("version-unavailable", text, hint)
 
 
 def is_known(state: State, replica: Replica, call: GroupCall) -> bool:
@@ -55,7 +60,7 @@ def _still_fills(call: GroupCall, member: Member | None) -> bool:
     return told is None or told.number < call.number
 
 
-def _is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
+def is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
     """What is held needs no update: nothing newer was asked for, or there is nothing newer."""
     if version is None and isinstance(spec, int):
         return held >= spec  # a number that was never published is not to be had, whatever is held
@@ -110,3 +115,8 @@ def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | No
         else:
             had.append(_held(replica, call, member) if member is not None else None)
     return had[0] if len(had) == replica.shards and had.count(had[0]) == len(had) else None
+
+
+def may_come(model: Model, number: int) -> bool:
+    """Numbers only rise: one that a newer one has passed by is never published."""
+    return model.newest is None or model.newest < number

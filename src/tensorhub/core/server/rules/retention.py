@@ -19,9 +19,10 @@ from typing import NamedTuple
 from ...messages import Failure, HostCopy, Withdrawing
 from ...names import Version
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..groups import Replica
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 from . import covered, crossing, election, established, heirs, resting, witness
 
@@ -214,10 +215,10 @@ def _wanted_copies(state: State, model: Model, replica: Replica, member: Member)
             if heirs.is_one(state, model, model.look_up(version), member):
                 yield version
     if member.report.prefetch is not None:
-        version_wished, _ = model.resolve(member.report.prefetch)
+        version_wished, _ = model.resolve(member.report.prefetch, member.hello.companions)
         if version_wished is not None:
             yield version_wished
-    latest = model.latest
+    latest = next(iter(model.available(member.hello.companions)), None)
     if latest is None or replica.publishes:
         return
     if member.hello.prefetch == "always" or election.is_elected(state, model, model.look_up(latest), member):
@@ -326,7 +327,8 @@ def _is_needed(
         return False
     is_kept = _is_kept_elsewhere(state, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
     is_last = _counts(state, model, member, version) and not is_kept
-    if is_last and (not is_squeezed or covered.is_whole(state, model, record)):
+    is_firm = not is_squeezed or (not model.is_of_a_set_only(version) and covered.is_whole(state, model, record))
+    if is_last and is_firm:
         return not member.report.closing or heirs.are_there(state, model, record, member)
     if not record.promised or unread:
         return False

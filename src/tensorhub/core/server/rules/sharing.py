@@ -13,8 +13,9 @@ Rules:
 from collections.abc import Iterator
 
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 from . import crossing, progress, sources
 from .selection import Candidate

@@ -12,9 +12,10 @@ from math import inf
 from ...messages import Holding, Withdrawing
 from ...names import WorkerId
 from .. import facts
-from ..catalog import Model, VersionRecord
+from ..catalog import Model
 from ..lines import Line
 from ..membership import Member
+from ..records import VersionRecord
 from ..state import State
 from . import retention, wanted, witness
 from .selection import Candidate

@@ -97,3 +97,9 @@ def wait_for(state: State, model: Model, reader: Member, found: list[Candidate],
             yield AwaitWord(state.known(candidate.worker), reader.worker)
     elif best.worker in model.roll.witnessed:
         yield from _ask(state, reader, state.known(best.worker))
+
+
+def recovering(state: State) -> Failure:
+    """What a call waits for in the first lease after a restart."""
+    left_s = state.recovered_at - state.now
+    return Failure("unavailable", f"the reference server has restarted and listens for {left_s:.1f} s more", "retry")

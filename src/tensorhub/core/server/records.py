@@ -1,0 +1,57 @@
+"""What the server believes of one version: its content, who has any of it, who is on the way; and of all together."""
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from ..names import Digest, ReplicaName, Version, WorkerId
+from .companions import Names
+from .keepers import Keepers
+from .lines import Line
+
+
+@dataclass
+class VersionRecord:
+    """One version: its content by line, and the workers that have any of it."""
+
+    version: Version
+    exists: bool = False
+    roots: dict[Line, Digest] = field(default_factory=dict)
+    layouts: dict[Line, Digest] = field(default_factory=dict)
+    holders: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
+    whole: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
+    idle: dict[Line, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
+    publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
+    proved: dict[Line, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
+    disputed: dict[Line, None] = field(default_factory=dict)  # found to have other content than was believed
+    keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
+    is_established: bool = False  # each shard has been whole outside its publishers
+    claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
+    promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
+    last_holder: str = ""
+    usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
+    usual_until: float = -inf  # and until when they are believed
+    cross_site_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.claims and not self.promised and not any(self.holders.values())
+
+
+class Known(NamedTuple):
+    """The versions of a model, newest first."""
+
+    key: tuple[object, ...]
+    existing: tuple[Version, ...]
+    available: tuple[Version, ...]  # of these: not lost
+
+
+class Glance(NamedTuple):
+    """What follows from all versions of a model together."""
+
+    key: tuple[object, ...]
+    available: tuple[Version, ...]  # that exist and are not lost, newest first
+    together: tuple[tuple[Names, tuple[Version, ...]], ...]  # of each set: those that all of its models have
+    newest_established: Version | None
+    newest: dict[Version, None]  # the newest `retain`: of all, and of those that are not lost. Others may be back.
+    retained: dict[Version, None]

@@ -1,0 +1,123 @@
+"""The members of a set in this process, one worker for each of its models: how all of them get one version, or none.
+
+1. The worker of the first model asks what the spec means: a number that all models have, the same for all shards.
+2. Each member opens a source of that version. None gives up what it holds before all have one within reach.
+3. Then all are filled at once. A member that fails before the second step is over leaves all as they were; one that
+   fails later leaves the set without a version, until the next call.
+
+It must never: say that the set holds a version that one of its members does not.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from ..core.errors import GroupIncomplete, GroupMismatch, VersionUnavailable
+from ..core.messages import Failure, Spec
+from ..core.names import Version
+from ..core.version_spec import PREFETCHED
+from ..core.worker.events import Called, MayWithdraw
+from .client import Client
+from .driver import failed
+
+ECHOES = (GroupIncomplete, GroupMismatch)  # what the others hear of when one has failed
+
+Filling = asyncio.Task[Version | None]
+
+
+class SetCalls:
+    """What is called on a set. Made, and used, in the worker loop."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self._clients = clients
+        self._had: Version | None = None  # the last that all of them held
+
+    @property
+    def version(self) -> Version | None:
+        """What all of them hold."""
+        held = [client.version for client in self._clients]
+        return held[0] if held.count(held[0]) == len(held) else None
+
+    def forget(self) -> None:
+        """What was held was given up on purpose: any version may come next."""
+        self._had = None
+
+    async def fill(self, verb: str, spec: Spec, deadline: float, *, waits: bool = False) -> Version:
+        """Replicate or update. Raises as those do, and `VersionUnavailable` for a number that not all models have."""
+        first = self._clients[0]
+        self._had = self.version if self.version is not None else self._had
+        if verb == "update" and spec == PREFETCHED and (kept := self._kept(deadline)) is not None:
+            return kept
+        floor = self._had if verb == "update" else None
+        while True:
+            version = await first.choose(spec, deadline, floor=floor, waits=waits)
+            assert version is not None, "a choice that ended well has a version"
+            try:
+                await self._bring(version, deadline)
+                self._had = version
+                return version
+            except VersionUnavailable:  # it was lost meanwhile
+                if isinstance(spec, int) or time.monotonic() >= deadline:
+                    raise
+
+    def _kept(self, deadline: float) -> Version | None:
+        """The version that an update to what was fetched ahead leaves alone, where that needs no server."""
+        called = Called("update", PREFETCHED, deadline)
+        for client in self._clients:
+            known = client.driver.worker.update_at_once(client.hello, called)
+            if isinstance(known, Failure):
+                raise failed(known)
+            if known is not None and self.version == known:
+                return known
+        return None
+
+    async def _bring(self, version: Version, deadline: float) -> None:
+        """All members get that version."""
+        is_alone = self._clients[0].hello.shards == 1  # else other shards may wait for this one
+        wanting = [client for client in self._clients if not (is_alone and client.version == version)]
+        works: dict[Client, Filling] = {
+            client: asyncio.create_task(client.operate("replicate", version, deadline, is_held_back=True))
+            for client in wanting
+        }
+        try:
+            if works and await _are_near(works, deadline):
+                for client in works:
+                    client.driver.feed(MayWithdraw())
+                await asyncio.wait(works.values())
+        finally:
+            for work in works.values():
+                work.cancel()
+            if works:
+                await asyncio.wait(works.values())
+        errors = [error for work in works.values() if not work.cancelled() and (error := work.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, ECHOES))
+        if self.version != version:
+            text = f"{self._clients[0].me.replica} does not hold version {version} of all models of its set any more"
+            raise GroupIncomplete(text, hint="call again")
+
+
+async def _are_near(works: dict[Client, Filling], deadline: float) -> bool:
+    """Until each of them has the version within reach. False: one of them never will, in this call."""
+    near = [asyncio.create_task(_is_near(client, work, deadline)) for client, work in works.items()]
+    try:
+        for each in asyncio.as_completed(near):
+            if not await each:
+                return False
+        return True
+    finally:
+        for one in near:
+            one.cancel()
+        await asyncio.wait(near)
+
+
+async def _is_near(client: Client, work: Filling, deadline: float) -> bool:
+    """Its version is within reach, or it has it. False: its call has failed."""
+    worker = client.driver.worker
+    reached = asyncio.create_task(client.driver.until(lambda: worker.call is not None and worker.is_ready, deadline))
+    try:
+        await asyncio.wait((reached, work), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        reached.cancel()
+        await asyncio.wait((reached,))
+    return not work.done() or (not work.cancelled() and work.exception() is None)

@@ -1,0 +1,359 @@
+"""`open_set`: models with trainers of their own, of which a reader has all under one number or none."""
+
+import inspect
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+import tensorhub
+from runtime.kit import eventually, in_threads
+from tensorhub import aio
+from tensorhub.transport.local import LocalTransport
+
+MODELS = ("target", "draft")
+SIZES = {"target": 60_000, "draft": 7_000}
+
+
+def arrays(value: float = 0.0) -> dict[str, dict[str, np.ndarray]]:
+    return {name: {f"{name}.w": np.full(SIZES[name], value, np.float32)} for name in MODELS}
+
+
+def numbers(tensors: dict[str, dict[str, np.ndarray]]) -> set[float]:
+    """Which numbers the weights of all models are."""
+    return {float(number) for each in tensors.values() for array in each.values() for number in np.unique(array)}
+
+
+@pytest.fixture
+def trainer(server):
+    """`trainer(model)` joins as that model's own trainer; returns a function that publishes a version of it."""
+    opened = []
+
+    def joined(model, replica="trainer", **options):
+        weights = tensorhub.open(model, replica=replica, server=server.address, call_timeout=20, **options)
+        opened.append(weights)
+        array = np.zeros(SIZES[model], np.float32)
+        weights.register({f"{model}.w": array})
+
+        def publish(version: int) -> tensorhub.Weights:
+            with weights.mutating(version=version):
+                array[:] = float(version)
+            return weights
+
+        return publish
+
+    yield joined
+    for weights in reversed(opened):
+        weights.close(timeout=3)
+
+
+@pytest.fixture
+def reader(server):
+    """`reader(replica)` joins as a reader of the set; returns it and its arrays."""
+    opened = []
+
+    def joined(replica="r", models=MODELS, **options):
+        options = {"reliable": False, "call_timeout": 20, **options}
+        found = tensorhub.open_set(models, replica=replica, server=server.address, **options)
+        opened.append(found)
+        mine = arrays()
+        found.register(mine)
+        return found, mine
+
+    yield joined
+    for each in reversed(opened):
+        each.close(timeout=3)
+
+
+def test_all_models_move_to_the_newest_number_that_each_of_them_has(trainer, reader):
+    target, draft = trainer("target"), trainer("draft")
+    rollout, mine = reader()
+    assert rollout.version is None
+    target(1)
+    draft(1)
+    assert rollout.replicate() == rollout.version == 1
+    assert numbers(mine) == {1.0}
+    target(2)
+    assert rollout.update() == 1, "the draft of version 2 is not there yet"
+    assert numbers(mine) == {1.0}
+    target(3)
+    draft(2)
+    draft(3)
+    assert rollout.update() == 3
+    assert numbers(mine) == {3.0}
+    assert rollout.update() == rollout.version == 3
+    assert rollout.metadata == {"target": {}, "draft": {}}
+    rollout.check()
+
+
+def test_the_version_of_the_set_is_kept_where_one_model_is_ahead(trainer, reader, server):
+    """The newest of the target is 4, of the draft 2: version 2 of the target is what a reader can have."""
+    target, draft = trainer("target"), trainer("draft")
+    first, mine = reader("first", reliable=True)
+    for version in (1, 2):
+        target(version)
+        draft(version)
+    assert first.replicate() == 2
+    for version in (3, 4):
+        target(version)
+    late, found = reader("late")
+    assert late.replicate() == 2
+    assert numbers(found) == numbers(mine) == {2.0}
+    first.close()
+    late.close()
+    assert [each.version for each in tensorhub.connect(server.address).versions("target")][:1] == [4]
+
+
+def test_a_trainer_keeps_the_version_of_the_set_alone(trainer, reader, server):
+    """All readers were killed, or never came so far: the trainers still have it, in host memory."""
+    target, draft = trainer("target"), trainer("draft")
+    watcher, _ = reader("watcher")
+    for version in (1, 2, 3):
+        target(version)
+    draft(2)
+    with pytest.raises(tensorhub.DeadlineExceeded, match="target and draft"):
+        watcher.replicate(timeout=0.5)
+    draft(3)
+    target(4)
+    target(5)
+    assert watcher.replicate() == 3, "it was published last by both, and the target is two further"
+    assert watcher.version == 3
+
+
+def test_a_number_that_one_model_lacks(trainer, reader):
+    target, draft = trainer("target"), trainer("draft")
+    rollout, mine = reader()
+    target(1)
+    with pytest.raises(tensorhub.VersionUnavailable, match="draft"):
+        rollout.replicate(1)
+    target(2)
+    draft(2)
+    assert rollout.replicate(2) == 2
+    with pytest.raises(tensorhub.VersionUnavailable, match="version 7"):
+        rollout.update(7)
+    assert rollout.update(1) == rollout.version == 2, "an update never goes back"
+    assert numbers(mine) == {2.0}
+
+
+def test_it_can_be_waited_for(trainer, reader):
+    target, draft = trainer("target"), trainer("draft")
+    rollout, mine = reader()
+    target(1)
+
+    def waits() -> tuple[int, int]:
+        return rollout.wait_for("latest"), rollout.replicate(1, wait=True)
+
+    def publishes() -> None:
+        eventually(lambda: threading.active_count() > 1, "the other one waits")
+        draft(1)
+
+    found, _ = in_threads(waits, publishes)
+    assert found == (1, 1)
+    assert numbers(mine) == {1.0}
+
+
+def test_what_is_held_is_not_given_up_before_each_model_has_a_source(trainer, reader, monkeypatch):
+    """The draft cannot be read: so the target goes on being what it was, and is served, and both can compute."""
+    target, draft = trainer("target"), trainer("draft")
+    rollout, mine = reader(transports="local")
+    target(1)
+    draft(1)
+    assert rollout.replicate() == 1
+    target(2)
+    draft(2)
+    read, refused = LocalTransport.read, []
+
+    def unreadable(self, endpoint, key, sink, on_end):
+        if sink.stream.size_bytes == 4 * SIZES["draft"]:
+            refused.append(key)
+            endpoint = endpoint.replace("local://", "local://nobody-")
+        return read(self, endpoint, key, sink, on_end)
+
+    monkeypatch.setattr(LocalTransport, "read", unreadable)
+    with pytest.raises(tensorhub.TensorHubError):
+        rollout.update(timeout=3)
+    assert refused
+    assert rollout.version == 1
+    assert numbers(mine) == {1.0}
+    monkeypatch.undo()
+    assert rollout.update() == 2
+    assert numbers(mine) == {2.0}
+
+
+def test_a_model_that_fails_half_way_leaves_no_version_until_the_next_call(trainer, reader):
+    target, draft = trainer("target"), trainer("draft")
+    rollout, mine = reader()
+    target(1)
+    draft(1)
+    assert rollout.replicate() == 1
+    target(2)
+    weights = draft(2)
+    weights._aio._client.driver.data.content.manifest  # noqa: B018 - what is published is hashed by now
+    mine_of_trainer = weights._aio._client.driver.data.registration
+    assert mine_of_trainer is not None
+    with mine_of_trainer.stream.writing(0, 4) as views:
+        views[0][:4] = b"\xff\xff\xff\x7f"  # changed in place, behind everybody's back
+    with pytest.raises(tensorhub.CorruptTransfer):
+        rollout.update(timeout=10)
+    assert rollout.version is None
+    with mine_of_trainer.stream.writing(0, 4) as views:
+        views[0][:4] = np.float32(2.0).tobytes()
+    target(3)
+    draft(3)
+    assert rollout.update() == rollout.version == 3
+    assert numbers(mine) == {3.0}
+
+
+def test_all_shards_get_one_number_however_they_ask(trainer, server):
+    """Of two shards one asks before, and one after the next version was published."""
+
+    def shards_of(model: str):
+        return [
+            tensorhub.open(model, replica="t", shard=shard, shards=2, server=server.address, call_timeout=20)
+            for shard in range(2)
+        ]
+
+    published = {model: shards_of(model) for model in MODELS}
+    content = {model: [np.zeros(SIZES[model], np.float32) for _ in range(2)] for model in MODELS}
+    sets = [
+        tensorhub.open_set(MODELS, replica="r", shard=s, shards=2, server=server.address, call_timeout=20)
+        for s in range(2)
+    ]
+    mine = [arrays() for _ in range(2)]
+
+    def publish(model: str, version: int) -> None:
+        def one(shard: int) -> None:
+            with published[model][shard].mutating(version=version):
+                content[model][shard][:] = float(version)
+
+        assert in_threads(*(partial(one, shard) for shard in range(2))) == [None, None]
+
+    try:
+        for model in MODELS:
+            for shard, weights in enumerate(published[model]):
+                weights.register({f"{model}.w": content[model][shard]})
+        for shard, each in enumerate(sets):
+            each.register(mine[shard])
+        for version in range(1, 6):
+            for model in MODELS:
+                publish(model, version)
+            later = threading.Event()
+
+            def first(later=later) -> int:
+                later.set()
+                return sets[0].update()
+
+            def second(version=version, later=later) -> int:
+                assert later.wait(10)
+                publish("target", version + 10)  # the draft has none such
+                return sets[1].update()
+
+            if version < 5:
+                assert in_threads(*(each.update for each in sets)) == [version, version]
+            else:
+                found = in_threads(first, second)
+                assert found == [version, version]
+            for each in mine:
+                assert numbers(each) == {float(version)}
+    finally:
+        for each in (*sets, *(w for pair in published.values() for w in pair)):
+            each.close(timeout=3)
+
+
+def test_shards_that_name_other_models_are_told_so(trainer, server):
+    names = (MODELS, ("target", "other"))
+    sets = [
+        tensorhub.open_set(names[s], replica="r", shard=s, shards=2, server=server.address, call_timeout=10)
+        for s in range(2)
+    ]
+    try:
+        for each, models in zip(sets, names, strict=True):
+            each.register({name: {"w": np.zeros(9, np.float32)} for name in models})
+
+        def error(each) -> str:
+            with pytest.raises(tensorhub.TensorHubError) as caught:
+                each.replicate()
+            return str(caught.value)
+
+        assert any("different sets" in text for text in in_threads(*(partial(error, each) for each in sets)))
+    finally:
+        for each in sets:
+            each.close(timeout=3)
+
+
+def test_fetched_ahead_all_models_are_of_one_number(trainer, reader):
+    target, draft = trainer("target"), trainer("draft")
+    rollout, mine = reader(prefetch="always", host_bytes="8MiB")
+    target(1)
+    draft(1)
+    assert rollout.update() == 1
+    target(2)
+    assert rollout.update("prefetched") == 1
+    draft(2)
+
+    def has_moved() -> bool:
+        return rollout.update("prefetched") == 2
+
+    eventually(has_moved, "version 2 of both is in host memory")
+    assert numbers(mine) == {2.0}
+    idle, _ = reader("idle")
+    idle.replicate()
+    with pytest.raises(tensorhub.UsageError, match="prefetch"):
+        idle.update("prefetched")
+
+
+def test_a_trainer_of_all_models_publishes_them_together(server, reader):
+    trainer = tensorhub.open_set(MODELS, replica="t", server=server.address, call_timeout=20)
+    with trainer:
+        trained = arrays()
+        trainer.register(trained)
+        rollout, mine = reader()
+        for version in (1, 2):
+            with trainer.mutating(version=version, metadata={"step": version}):
+                for each in trained.values():
+                    for array in each.values():
+                        array[:] = float(version)
+            assert rollout.update() == version
+            assert numbers(mine) == {float(version)}
+        assert rollout.metadata == {"target": {"step": 2}, "draft": {"step": 2}}
+        assert trainer.wait_held(2) == ("r",)
+        with pytest.raises(RuntimeError, match="diverged"), trainer.mutating(version=3):
+            raise RuntimeError("diverged")
+        assert trainer.version is None
+
+
+def test_where_one_model_cannot_be_joined_none_is(server, reader):
+    taken = tensorhub.open("draft", replica="r", server=server.address)
+    with taken, pytest.raises(tensorhub.ShardTaken, match="draft/r"):
+        tensorhub.open_set(MODELS, replica="r", server=server.address, timeout=2)
+    eventually(lambda: not tensorhub.connect(server.address).replicas("target"), "nobody is there")
+
+
+@pytest.mark.parametrize(
+    "models", ["target", ["target"], ["target", "target"], ["target", "no name!"], 7, [f"m{i}" for i in range(17)]]
+)
+def test_models_that_are_none(models, server):
+    with pytest.raises(tensorhub.UsageError):
+        tensorhub.open_set(models, replica="r", server=server.address)
+
+
+def test_tensors_of_other_models_are_refused(reader):
+    rollout, _ = reader()
+    for wrong in ({"target": {}}, {**arrays(), "critic": {}}, [arrays()]):
+        with pytest.raises(tensorhub.UsageError, match="mapping of target, draft"):
+            rollout.register(wrong)
+    with pytest.raises(tensorhub.UsageError, match="critic"):
+        rollout.register(arrays(), boxes={"critic": {}})
+
+
+def test_what_a_set_can_do_is_what_its_models_can():
+    alone = {name: call for name, call in vars(tensorhub.Weights).items() if not name.startswith("_")}
+    together = {name: getattr(tensorhub.WeightsSet, name) for name in dir(tensorhub.WeightsSet) if name[0] != "_"}
+    assert sorted(together) == sorted([*alone, "models"])
+    for name, call in alone.items():
+        if callable(call) and name not in ("register", "resume"):
+            assert list(inspect.signature(call).parameters) == list(inspect.signature(together[name]).parameters), name
+    joining = [name for name in inspect.signature(tensorhub.open).parameters if name != "model"]
+    assert list(inspect.signature(tensorhub.open_set).parameters) == ["models", *joining]
+    assert list(inspect.signature(aio.open).parameters)[1:] == joining
