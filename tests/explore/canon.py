@@ -54,7 +54,8 @@ SKIPPED = (
     *("key", "notary", "ceiling", "ceiling_receipt"),
     *("endpoints", "teller", "budget", "shape", "lives"),
     *("capacity", "looked_at"),  # for who is slow or rebalanced: nobody here
-    *("_by", "_heap", "_held", "idle", "read_from", "_changes", "_glance", "noted"),  # follows from the rest
+    *("_by", "_heap", "_held", "idle", "read_from", "_changes", "_known", "_glance", "noted"),  # follows from the rest
+    *("others", "bound"),  # the same models once more, and who is of their sets
     *("happened", "settled_at"),  # only spares deciding for who would hear the same
     *("began", "since"),  # of a call: how long it misses a shard, and who came to it when; there is one shard
 )
