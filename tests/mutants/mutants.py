@@ -389,6 +389,18 @@ MUTANTS = (
         "the last reference of a retained version is offloaded before it leaves",
     ),
     Mutant(
+        "what seems lost is let go while a shard is away",
+        "    if retention.is_in_doubt(state, model, member):\n        return NOT_DRAINED\n",
+        "",
+        "who comes back first after all were cut off keeps what the others are about to show",
+    ),
+    Mutant(
+        "what seems lost is kept for a shard that is gone",
+        " or member.report.closing or len(replica.members) == replica.shards:\n        return False\n",
+        " or member.report.closing:\n        return False\n",
+        "a trainer without room goes on when the only other shard of its version has died",
+    ),
+    Mutant(
         "spot replicas count",
         "        return not (member.report.closing or is_inside or is_worse)\n",
         "        return not (member.report.closing or is_inside)\n",

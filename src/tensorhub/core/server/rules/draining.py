@@ -38,6 +38,8 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
         patience_until = member.closing_since + state.settings.spot_heir_s
         is_patient = member.report.closing and patience_until > state.now
         return Drained(look_again_at=patience_until if is_patient else inf)
+    if retention.is_in_doubt(state, model, member):
+        return NOT_DRAINED
     if buffer.impatient:
         return Drained(buffer.version)
     record = model.versions.get(buffer.version)

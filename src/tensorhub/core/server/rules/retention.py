@@ -4,7 +4,8 @@ A version is *retained* while it is among the newest `retain` of its model, or p
 reliable worker holds it in its buffer or has a host copy of it, as long as that worker does not want to leave for good.
 
 Rules:
-- Where there is no room, a version of which a shard seems to be gone goes first.
+- Where there is no room, a version of which a shard seems to be gone goes first. Not while its worker's replica lacks a
+  shard, which may only be cut off.
 - The last reference does not leave before its worker has offloaded the version to its own host memory. Where that is
   full, a copy gives way that is not whole yet. Of several workers that leave together only the first by name has to;
   the others may go as long as that one was not let go.
@@ -129,6 +130,20 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
         may_make_room = any(not copy.whole for copy in member.content.copies)
         return may_make_room or established.is_another_on_its_way(state, model, record, member)
     return True
+
+
+def is_in_doubt(state: State, model: Model, member: Member) -> bool:
+    """It has the last reference of what seems lost, and a shard of its replica is away, perhaps with what is missing.
+
+    No call of that replica ends well before that is back, so there is no hurry.
+    """
+    buffer, replica = member.content.buffer, model.replicas[member.hello.replica]
+    if not isinstance(buffer, Withdrawing) or member.report.closing or len(replica.members) == replica.shards:
+        return False
+    record = model.versions.get(buffer.version)
+    if record is None or covered.is_whole(state, model, record) or not _counts(state, model, member, buffer.version):
+        return False
+    return not _is_kept_elsewhere(state, model, record, member, is_copy=False)
 
 
 def leaves_last(state: State, member: Member) -> bool:
