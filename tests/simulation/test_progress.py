@@ -10,6 +10,7 @@ from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.core.worker.events import Finished
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.progress import ProgressJudge
+from tensorhub.sim.plan import Misfortune
 from tensorhub.sim.truth.life import Call, Held, Life
 from tensorhub.sim.truth.record import Truth
 from tensorhub.sim.world import OracleViolation, World
@@ -22,11 +23,11 @@ ROOT, VERSION = Digest("root"), Version(1)
 class Bench:
     """A trainer that holds version 1, and a rollout that is without it when the history ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *misfortunes: Misfortune) -> None:
         plan = draw_plan(0)
         self.conditions = replace(plan.conditions, shards=1)
         self.world = World("0")
-        self.truth = Truth(self.world, replace(plan, conditions=self.conditions, misfortunes=()), {ROOT: (7,)})
+        self.truth = Truth(self.world, replace(plan, conditions=self.conditions, misfortunes=misfortunes), {ROOT: (7,)})
         self.judge = ProgressJudge(self.truth, self.world)
         self.trainer, self.rollout = self.life("trainer"), self.life("rollout")
         self.trainer.held = Held(VERSION, ROOT, since=1.0, published=True)
@@ -40,10 +41,10 @@ class Bench:
         self.truth.born(life)
         return life
 
-    def calls(self, ago_s: float, *, failed_ago_s: float = -inf) -> None:
+    def calls(self, ago_s: float, *, failed_ago_s: float = -inf, timeout_s: float = inf) -> None:
         """The rollout has called so long ago, and that call lasts, or has failed when version 1 was what it awaited."""
         began = self.world.now - ago_s
-        call = Call("update", "latest", Digest(""), began, inf, None, Digest(""), resolved=VERSION)
+        call = Call("update", "latest", Digest(""), began, began + timeout_s, None, Digest(""), resolved=VERSION)
         if failed_ago_s > 0:
             call.ended = self.world.now - failed_ago_s
             call.outcome = Finished(1, error=Failure("deadline-exceeded", "in vain"))
@@ -73,6 +74,21 @@ def test_a_rollout_whose_calls_fail_one_after_the_other_is_behind() -> None:
     bench.calls(bench.conditions.calm_s * 0.7, failed_ago_s=1.0)  # begun before the calm: not counted as a first call
     bench.calls(0.9)
     with pytest.raises(OracleViolation, match="has version None"):
+        bench.look()
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_what_a_program_still_gave_too_little_time_is_no_plain_call(is_plain: bool) -> None:
+    bench = Bench(Misfortune(1.0, "stutter", "elsewhere", inf, value=0.999))
+    slowest_s = bench.truth.plan.slowest_read_s
+    timeout_s = slowest_s + 5.0 if is_plain else 0.9 * bench.conditions.calm_s / 2
+    assert (timeout_s < slowest_s) is not is_plain
+    bench.calls(bench.conditions.calm_s / 2 - 0.1, failed_ago_s=1.0, timeout_s=timeout_s)  # one shard was a little late
+    bench.calls(0.9, timeout_s=slowest_s + 5.0)
+    if is_plain:
+        with pytest.raises(OracleViolation, match="has version None"):
+            bench.look()
+    else:
         bench.look()
 
 

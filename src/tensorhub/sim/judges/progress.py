@@ -70,6 +70,7 @@ class ProgressJudge(Judge):
         lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
         calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
         begun = [call for call in calls if call.began >= (since if call.ended < inf else plain_at)]
+        begun = [call for call in begun if not self._is_of_the_storm(call)]
         for call in calls:
             step = [other for other in calls if abs(other.began - call.began) < self.spread_s]
             is_over = max(other.ended for other in step) < self.now - MOST_REST_S - self.spread_s
@@ -84,6 +85,14 @@ class ProgressJudge(Judge):
         most_s = inf if is_hindered else max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
         is_young = all(self._is_well(call, newest) and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards_in(lives[0].cut) and is_young
+
+    def _is_of_the_storm(self, call: Call) -> bool:
+        """It failed, and its program was not plain yet when it made this step, though this shard called a little later.
+
+        A plain one gives each call the time that the network may take.
+        """
+        is_short = call.deadline - call.began < self.plan.slowest_read_s
+        return is_short and call.error is not None and call.error.code in OUT_OF_TIME
 
     def _is_well(self, call: Call, newest: Version) -> bool:
         """It goes on, or has just brought that version, while those of its siblings go on."""
