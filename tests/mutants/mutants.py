@@ -401,6 +401,13 @@ MUTANTS = (
         "a trainer without room goes on when the only other shard of its version has died",
     ),
     Mutant(
+        "who reads across looks for no source in its own line",
+        "        if across.is_short(state, member) and _is_had_in_its_line(state, model, record, member):\n"
+        "            yield from _begin_anew(state, model, record, member, wanted)\n",
+        "",
+        "nobody waits for a part out of another cut while somebody of its own line has all of the version",
+    ),
+    Mutant(
         "spot replicas count",
         "        return not (member.report.closing or is_inside or is_worse)\n",
         "        return not (member.report.closing or is_inside)\n",

@@ -8,7 +8,7 @@ Rules:
   behind himself, however versions go from cut to cut.
 - Each part is for itself. One whose source leaves, is gone, or stands still, is given another source; one that failed,
   too. What has brought its share needs none any more.
-- A cut of which a line has no source any more is left for another one that has all.
+- A cut of which a line has no source any more is left for another one that has all, or for the reader's own line.
 
 It must never: mix two cuts in one plan, or give parts of content without tiles.
 """

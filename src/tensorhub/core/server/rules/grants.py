@@ -34,6 +34,8 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
     if current is not None and is_wanted and current.part is not None:
         yield from across.keep_up(state, model, record, member, wanted)
+        if across.is_short(state, member) and _is_had_in_its_line(state, model, record, member):
+            yield from _begin_anew(state, model, record, member, wanted)
         return
     if (
         current is not None
@@ -63,10 +65,28 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
             if is_stuck or source.turns_lost > member.turns_lost:  # it was to read for both, and does not
                 yield from across.instead_of(state, model, record, member, current, may_be_leaving=is_stuck)
             return
+    yield from _begin_anew(state, model, record, member, wanted)
+
+
+def _begin_anew(
+    state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted
+) -> Iterator[Decision]:
+    """Instead of what it reads it is given the best that there is."""
     yield from across.take_back(state, member)
     if wanted.to_host and any(read.is_void for read in state.reads.of(member.worker)):
         return  # in its own time: were it stopped, each new version would leave one more source waiting for it
     yield from _grant(state, model, record, member, to_host=wanted.to_host)
+
+
+def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+    """Somebody of its own line has all of the version, and lives. Better one that was too slow for it than none."""
+    return member.line in record.roots and any(
+        candidate.is_full
+        and not candidate.is_withdrawing
+        and candidate.avoided_until <= state.now
+        and not facts.is_doubtful(state, state.known(candidate.worker))
+        for candidate in sources.candidates(state, model, record, member)
+    )
 
 
 def _moves(
