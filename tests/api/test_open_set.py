@@ -153,6 +153,21 @@ def test_it_can_be_waited_for(trainer, reader):
     assert numbers(mine) == {1.0}
 
 
+def test_one_call_at_a_time(trainer, reader):
+    target, draft = trainer("target"), trainer("draft")
+    rollout, mine = reader()
+
+    def second() -> int:
+        eventually(lambda: rollout._calls._calling == "replicate", "the first one waits")
+        with pytest.raises(tensorhub.UsageError, match="one call at a time"):
+            rollout.update()
+        target(1)
+        return draft(1).version
+
+    assert in_threads(rollout.replicate, second) == [1, 1]
+    assert numbers(mine) == {1.0}
+
+
 def test_what_is_held_is_not_given_up_before_each_model_has_a_source(trainer, reader, monkeypatch):
     """The draft cannot be read: so the target goes on being what it was, and is served, and both can compute."""
     target, draft = trainer("target"), trainer("draft")

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from ..core.errors import GroupIncomplete, GroupMismatch, VersionUnavailable
+from ..core.errors import GroupIncomplete, GroupMismatch, UsageError, VersionUnavailable
 from ..core.messages import Failure, Spec
 from ..core.names import Version
 from ..core.version_spec import PREFETCHED
@@ -31,6 +31,7 @@ class SetCalls:
     def __init__(self, clients: Sequence[Client]) -> None:
         self._clients = clients
         self._had: Version | None = None  # the last that all of them held
+        self._calling = ""
 
     @property
     def version(self) -> Version | None:
@@ -44,6 +45,16 @@ class SetCalls:
 
     async def fill(self, verb: str, spec: Spec, deadline: float, *, waits: bool = False) -> Version:
         """Replicate or update. Raises as those do, and `VersionUnavailable` for a number that not all models have."""
+        if self._calling:  # between its choice and the calls of its members no member may be called
+            text = f"{verb} on the set of {self._clients[0].me} while its {self._calling} has not ended"
+            raise UsageError(text, hint="one call at a time on one set: wait for the first")
+        self._calling = verb
+        try:
+            return await self._fill(verb, spec, deadline, waits=waits)
+        finally:
+            self._calling = ""
+
+    async def _fill(self, verb: str, spec: Spec, deadline: float, *, waits: bool) -> Version:
         first = self._clients[0]
         self._had = self.version if self.version is not None else self._had
         if verb == "update" and spec == PREFETCHED and (kept := self._kept(deadline)) is not None:
@@ -120,4 +131,6 @@ async def _is_near(client: Client, work: Filling, deadline: float) -> bool:
     finally:
         reached.cancel()
         await asyncio.wait((reached,))
-    return not work.done() or (not work.cancelled() and work.exception() is None)
+    if not work.done():
+        return not reached.cancelled() and reached.result()  # False: time is over
+    return not work.cancelled() and work.exception() is None
