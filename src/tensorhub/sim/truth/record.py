@@ -106,11 +106,14 @@ class Truth:
     def published(self, life: Life, version: Version, root: Digest) -> Made:
         """A shard serves what its caller publishes. Returns it; it exists if all have it."""
         made = self.made.setdefault((life.me.model, version), {})
-        mine = made.get(life.me.replica)
+        mine, group = made.get(life.me.replica), list(self.group(life))
         if mine is None or mine.roots.get(life.me.shard, root) != root:
             mine = made[life.me.replica] = Made(life.me.model, version, life.me.replica, cut=life.cut)
+            since = life.call.began if life.call is not None else self.now
+            for each in group:  # who was before it in this call is of the same; of a former one nothing counts
+                if (held := each.held) and held.published and held.version == version and held.since >= since:
+                    mine.roots[each.me.shard], mine.layouts[each.me.shard] = held.root, each.layout
         mine.roots[life.me.shard], mine.layouts[life.me.shard] = root, life.layout
-        group = list(self.group(life))
         if len(group) == self.plan.conditions.shards_in(life.cut) and mine.exists == inf:
             helds = [each.held for each in group]
             if all(h is not None and h.version == version and h.root == mine.roots.get(i) for i, h in enumerate(helds)):
@@ -124,9 +127,7 @@ class Truth:
 
     def existing(self, model: str) -> list[Version]:
         """The versions that came to be, newest first."""
-        found = [
-            v for (name, v), made in self.made.items() if name == model and any(m.exists < inf for m in made.values())
-        ]
+        found = [v for name, v in self.made if name == model and self.exists(model, v) is not None]
         return sorted(found, reverse=True)
 
     def exists(self, model: str, version: Version) -> Made | None:
