@@ -6,21 +6,22 @@ joins all of the models at once; what it calls resolves to one number for all of
 """
 
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from . import aio
 from .core.boxes import Box
 from .core.errors import UsageError
 from .core.messages import MAX_COMPANIONS, Spec
-from .core.metadata import Json
+from .core.metadata import Json, encode_metadata
 from .core.version_spec import parse_spec
 from .memory.registration import register as register_tensors
 from .runtime.config import Options, check_name, parse_seconds, worker_options
 from .runtime.loops import loop_thread
 from .runtime.questions import wait_for_version
 from .runtime.sets import SetCalls
-from .several import Several, all_or_none, leave
+from .several import Several, all_or_none, leave, together
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -48,8 +49,7 @@ def open_set(
 ) -> "WeightsSet":
     """Join each of these models (2 to 16) as one shard of the replica of that name; the rest is as in `tensorhub.open`.
 
-    `host_bytes` is for each model. Where one of them cannot be joined none is. All shards name the models in one order.
-    Raises as `tensorhub.open` does.
+    `host_bytes` is for each model. Where one of them cannot be joined none is. Raises as `tensorhub.open` does.
     """
     names = _models(models)
     began = time.monotonic()
@@ -70,10 +70,7 @@ def open_set(
 
     async def join() -> list[aio.Weights]:
         return await all_or_none(
-            [
-                aio._join(name, replica, shard, shards, reliable, options, [each for each in names if each != name])
-                for name in names
-            ]
+            [aio._join(name, replica, shard, shards, reliable, options, sorted({*names} - {name})) for name in names]
         )
 
     what = f"open_set of {'+'.join(names)}/{replica}[{shard}]"
@@ -94,7 +91,8 @@ class WeightsSet(Several):
         me = members[0]._client.me
         super().__init__(members, f"{'+'.join(models)}/{me.replica}[{me.shard}]")
         self._models, self._options = tuple(models), options
-        self._calls = SetCalls([member._client for member in members])
+        by_name = sorted(zip(models, members, strict=True), key=lambda each: each[0])  # the same order on all shards
+        self._calls = SetCalls([member._client for _, member in by_name])
 
     def __repr__(self) -> str:
         return f"<WeightsSet {self._name}>"
@@ -136,10 +134,61 @@ class WeightsSet(Several):
         works = [member.take(one) for member, one in zip(self._members, taken, strict=True)]
         self._wait(works, None, "register()")
 
+    def publish(
+        self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
+    ) -> int:
+        """As `Weights.publish`, of all. Where one model fails, others may be published: it is no version of the set."""
+        self._calls.check_idle("publish")
+        return super().publish(version, metadata=metadata, timeout=timeout)
+
     def unpublish(self, *, timeout: float | None = None) -> None:
         """As `Weights.unpublish`, of all."""
+        self._calls.check_idle("unpublish")
         super().unpublish(timeout=timeout)
         self._calls.forget()
+
+    def suspend(self, *, timeout: float | None = None) -> None:
+        """As `Weights.suspend`, of all."""
+        self._calls.check_idle("suspend")
+        super().suspend(timeout=timeout)
+
+    @contextmanager
+    def mutating(
+        self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
+    ) -> Iterator[None]:
+        """As `Weights.mutating`: the block may change the tensors of all.
+
+        The number is claimed in one model after the other. Where one of them refuses it the others are published again
+        as what they were, and the block does not run.
+        """
+        if metadata is not None:
+            encode_metadata(metadata)
+        self._calls.check_idle("mutating")
+        claiming = self._calls.claim(version, lambda: self._members[0]._deadline(timeout))
+        self._wait([claiming], timeout, f"mutating(version={version!r})")
+        try:
+            yield
+        except BaseException:
+            for member in self._members:
+                member._drop_claim()
+            raise
+        self.publish(version, metadata=metadata, timeout=timeout)
+
+    def pin(self, version: int, *, timeout: float | None = None) -> None:
+        """As `Weights.pin`, in all of the models or, where one of them has no such version, in none."""
+
+        async def pin() -> None:
+            done: list[aio.Weights] = []
+            try:
+                for member in self._members:
+                    if version not in member._client.driver.worker.pins:
+                        await member.pin(version, timeout=timeout)
+                        done.append(member)
+            except BaseException:
+                await together([member.unpin(version, timeout=timeout) for member in done])
+                raise
+
+        self._wait([pin()], timeout, f"pin({version!r})")
 
     def replicate(self, spec: Spec = "latest", *, wait: bool = False, timeout: float | None = None) -> int:
         """Fill all models with one version, verified. Returns it when all shards of the replica have it.

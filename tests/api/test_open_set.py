@@ -112,7 +112,7 @@ def test_a_trainer_keeps_the_version_of_the_set_alone(trainer, reader, server):
     for version in (1, 2, 3):
         target(version)
     draft(2)
-    with pytest.raises(tensorhub.DeadlineExceeded, match="target and draft"):
+    with pytest.raises(tensorhub.DeadlineExceeded, match="draft and target"):
         watcher.replicate(timeout=0.5)
     draft(3)
     target(4)
@@ -277,7 +277,7 @@ def test_all_shards_get_one_number_however_they_ask(trainer, server):
 
 
 def test_shards_that_name_other_models_are_told_so(trainer, server):
-    names = (MODELS, ("target", "other"))
+    names = (MODELS, ("draft", "other"))
     sets = [
         tensorhub.open_set(names[s], replica="r", shard=s, shards=2, server=server.address, call_timeout=10)
         for s in range(2)
@@ -372,3 +372,55 @@ def test_what_a_set_can_do_is_what_its_models_can():
     joining = [name for name in inspect.signature(tensorhub.open).parameters if name != "model"]
     assert list(inspect.signature(tensorhub.open_set).parameters) == ["models", *joining]
     assert list(inspect.signature(aio.open).parameters)[1:] == joining
+
+
+def test_a_number_that_one_model_refuses_leaves_all_as_they_were(server, reader, trainer):
+    """Another trainer has taken it for the draft: the target, withdrawn first or not, is what it was, and is read."""
+    both = tensorhub.open_set(("target", "draft"), replica="t", server=server.address, call_timeout=20)
+    with both:
+        trained = arrays(1.0)
+        both.register(trained)
+        both.publish(1)
+        trainer("target", replica="other")(5)
+        with pytest.raises(tensorhub.VersionConflict), both.mutating(version=5):
+            pytest.fail("the block ran")
+        assert both.version == 1
+        rollout, mine = reader()
+        assert rollout.replicate(1) == 1
+        assert numbers(mine) == {1.0}
+        with both.mutating(version=6):
+            for each in trained.values():
+                for array in each.values():
+                    array[:] = 6.0
+        assert rollout.update() == 6
+        assert numbers(mine) == {6.0}
+
+
+def test_a_pin_that_one_model_cannot_have_is_none(trainer, reader):
+    target, draft = trainer("target"), trainer("draft")
+    rollout, _ = reader()
+    target(1)
+    draft(1)
+    rollout.replicate()
+    rollout.pin(1)
+    target(4)
+    with pytest.raises(tensorhub.VersionUnavailable, match="draft"):
+        rollout.pin(4)
+    assert [member._client.driver.worker.pins for member in rollout._members] == [(1,), (1,)]
+    rollout.unpin(1)
+
+
+def test_shards_may_name_the_models_in_any_order(server, trainer):
+    names = (("target", "draft"), ("draft", "target"))
+    sets = [
+        tensorhub.open_set(names[s], replica="r", shard=s, shards=2, server=server.address, call_timeout=10)
+        for s in range(2)
+    ]
+    try:
+        for each in sets:
+            each.register({name: {"w": np.zeros(9, np.float32)} for name in MODELS})
+        assert in_threads(*(partial(each.publish, 3) for each in sets)) == [3, 3]
+        assert in_threads(*(each.update for each in sets)) == [3, 3]
+    finally:
+        for each in sets:
+            each.close(timeout=3)

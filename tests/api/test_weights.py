@@ -13,6 +13,7 @@ import pytest
 import tensorhub
 from runtime.kit import eventually, in_threads, within
 from tensorhub.core.server.records import VersionRecord
+from tensorhub.runtime.driver import AFTER_DEADLINE_S
 
 torch = pytest.importorskip("torch")
 
@@ -33,6 +34,51 @@ def test_a_step_of_training_reaches_the_rollouts(join):
         assert weights.update("latest") == 2  # nothing newer: nothing is read
     received = sum(weights.statistics()["received_bytes"] for weights, _ in rollouts)
     assert received == 2 * 3 * source.nbytes
+
+
+@pytest.mark.parametrize("verb", ["replicate", "update"])
+def test_a_process_that_stood_still_over_the_deadline_of_its_call(join, verb):
+    """It was stopped, or a native call held the interpreter: the call has run out of time, and the worker lives."""
+    weights, _ = join("r")
+    loop, never, errors = weights._aio._thread.loop, threading.Event(), []
+
+    def call():
+        with pytest.raises(tensorhub.DeadlineExceeded) as caught:
+            getattr(weights, verb)(timeout=0.5)
+        errors.append(caught.value)
+
+    def hold():
+        eventually(lambda: weights._aio._client.driver.worker.call is not None, "it waits for a version")
+        loop.call_soon_threadsafe(never.wait, 0.5 + AFTER_DEADLINE_S + 0.1)
+
+    in_threads(call, hold)
+    assert "did not end" in str(errors[0])
+    assert weights.publish(1) == 1, "it goes on"
+
+
+def test_nobody_sees_a_version_of_which_bytes_have_been_written_over(join):
+    """From another thread: what is read between two looks that say version 1 is of version 1."""
+    trainer, source = join("t", 1.0)
+    rollout, target = join("r")
+    trainer.publish(1)
+    rollout.replicate()
+    wrong, is_over = [], threading.Event()
+
+    def watch():
+        while not is_over.is_set():
+            before, first = rollout.version, float(target[0])
+            if before is not None and first != before and rollout.version == before:
+                wrong.append((before, first))
+
+    def update():
+        for version in range(2, 40):
+            with trainer.mutating(version=version):
+                source[:] = float(version)
+            rollout.update()
+        is_over.set()
+
+    in_threads(watch, update)
+    assert not wrong
 
 
 @pytest.mark.usefixtures("no_collector")

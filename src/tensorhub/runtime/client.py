@@ -23,7 +23,7 @@ from ..core.errors import (
     UsageError,
     VersionConflict,
 )
-from ..core.messages import MAX_LAYOUT_BYTES, MAX_PINS, Failure, Hello, Holding, LayoutInfo, Spec
+from ..core.messages import MAX_LAYOUT_BYTES, MAX_PINS, Failure, Hello, Holding, LayoutInfo, Spec, Vacated
 from ..core.metadata import Json, decode_metadata, digest_of_metadata
 from ..core.names import Digest, Version
 from ..core.version_spec import PREFETCHED, parse_spec
@@ -311,7 +311,8 @@ class Client:
     @property
     def version(self) -> Version | None:
         """The version held, whole and verified; None if there is none, or once this worker has gone."""
-        return None if self.driver.is_gone else self.driver.worker.held
+        is_written = self.driver.data.lease.is_touched and isinstance(self.driver.worker.buffer, Vacated)
+        return None if self.driver.is_gone or is_written else self.driver.worker.held
 
     @property
     def metadata(self) -> dict[str, Json] | None:

@@ -240,14 +240,14 @@ class DataPlane:
 
     def touched(self, ticket: Ticket, grant: Grant, content: Content) -> None:
         """In the loop, once: the read may be writing. What the memory held before is gone."""
-        if grant.to_host:
-            return
-        if self.incoming is content:
-            if self.content is not None:
-                self.content.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
-            self.content, self.incoming = content, None
-        self.vacated = None
-        self.tell(ReadTouched(ticket))
+        if not grant.to_host:
+            if self.incoming is content:
+                if self.content is not None:
+                    self.content.stop(TensorHubError(f"{self.me} fills version {grant.version} with other content"))
+                self.content, self.incoming = content, None
+            self.vacated = None
+            self.tell(ReadTouched(ticket))
+        self.lease.is_touched = False
 
     def _read(self, reading: OpenRead) -> None:
         """Begin to read on the next way."""

@@ -41,6 +41,7 @@ class Touch:
         with self._lock:
             check()
             is_first, self.is_touched = not self.is_touched, True
+            self.lease.is_touched |= is_first
         if is_first:
             self._on_touch()
 

@@ -9,16 +9,19 @@ It must never: say that the set holds a version that one of its members does not
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..core.errors import GroupIncomplete, GroupMismatch, UsageError, VersionUnavailable
+from ..core.errors import GroupIncomplete, GroupMismatch, TensorHubError, UsageError, VersionUnavailable
 from ..core.messages import Failure, Spec
 from ..core.names import Version
-from ..core.version_spec import PREFETCHED
+from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, MayWithdraw
 from .client import Client
 from .driver import failed
+
+BACK_S = 30.0  # to publish once more what was withdrawn in vain: it is hashed again
 
 ECHOES = (GroupIncomplete, GroupMismatch)  # what the others hear of when one has failed
 
@@ -43,11 +46,36 @@ class SetCalls:
         """What was held was given up on purpose: any version may come next."""
         self._had = None
 
-    async def fill(self, verb: str, spec: Spec, deadline: float, *, waits: bool = False) -> Version:
-        """Replicate or update. Raises as those do, and `VersionUnavailable` for a number that not all models have."""
-        if self._calling:  # between its choice and the calls of its members no member may be called
+    def check_idle(self, verb: str) -> None:
+        """Between its choice and the calls of its members no member may be called."""
+        if self._calling:
             text = f"{verb} on the set of {self._clients[0].me} while its {self._calling} has not ended"
             raise UsageError(text, hint="one call at a time on one set: wait for the first")
+
+    async def claim(self, spec: Spec, until: Callable[[], float]) -> None:
+        """Unpublish all models, and let nobody else take the number; or leave all as they were, and raise."""
+        version = parse_spec(spec)
+        if version is None:
+            text = f"mutating() of the set of {self._clients[0].me} needs a version number, not {spec!r}"
+            raise UsageError(text, hint="mutating(version=7)")
+        deadline, left = until(), dict[Client, Version]()
+        try:
+            for client in self._clients:
+                held = client.version
+                await client.operate("unpublish", "", deadline, claim=version)
+                if held is not None:
+                    left[client] = held
+        except BaseException:
+            for client in self._clients:
+                client.drop_claim()
+            for client, held in left.items():
+                with contextlib.suppress(TensorHubError):  # the cause is said
+                    await client.publish(held, max(deadline, time.monotonic() + BACK_S))
+            raise
+
+    async def fill(self, verb: str, spec: Spec, deadline: float, *, waits: bool = False) -> Version:
+        """Replicate or update. Raises as those do, and `VersionUnavailable` for a number that not all models have."""
+        self.check_idle(verb)
         self._calling = verb
         try:
             return await self._fill(verb, spec, deadline, waits=waits)
@@ -125,7 +153,7 @@ async def _are_near(works: dict[Client, Filling], deadline: float) -> bool:
 async def _is_near(client: Client, work: Filling, deadline: float) -> bool:
     """Its version is within reach, or it has it. False: its call has failed."""
     worker = client.driver.worker
-    reached = asyncio.create_task(client.driver.until(lambda: worker.call is not None and worker.is_ready, deadline))
+    reached = asyncio.create_task(client.driver.until(lambda: worker.is_ready, deadline))
     try:
         await asyncio.wait((reached, work), return_when=asyncio.FIRST_COMPLETED)
     finally:

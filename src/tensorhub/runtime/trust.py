@@ -24,6 +24,7 @@ class Lease:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.end = Until(-inf)
         self.clock = clock
+        self.is_touched = False  # a byte may have been written, of which the machine has not heard yet
 
     @property
     def until(self) -> float:
@@ -103,6 +104,7 @@ class TrustedSink:
             with self._gate:
                 self._check()
                 is_first, self.is_touched = not self.is_touched, True
+                self._lease.is_touched |= is_first
             if is_first:
                 self._on_touch()
         self._fill.touch()

@@ -327,8 +327,9 @@ class Model:
             text = f"{spec} of {self.name}: only {len(known)} versions are there"
             return None, Failure("version-unavailable", text, "wait for a newer version")
         if companions:
-            text = f"no version that {' and '.join((self.name, *companions))} have all"
-            return None, Failure("version-unavailable", text, "they are published under the same numbers")
+            have = ", ".join(f"{each} has {_newest_of(self.others.get(each))}" for each in (self.name, *companions))
+            text = f"no version that {' and '.join((self.name, *companions))} all have: {have}"
+            return None, Failure("version-unavailable", text, "their trainers publish under the same numbers")
         if self.newest is not None:
             return None, self.loss(self.record(self.newest))
         return None, _nothing_of(self.name)
@@ -370,6 +371,10 @@ class Model:
                 hint = "one replica publishes a number, or all of them the same content"
                 return Failure("version-conflict", text, hint)
         return None
+
+
+def _newest_of(model: Model | None) -> str:
+    return "none" if model is None or model.latest is None else f"{model.latest} and maybe older ones"
 
 
 def _nothing_of(name: ModelName) -> Failure:

@@ -133,12 +133,13 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Its call has ended, or the version of it is within reach, or nothing has to be given up for it."""
-        call = self.state.call
-        if call is None or not isinstance(self.buffer, Holding):
-            return True
-        version = call.resolved
-        return version is not None and (self.buffer.version == version or self.state.has_within_reach(version))
+        """The version of its call is within reach, or here: what is held may be given up for it."""
+        call, buffer = self.state.call, self.buffer
+        if call is None or call.resolved is None:
+            return False
+        if isinstance(buffer, Holding | Filling) and buffer.version == call.resolved:
+            return isinstance(buffer, Holding) or buffer.chunks > 0 or self.state.has_within_reach(call.resolved)
+        return self.state.has_within_reach(call.resolved)
 
     @property
     def is_registered(self) -> bool:

@@ -19,7 +19,8 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
     if worker.refusal is not None and worker.refusal.retry_s <= 0:
         return Failure(worker.refusal.code, worker.refusal.message, worker.refusal.hint)
     if worker.layout is None:
-        return Failure("usage", f"{event.verb} on {worker.me} before register()", "register the tensors first")
+        what = "a call" if event.verb == "choose" else event.verb  # by whoever fills a set
+        return Failure("usage", f"{what} on {worker.me} before register()", "register the tensors first")
     if event.verb not in VERBS:
         return Failure("usage", f"there is no call {event.verb!r}")
     if event.verb in (*FILLS, "choose"):

@@ -65,8 +65,8 @@ def chosen(
 ) -> tuple[Version, None] | tuple[None, Failure]:
     """The version of the set that the call means, for which all shards have come. Never behind its floor."""
     asked = [state.known(worker).report.call for worker in replica.members.values()]
-    floors = [each.floor if each is not None else None for each in asked]
-    floor = floors[0] if floors.count(floors[0]) == len(floors) else None
+    floors = [each.floor for each in asked if each is not None and each.floor is not None]
+    floor = min(floors) if len(floors) == len(asked) else None  # after half an update one of them may have had more
     replicas = [(model, replica), *_in_the_set(state, replica, companions)]
     held = _held_in_all(state, replicas) if floor is not None and len(replicas) == 1 + len(companions) else None
     version: Version | None
