@@ -656,9 +656,15 @@ MUTANTS = (
     ),
     Mutant(
         "who waits behind a paused copy reads across from nobody who leaves",
-        "    return may_be_leaving or not choice[0].is_withdrawing\n",
-        "    return not choice[0].is_withdrawing\n",
+        "    return is_in_need or not (choice[0].is_slow or choice[0].is_withdrawing)\n",
+        "    return not choice[0].is_withdrawing and (is_in_need or not choice[0].is_slow)\n",
         "the last holder of another cut does not wait for a reader that may not read from it",
+    ),
+    Mutant(
+        "who waits behind a paused copy reads across from nobody who was slow",
+        "    return is_in_need or not (choice[0].is_slow or choice[0].is_withdrawing)\n",
+        "    return not choice[0].is_slow and (is_in_need or not choice[0].is_withdrawing)\n",
+        "a reader of a copy that nobody goes on filling does not wait for its deadline beside who has it all, and was slow",
     ),
     Mutant(
         "who leaves last looks at those of its own cut only",

@@ -60,17 +60,17 @@ def set_out(
 
 
 def instead_of(
-    state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead, *, may_be_leaving: bool = False
+    state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead, *, is_in_need: bool = False
 ) -> Generator[Decision, None, bool]:
     """Its source is too slow, and no other one of its line would do better: let it read out of another cut.
 
-    `may_be_leaving`: also from such as want to leave the version.
+    `is_in_need`: nothing will come from its source. Also from such as are slow, or want to leave the version.
     """
     if not crossing.can_cross(record, member.line) or not _is_elected(state, model, record, member):
         return False
 
     def would_do(line: Line) -> bool:
-        return _would_do(_choose(state, model, record, member, line), may_be_leaving=may_be_leaving)
+        return _would_do(_choose(state, model, record, member, line), is_in_need=is_in_need)
 
     if not any(all(would_do(line) for line in cut) for cut in crossing.cuts_to_read(model, record, member.line)):
         return False
@@ -247,11 +247,11 @@ def _choose(
     return choose_source(found, now=state.now)
 
 
-def _would_do(choice: Choice | None, *, may_be_leaving: bool) -> bool:
-    """There is one, and nothing is to be said against it."""
-    if choice is None or choice[0].is_slow or choice[0].is_doubtful:
+def _would_do(choice: Choice | None, *, is_in_need: bool) -> bool:
+    """There is one, and nothing is to be said against it; or it is better than none for who is in need."""
+    if choice is None or choice[0].is_doubtful:
         return False
-    return may_be_leaving or not choice[0].is_withdrawing
+    return is_in_need or not (choice[0].is_slow or choice[0].is_withdrawing)
 
 
 def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Decision]:

@@ -63,7 +63,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         is_cut = _is_impatient(source, current.version) and not current.grant.from_host
         if choose_source(others, now=state.now) is None and not is_cut:
             if is_stuck or source.turns_lost > member.turns_lost:  # it was to read for both, and does not
-                yield from across.instead_of(state, model, record, member, current, may_be_leaving=is_stuck)
+                yield from across.instead_of(state, model, record, member, current, is_in_need=is_stuck)
             return
     yield from _begin_anew(state, model, record, member, wanted)
 
