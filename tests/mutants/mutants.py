@@ -1460,4 +1460,10 @@ MUTANTS = (
         "    never = None\n",
         "nobody waits for a number that can never come",
     ),
+    Mutant(
+        "who was cut short and has not come to the call had nothing",
+        "    return not is_made_again or not any(_lost_what_it_had(call, member) for member in members)\n",
+        "    return True\n",
+        "an update that is made once more does not go back because a shard comes late to it",
+    ),
 )

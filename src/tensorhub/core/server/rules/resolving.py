@@ -4,7 +4,7 @@ What was held before counts where a call is made once more: the version that it 
 had been written over the former one. Its caller still waits in one and the same call.
 """
 
-from ...messages import Failure, Filling, Holding, Spec, Vacated, Withdrawing
+from ...messages import Failure, Filling, Holding, Poisoned, Spec, Vacated, Withdrawing
 from ...names import Version
 from ...version_spec import PREFETCHED
 from ..catalog import Model
@@ -47,10 +47,21 @@ def is_known(state: State, replica: Replica, call: GroupCall) -> bool:
     """What each shard of the replica holds, or can hold again, is known.
 
     It is not where one is gone, or still fills its buffer for a call before this one: when it has heard how that one
-    ended, it may have all of the version after all.
+    ended, it may have all of the version after all. Nor where a call is made once more, and one whose fill was cut
+    short has not come to it yet: only then it says what it had.
     """
     members = [state.members.get(worker) for worker in replica.members.values()]
-    return len(members) == replica.shards and not any(_still_fills(call, member) for member in members)
+    if len(members) < replica.shards or any(_still_fills(call, member) for member in members):
+        return False
+    asked = [member.report.call for member in members if member is not None]
+    is_made_again = any(each is not None and each.number == call.number and each.floor is not None for each in asked)
+    return not is_made_again or not any(_lost_what_it_had(call, member) for member in members)
+
+
+def _lost_what_it_had(call: GroupCall, member: Member | None) -> bool:
+    told = member.report.call if member is not None else None
+    is_there = told is not None and told.number >= call.number
+    return member is not None and not is_there and isinstance(member.content.buffer, Poisoned)
 
 
 def _still_fills(call: GroupCall, member: Member | None) -> bool:
