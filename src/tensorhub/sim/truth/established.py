@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...core.names import Version
-from .life import Life
+from .life import MOST_OF_A_LEASE, Life
 
 if TYPE_CHECKING:
     from .record import Made, Truth
@@ -40,6 +40,7 @@ class Established:
         self._newest: dict[str, Newest] = {}
         self._known: dict[str, Newest] = {}  # the newest of which a server has been told, by holders of all shards
         self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
+        self._belated: dict[tuple[str, Version], int] = {}  # perhaps so for this life of the server
 
     def version(self, model: str) -> Version | None:
         """The newest one of the model."""
@@ -88,16 +89,17 @@ class Established:
 
     def heard(self, life: Life) -> None:
         """A server has taken in its report."""
+        self._note_belated(life.me.model)
         newest = self._newest.get(life.me.model)
         if newest is None:
             return
         self._doubt(newest, life)
         if not self._truth.said_to_have(life, newest.version):
             return
-        is_held = life.held is not None and life.held.version == newest.version
+        is_counted = _is_counted(life, newest.version)
         for way in newest.ways.values():
             for place, holders in enumerate(way.holders):
-                if life in holders and (is_held or newest.version not in life.released):
+                if life in holders and is_counted:
                     way.said.setdefault(place, life)
         if any(way.is_said for way in newest.ways.values()):
             self._known[life.me.model] = newest
@@ -148,6 +150,65 @@ class Established:
             )
             for way in newest.ways.values()
         )
+
+    def _note_belated(self, model: str) -> None:
+        """What only spot workers have is established once no reliable worker of their shard has a session any more.
+
+        When the last of it became whole, some had: so it is not the newest of which `version` tells. A server finds
+        that out when it next looks at that version. Noted is which life of it may.
+        """
+        truth, newest = self._truth, self._newest.get(model)
+        for version in truth.existing(model):
+            if newest is not None and version <= newest.version:
+                return
+            made = truth.exists(model, version)
+            if made is None or self._belated.get((model, version)) == truth.server_life:
+                continue
+            if any(all(self._is_said_outside(shard, version, made) for shard in cut) for cut in truth.cuts(model)):
+                self._belated[model, version] = truth.server_life
+
+    def _is_said_outside(self, shard: tuple[str, int], version: Version, made: "Made") -> bool:
+        """By reliable workers, where any is in session for sure."""
+        truth = self._truth
+        others = [other for other in self._ever_there(shard) if other.me.replica != made.replica]
+        needs_reliable = any(o.hello.reliable and not _said_to_leave(o) and self._has_session(o) for o in others)
+        return any(
+            truth.said_to_have(holder, version) and truth.may_be_in_session(holder) and _is_counted(holder, version)
+            for holder in truth.holders(shard, version)
+            if holder in others and (holder.hello.reliable or not needs_reliable)
+        )
+
+    def _ever_there(self, shard: tuple[str, int]) -> list[Life]:
+        """The living, and the dead, whom a server may believe to live."""
+        dead = [other for other in self._truth.dead.values() if other.shard == shard]
+        return [*self._truth.same_shard(shard), *dead]
+
+    def _has_session(self, life: Life) -> bool:
+        """With this life of the server, for sure, dead or alive."""
+        lease_s = MOST_OF_A_LEASE * self._truth.plan.settings.lease_s
+        is_heard = life.heard_by == self._truth.server_life and self._truth.now < life.heard_at + lease_s
+        return is_heard and life.turned_away_at < life.heard_at
+
+    def may_be_newer(self, model: str, version: Version, decided: float) -> bool:
+        """A server may have taken a newer one for established, as reliable workers were away, and not for lost then."""
+        truth = self._truth
+        lease_s = truth.plan.settings.lease_s
+
+        def was_said(life: Life, newer: Version) -> bool:
+            until = max(life.heard_at, truth.troubles.server_back) + lease_s
+            return truth.said_to_have(life, newer) and life.heard_by == truth.server_life and decided < until
+
+        return any(
+            all(any(was_said(life, newer) for life in self._ever_there(shard)) for shard in cut)
+            for (name, newer), server_life in self._belated.items()
+            if name == model and newer > version and server_life == truth.server_life
+            for cut in truth.cuts(model)
+        )
+
+
+def _is_counted(life: Life, version: Version) -> bool:
+    """Its buffer has it, or a host copy that no server has told to go."""
+    return (life.held is not None and life.held.version == version) or version not in life.released
 
 
 def _said_to_leave(life: Life) -> bool:

@@ -12,6 +12,7 @@ from ...core.worker.events import Finished
 
 Memory = list[int]
 BAR = "|"  # between a model and a cut
+MOST_OF_A_LEASE = 0.75  # who was heard of within that is in session, however clocks drift
 MOST_SPANS = 8  # in which nothing came by a read: the latest are remembered
 
 

@@ -12,11 +12,10 @@ from ..plan import Plan
 from ..world import World
 from .contents import derived
 from .established import Established
-from .life import BAR, Call, Copied, Held, Life, Read
+from .life import BAR, MOST_OF_A_LEASE, Call, Copied, Held, Life, Read
 from .troubles import Troubles
 
 MOST_PAST = 20  # calls of one process that are remembered
-MOST_OF_A_LEASE = 0.75  # who was heard of within that is in session, however clocks drift
 
 
 @dataclass(eq=False)

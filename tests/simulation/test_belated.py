@@ -1,0 +1,115 @@
+"""What only spot workers have is established when the reliable ones beside them lose their sessions, and not before."""
+
+from dataclasses import replace
+
+import pytest
+
+from tensorhub.core.messages import PROTOCOL, Hello, Holding, Report
+from tensorhub.core.names import Digest, Version, worker_id
+from tensorhub.sim.draw import draw_plan
+from tensorhub.sim.truth.life import Held, Life
+from tensorhub.sim.truth.record import Truth
+from tensorhub.sim.world import World
+
+pytestmark = pytest.mark.simulation
+
+FORMER, NEWER = Version(1), Version(2)
+
+
+class Bench:
+    """A reliable rollout has the former version, a spot one got the newer, and the server heard both of that."""
+
+    def __init__(self) -> None:
+        plan = draw_plan(0)
+        plan = replace(plan, conditions=replace(plan.conditions, shards=1), misfortunes=())
+        self.world = World("0")
+        self.truth = Truth(self.world, plan, {})
+        self.truth.server_life = 1
+        self.lease_s = plan.settings.lease_s
+        self.trainer, self.steady, self.spot = (
+            self.life("trainer"),
+            self.life("steady"),
+            self.life("spot", reliable=False),
+        )
+        self.reports = 0
+        for version in (FORMER, NEWER):
+            root = self.gets(self.trainer, version)
+            self.truth.published(self.trainer, version, root)
+            self.gets(self.steady if version == FORMER else self.spot, version)
+            self.hears(self.steady)
+        self.hears(self.spot)
+
+    def life(self, replica: str, *, reliable: bool = True) -> Life:
+        me = worker_id("m", replica, 0)
+        hello = Hello(PROTOCOL, "m", replica, 0, 1, replica, reliable=reliable)
+        life = Life(me, str(me), hello, [], lambda _version: [], lambda: self.world.now, started=0.0)
+        self.truth.born(life)
+        return life
+
+    def gets(self, life: Life, version: Version) -> Digest:
+        root = Digest(f"content {version}")
+        life.held = Held(version, root, self.world.now, published=life is self.trainer)
+        self.truth.established.note_whole(life, version)
+        return root
+
+    def hears(self, *lives: Life) -> None:
+        self.world.now += 0.1
+        for life in lives:
+            assert life.held is not None
+            self.reports += 1
+            self.truth.heard(life, Report(self.reports, buffer=Holding(life.held.version, life.held.root)))
+
+    def passes(self, leases: float, *heard: Life) -> None:
+        """So much time, in which the server hears those."""
+        until = self.world.now + leases * self.lease_s
+        while self.world.now < until:
+            self.world.now += self.lease_s / 8
+            self.hears(*heard)
+
+    def may_be_newer(self) -> bool:
+        """Though the truth itself knows of none: when the spot worker got it, the reliable one had a session."""
+        assert self.truth.established.version("m") == FORMER
+        return self.truth.established.may_be_newer("m", FORMER, self.world.now)
+
+
+def test_not_while_who_is_relied_on_has_a_session() -> None:
+    bench = Bench()
+    bench.passes(2.0, bench.steady, bench.spot)
+    assert not bench.may_be_newer()
+
+
+def test_when_who_is_relied_on_has_lost_it_and_though_it_is_back() -> None:
+    bench = Bench()
+    bench.passes(1.2, bench.spot)
+    assert bench.may_be_newer()
+    bench.passes(0.5, bench.steady, bench.spot)
+    assert bench.may_be_newer()
+
+
+def test_not_once_it_must_seem_lost_again() -> None:
+    bench = Bench()
+    bench.passes(1.2, bench.spot)
+    bench.passes(1.2, bench.steady)
+    assert not bench.may_be_newer()
+
+
+def test_while_nobody_can_know_that_the_spot_worker_is_dead() -> None:
+    bench = Bench()
+    bench.passes(1.2, bench.spot)
+    bench.truth.died(bench.spot)
+    assert bench.may_be_newer()
+
+
+def test_not_for_the_next_life_of_the_server_that_has_both() -> None:
+    bench = Bench()
+    bench.passes(1.2, bench.spot)
+    bench.truth.server_life = 2
+    bench.hears(bench.steady, bench.spot)
+    assert not bench.may_be_newer()
+
+
+def test_not_what_its_publisher_alone_has() -> None:
+    bench = Bench()
+    bench.spot.held = None
+    bench.passes(1.2, bench.trainer)
+    assert not bench.may_be_newer()
