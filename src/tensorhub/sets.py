@@ -6,15 +6,14 @@ joins all of the models at once; what it calls resolves to one number for all of
 """
 
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from . import aio
 from .core.boxes import Box
 from .core.errors import UsageError
 from .core.messages import MAX_COMPANIONS, Spec
-from .core.metadata import Json, encode_metadata
+from .core.metadata import Json
 from .core.version_spec import parse_spec
 from .memory.registration import register as register_tensors
 from .runtime.config import Options, check_name, parse_seconds, worker_options
@@ -84,7 +83,8 @@ class WeightsSet(Several):
     `replicate` and `update` bring one version of all models, or none: `version` is a number only while all of them hold
     it, and whoever computes with the models asks that. What is held is not given up before each model has a source
     of the new version within reach. A call that fails after that may leave some models with the new version: then
-    `version` is None until a call succeeds. All else is done for each of the models.
+    `version` is None until a call succeeds. `mutating` claims its number in one model after the other; where one of
+    them refuses it the others are published again as what they were. All else is done for each of the models.
     """
 
     def __init__(self, models: Sequence[str], members: list[aio.Weights], options: Options) -> None:
@@ -152,28 +152,6 @@ class WeightsSet(Several):
         self._calls.check_idle("suspend")
         super().suspend(timeout=timeout)
 
-    @contextmanager
-    def mutating(
-        self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
-    ) -> Iterator[None]:
-        """As `Weights.mutating`: the block may change the tensors of all.
-
-        The number is claimed in one model after the other. Where one of them refuses it the others are published again
-        as what they were, and the block does not run.
-        """
-        if metadata is not None:
-            encode_metadata(metadata)
-        self._calls.check_idle("mutating")
-        claiming = self._calls.claim(version, lambda: self._members[0]._deadline(timeout))
-        self._wait([claiming], timeout, f"mutating(version={version!r})")
-        try:
-            yield
-        except BaseException:
-            for member in self._members:
-                member._drop_claim()
-            raise
-        self.publish(version, metadata=metadata, timeout=timeout)
-
     def pin(self, version: int, *, timeout: float | None = None) -> None:
         """As `Weights.pin`, in all of the models or, where one of them has no such version, in none."""
 
@@ -237,6 +215,11 @@ class WeightsSet(Several):
         return {name: member.statistics() for name, member in zip(self._models, self._members, strict=True)}
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _claim(self, version: int, timeout: float | None) -> None:
+        self._calls.check_idle("mutating")
+        claiming = self._calls.claim(version, lambda: self._members[0]._deadline(timeout))
+        self._wait([claiming], timeout, f"mutating(version={version!r})")
 
     def _fill(self, verb: str, spec: Spec, timeout: float | None, *, waits: bool = False) -> int:
         parse_spec(spec, verb)

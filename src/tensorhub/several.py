@@ -62,7 +62,7 @@ class Several:
         if metadata is not None:
             encode_metadata(metadata)
         try:
-            self._all(lambda m: m._claim(version, timeout=timeout), timeout, f"mutating(version={version!r})")
+            self._claim(version, timeout)
             yield
         except BaseException:
             for member in self._members:
@@ -105,6 +105,10 @@ class Several:
         return sum(done for done, _ in every), sum(chunks for _, chunks in every)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _claim(self, version: int, timeout: float | None) -> None:
+        """The beginning of `mutating`."""
+        self._all(lambda m: m._claim(version, timeout=timeout), timeout, f"mutating(version={version!r})")
 
     def _all(
         self, call: Callable[[aio.Weights], Coroutine[object, object, T]], timeout: float | None, what: str
