@@ -1,7 +1,10 @@
 """What a run says of itself: copies over an uplink, a relay that became slow, what it costs to keep a version."""
 
+import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from socket import socketpair
 
 import pytest
 
@@ -12,6 +15,7 @@ from tensorhub.lab.goals import Finding
 from tensorhub.lab.network import Place
 from tensorhub.lab.relays import SLOWED, EstablishedRun, SlowRelayRun
 from tensorhub.lab.scenarios import ESTABLISHED, LAYOUTS, SITES, SLOW_RELAY, Scenario
+from tensorhub.lab.storm import MEMORY, judge_open, kinds_open
 from tensorhub.lab.uplinks import UplinkRun
 
 from .story import published, updated
@@ -123,3 +127,29 @@ def test_without_one_alone_or_a_version_that_all_have_nothing_is_shown(tmp_path:
     run = fan_out(tmp_path / "half", [1.0, 2.0], {"hub": 10.0})
     run.events = [event for event in run.events if getattr(event, "process", "") != "rollout-1"]
     assert not judged(run).holds
+
+
+@pytest.mark.parametrize(
+    ("after", "copies", "holds"),
+    [
+        ({"socket": 9}, [], True),
+        ({"socket": 10}, [], False),
+        ({"socket": 9, MEMORY: 2}, [7], True),  # one is for the next
+        ({"socket": 9, MEMORY: 3}, [7], False),
+        ({"socket": 9, MEMORY: 1}, [], False),
+        ({"socket": 10, MEMORY: 0}, [7], False),
+    ],
+)
+def test_what_is_open_after_a_storm(after: dict[str, int], copies: list[int], holds: bool) -> None:
+    before = {"trainer": Counter({"socket": 9, MEMORY: 1})}
+    assert judge_open(before, {"trainer": Counter(after)}, {"trainer": copies}).holds is holds
+
+
+def test_descriptors_are_counted_by_kind() -> None:
+    ours, theirs = socketpair()
+    before = kinds_open(os.getpid())
+    with ours, theirs, open(os.devnull) as file:
+        assert kinds_open(os.getpid()) - before == {os.devnull: 1}
+        assert before["socket"] >= 2
+        assert file
+    assert before - kinds_open(os.getpid()) == {"socket": 2}
