@@ -131,6 +131,7 @@ class StormRun(ElasticRun):
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and (goal is None or fewest != goal):
             for name, pid in pids.items():
+                assert pid is not None, f"{name} has ended"
                 kinds = kinds_open(pid)
                 fewest[name] = min(kinds, fewest.get(name, kinds), key=Counter.total)
             time.sleep(LOOK_S)
