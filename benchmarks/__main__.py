@@ -28,6 +28,7 @@ from . import (
     processes,
     report,
     sizes,
+    taking_back,
 )
 from .links import NoLinks
 from .section import GIB, MIB, Options, Section
@@ -47,6 +48,7 @@ PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
         "what a step waits for while the version before is read, with and without a cast (root)",
         (masters.run,),
     ),
+    "unpublish": ("what unpublish() takes beside a reader, from the first on (root)", (taking_back.run,)),
     "plans": ("from any layout to any layout: time and memory of planning, sizes of manifests", (plans.run,)),
     "pieces": ("pieces of another layout beside the same layout, rows of 256 B to 64 KiB", (pieces.run,)),
     "server": (
