@@ -288,7 +288,7 @@ def test_what_is_overwritten_after_withdraw_never_counts(local: Local, sink: typ
     source, reader = local(), local()
     address = ctypes.addressof(ctypes.c_char.from_buffer(right))
     stored = 0
-    for _ in range(150):
+    for _ in range(int(os.environ.get("WITHDRAW_ROUNDS", "150"))):
         source.export(full("k", right, CHUNK))
         target = sink(right, CHUNK)
         _, ended = start_read(reader, source.endpoint, "k", target)

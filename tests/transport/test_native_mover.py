@@ -1,6 +1,7 @@
 """Reads that the native mover does: without the interpreter, and yet in the hand of those who may end them."""
 
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -248,7 +249,7 @@ def test_withdrawn_and_written_over_again_and_again(make: Make) -> None:
     """Whatever counts is right, though its owner writes over it as soon as it may."""
     right = content(32 * CHUNK)
     source, reader = make(), make()
-    for trial in range(60):
+    for trial in range(int(os.environ.get("WITHDRAW_ROUNDS", "60"))):
         memory = bytearray(right)
         source.export(full("k", memory, CHUNK))
         target = Target(right, CHUNK)
