@@ -44,6 +44,9 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         build = self._module(FOLDER / "build.py")
         self.app.display_info(build.make())
+        reason = build.reason_file()
+        if reason.exists() and version != "editable":
+            build_data["force_include"][str(reason)] = str((FOLDER / reason.name).relative_to("src"))
         if version == "editable":
             if _wants_compiled():
                 self.app.display_warning("TENSORHUB_COMPILE: an editable install is not compiled, so that edits count")

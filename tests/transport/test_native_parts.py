@@ -1,6 +1,7 @@
 """The parts of the native mover: how it is built, found and left out; what it parses; the words that both know."""
 
 import ctypes
+import importlib.util
 import random
 import subprocess
 import sys
@@ -70,6 +71,21 @@ def test_it_builds_without_a_warning_and_only_once(tmp_path: Path, monkeypatch: 
     assert [path.name for path in tmp_path.iterdir()] == ["mover.so"]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="ziglang is not installed")
+def test_the_compiler_that_pip_brings_makes_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_BUILD", "zig")
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "mover.so")
+    assert "was built with" in build.make()
+    assert load.Library(str(build.LIBRARY)).digest_way
+
+
+def test_it_wants_nothing_of_a_compilers_own_library() -> None:
+    """Of which ziglang has one that cannot be put into a shared library."""
+    for path in build.sources():
+        assert "__builtin_cpu" not in path.read_text(encoding="utf-8"), path.name
+
+
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
@@ -85,8 +101,18 @@ def test_where_it_cannot_be_built_that_is_said_and_no_error(
     monkeypatch.delenv("CC", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert says in build.make()
-    assert not list(tmp_path.iterdir())
+    said = build.make()
+    assert says in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mover.reason"]
+    assert build.why_not_made() in said
+    load.forget()
+    assert load.library() is None
+    assert says in load.why_not(), "whoever asks later hears why"
+    monkeypatch.delenv("TENSORHUB_BUILD")
+    if build.system_compiler() is not None and "PATH" not in variables:
+        monkeypatch.delenv("CC", raising=False)
+        assert "was built" in build.make()
+        assert not build.why_not_made()
 
 
 @pytest.mark.usefixtures("as_before")

@@ -9,6 +9,7 @@ else ziglang where it is installed; `cc` takes only the system's; `zig` only zig
 It must never: fail the build of the package. Without the library everything works, more slowly.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = HERE / "_mover.so"
+REASON = ".reason"  # beside the library that could not be made: why, for whoever asks later
 CHOICES = ("auto", "cc", "zig", "no")
 COMPILERS = ("cc", "gcc", "clang")
 STRICT = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC", "-pthread")
@@ -95,23 +97,47 @@ def stamp() -> str:
     return found[at + len(mark) : at + len(mark) + 16].decode("ascii", "replace") if at >= 0 else ""
 
 
+def reason_file() -> Path:
+    """Where it lies why there is no library, if one was to be made here and could not."""
+    return LIBRARY.with_suffix(REASON)
+
+
+def why_not_made() -> str:
+    """Why there is no library; empty where nobody knows."""
+    try:
+        return reason_file().read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def make() -> str:
     """Make the library unless it is there. Returns what was done, in words for people."""
     if stamp() == fingerprint():
         return "the native mover is there"
-    if choice() == "no":
-        return "TENSORHUB_BUILD=no: no native mover is built; Python moves the bytes"
     command = compiler()
+    problem = _problem_with(command)
+    if command is not None and not problem:
+        reason_file().unlink(missing_ok=True)
+        return f"the native mover was built with {' '.join(command)}"
+    with contextlib.suppress(OSError):
+        reason_file().write_text(problem, encoding="utf-8")
+    return f"no native mover, Python moves the bytes, far slower beside busy Python threads: {problem}"
+
+
+def _problem_with(command: list[str] | None) -> str:
+    """What kept that compiler from making the library; empty if nothing did."""
+    if choice() == "no":
+        return "TENSORHUB_BUILD=no when it was installed"
     if command is None:
-        return "no C compiler here: Python moves the bytes, far slower beside busy Python threads"
+        return "no C compiler was there when it was installed"
     try:
         compile_to(LIBRARY, command)
     except subprocess.CalledProcessError as error:
         words = (error.stderr or error.stdout or "").strip().splitlines()
-        return f"{command[0]} cannot build the native mover: {words[0] if words else error}; Python moves the bytes"
+        return f"{' '.join(command)} cannot build it: {words[0] if words else error}"
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{command[0]} cannot build the native mover: {error}; Python moves the bytes"
-    return f"the native mover was built with {' '.join(command)}"
+        return f"{' '.join(command)} cannot build it: {error}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -41,4 +41,8 @@ digest_store *digest_storing(unsigned which);
 /* What this machine does fastest, and its name. */
 digest_take *digest_best(const char **name);
 
+/* And the kernel keeps the registers for it. */
+int processor_has_avx2(void);
+int processor_has_avx512(void);
+
 #endif

@@ -102,12 +102,11 @@ __attribute__((target("avx512f"))) static void store_avx512(uint64_t lanes[DIGES
 #endif
 
 digest_store *digest_storing(unsigned which) {
-    __builtin_cpu_init();
 #if !defined(__clang__)
-    if (which == 0 && __builtin_cpu_supports("avx512f"))
+    if (which == 0 && processor_has_avx512())
         return store_avx512;
 #endif
-    return which <= 1 && __builtin_cpu_supports("avx2") ? store_avx2 : NULL;
+    return which <= 1 && processor_has_avx2() ? store_avx2 : NULL;
 }
 
 #else

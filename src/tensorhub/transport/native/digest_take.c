@@ -90,12 +90,11 @@ __attribute__((target("avx512f"))) static void take_avx512(uint64_t lanes[DIGEST
 #endif
 
 digest_take *digest_best(const char **name) {
-    __builtin_cpu_init();
 #if !defined(__clang__)
-    if (__builtin_cpu_supports("avx512f"))
+    if (processor_has_avx512())
         return *name = "AVX-512", take_avx512;
 #endif
-    if (__builtin_cpu_supports("avx2"))
+    if (processor_has_avx2())
         return *name = "AVX2", take_avx2;
     return *name = "x86-64", digest_take_plain;
 }

@@ -94,7 +94,7 @@ def _found() -> Library:
         raise Unusable(f"{VARIABLE}={os.environ[VARIABLE]} leaves it out")
     made_of = build.stamp()
     if not made_of:
-        raise Unusable("it was not built: no C compiler was there, or none was wanted")
+        raise Unusable(f"it was not built: {build.why_not_made() or 'it was not tried'}")
     if made_of != build.fingerprint():
         raise Unusable("it was built from other sources: build it again")
     try:
