@@ -62,6 +62,47 @@ def test_a_reliable_worker_that_comes_takes_the_order_back_and_one_that_goes_bri
     assert ordered(town) == ONE
 
 
+def test_beside_reliable_workers_a_version_rests_for_a_while_first() -> None:
+    town = lone(copies_left=2)
+    town.joins(HEIR)
+    town.says(TRAINER, **HELD, copies_left=2)
+    assert ordered(town) is None
+    town.until(resting.REST_S - 0.01)
+    assert ordered(town) is None
+    town.until(resting.REST_S)
+    assert ordered(town) == ONE, "nobody reported anything: the server looks by itself"
+
+
+def test_beside_reliable_workers_there_is_room_for_two() -> None:
+    """The publisher may have to be their heir."""
+    town = lone()
+    town.joins(HEIR)
+    town.says(TRAINER, **HELD, copies_left=1)
+    town.until(2 * resting.REST_S)
+    assert ordered(town) is None
+    town.says(TRAINER, **HELD, copies_left=2)
+    assert ordered(town) == ONE
+
+
+def test_who_has_the_version_in_time_makes_the_copy_needless() -> None:
+    town = lone(copies_left=2)
+    town.joins(HEIR)
+    town.says(HEIR, buffer=Holding(ONE, ROOT))
+    town.says(TRAINER, **HELD, copies_left=2)
+    town.until(2 * resting.REST_S)
+    assert ordered(town) is None
+
+
+def test_each_version_rests_anew() -> None:
+    town = lone(copies_left=2)
+    town.joins(HEIR)
+    town.until(2 * resting.REST_S)
+    town.says(TRAINER, buffer=Holding(Version(2), Digest("s"), published=True), copies_left=2)
+    assert ordered(town) is None
+    town.until(3 * resting.REST_S)
+    assert ordered(town) == Version(2)
+
+
 def test_the_copy_stays_until_another_reliable_worker_has_the_version() -> None:
     town = lone(copies=(COPY,))
     town.joins(HEIR)

@@ -46,7 +46,7 @@ REPORT_MARKS = ("withdrawn_in", "leaving_in", "released_in", "_sent_at", "_since
 RATES = ("rate", "best", "usual", "must_beat", "unsure")
 DEADLINES = (  # times that are compared with now only
     *("recovered_at", "trust_until", "lease_end", "until", "wakes_at", "avoided_until", "may_move_at", "slow_until"),
-    *("left", "usual_until", "silent_at"),
+    *("left", "usual_until", "silent_at", "rested_at"),
 )
 SKIPPED = (
     *("_story", "effects", "counters", "message", "hint", "reason", "stop_reason", "why", "path", "transport", "story"),

@@ -32,6 +32,30 @@ MUTANTS = (
         "a call whose shard dies ends when the lease of that shard does",
     ),
     Mutant(
+        "a copy is made ahead beside those who may have the version at once",
+        "        if state.now < member.rested_at or not is_used(state, model, member, version):\n",
+        "        if not is_used(state, model, member, version):\n",
+        "a version that is read at once is not copied in vain",
+    ),
+    Mutant(
+        "a copy is made ahead beside those who have the version",
+        "        if state.now < member.rested_at or not is_used(state, model, member, version):\n",
+        "        if state.now < member.rested_at:\n",
+        "what is copied ahead spares an offload",
+    ),
+    Mutant(
+        "a copy is made ahead in the last room beside others",
+        "        spare += 1\n    return version if member.copy",
+        "    return version if member.copy",
+        "there is room left for what others may leave",
+    ),
+    Mutant(
+        "nobody looks when a version has rested",
+        "            state.members.wake(member, member.rested_at)\n",
+        "",
+        "a copy ahead is ordered though nothing is heard",
+    ),
+    Mutant(
         "a copy is made ahead where there is no room",
         "    return version if member.copy(version) is not None or member.report.copies_left > spare else None\n",
         "    return version\n",

@@ -29,7 +29,7 @@ from .content import WHOLE, Content, are_other_copies, version_in
 from .groups import Replica
 from .membership import TRIES_A_TURN, Avoided, Member
 from .open_reads import OpenRead
-from .rules import progress
+from .rules import progress, resting
 from .state import State
 from .watches import NEWS, SERVICE, sources_of
 
@@ -109,6 +109,9 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
     if isinstance(buffer, WHOLE) and buffer.published:
         replica.publishes = True
         model.record(buffer.version).publishers[replica.name] = None
+        if type(former.buffer) is not type(buffer) or former.held != buffer.version:
+            member.rested_at = state.now + resting.REST_S
+            state.members.wake(member, member.rested_at)
     for copy in copies:
         if copy.published:
             model.record(copy.version).publishers[replica.name] = None

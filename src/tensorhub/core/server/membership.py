@@ -99,6 +99,7 @@ class Member:
     releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that are to go: no more sources
     closing_since: float = inf
     conflict: Digest = Digest("")  # the root of what it holds that is not what its version is
+    rested_at: float = inf  # when the version that it has published has lain there for so long that readers may be slow
     wakes_at: float = inf  # when to look at it again although nothing was heard
     queued_at: float = inf  # its one valid place in the queue of times
 

@@ -1,11 +1,14 @@
 """What a publisher copies to its own host memory while what it has published rests.
 
-Where no other worker of its shard is reliable it will be the last reliable holder when it withdraws the version, and
-would have to offload it then, while its caller waits. So it makes the copy before it is needed, and `unpublish` copies
+Where no other reliable worker has the version it will be the last reliable holder when it withdraws that, and would
+have to offload it then, while its caller waits. So it makes the copy before it is needed, and `unpublish` copies
 nothing.
 
 Rules:
-- It is ordered only where there is room beside what is there, and beside what the caller wants fetched ahead.
+- Where other workers of its shard are reliable they may have the version in a moment, and the copy would be in vain.
+  So it is ordered only once the version has rested for a while.
+- It is ordered only where there is room beside what is there, and beside what the caller wants fetched ahead; and,
+  where others are reliable, beside what it may have to keep as their heir.
 - The copy goes when another reliable worker has all of the version; when the version need not be kept any more; or when
   another reliable worker has come and there is no more room, for the publisher may have to be its heir.
 """
@@ -17,13 +20,19 @@ from ..membership import Member
 from ..state import State
 from . import covered
 
+REST_S = 1.0  # a GiB over 10 Gbit/s: who is not done by then may take long
 
-def version_to_copy(model: Model, member: Member) -> Version | None:
-    """What it is to copy now, or has copied, because nobody else reliable is there who could have it in time."""
+
+def version_to_copy(state: State, model: Model, member: Member) -> Version | None:
+    """What it is to copy now, or has copied, because nobody else reliable may have it in time."""
     version = _kept_here(model, member)
-    if version is None or covered.has_company(model, member) or member.report.copy_error is not None:
+    if version is None or member.report.copy_error is not None:
         return None
     spare = 1 if member.report.prefetch is not None else 0
+    if covered.has_company(model, member):
+        if state.now < member.rested_at or not is_used(state, model, member, version):
+            return None
+        spare += 1
     return version if member.copy(version) is not None or member.report.copies_left > spare else None
 
 

@@ -77,7 +77,7 @@ def _ahead(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy ahead, while it holds it: when all leave it at once, nobody may have the time."""
     if established.is_keeper(model, member):
         return model.newest_established
-    return resting.version_to_copy(model, member) if model.roll.is_over else None
+    return resting.version_to_copy(state, model, member) if model.roll.is_over else None
 
 
 def _not_needed(state: State, model: Model, replica: Replica, member: Member, *, unread: bool = False) -> list[int]:
