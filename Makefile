@@ -17,7 +17,7 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test test-engines test-compiled closing e2e sim storm explore mutants bench lab demo demo-vllm gpu bless docs clean
+.PHONY: help setup check format test test-engines test-compiled test-sanitized closing e2e sim storm explore mutants bench lab demo demo-vllm gpu bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -61,6 +61,11 @@ test-engines: ## the integrations with real engines, each in .envs/NAME, made if
 test-compiled: ## the server's decisions as compiled by mypyc (.envs/compiled): tests and scenarios of the core, the simulator
 	@echo "test-compiled: two minutes to compile, then the tests of the core with what was compiled"
 	@tools/compiled python -m pytest $(SIDE_BY_SIDE) tests/core tests/scenarios tests/simulation tests/runtime $(ARGS)
+
+test-sanitized: setup ## transports and real processes with the native mover under the address and undefined-behaviour sanitizers
+	@echo "test-sanitized: in a copy of the tree; without test_freed.py, which frees on purpose what is read (ten minutes)"
+	@tools/sanitized python -m pytest $(SIDE_BY_SIDE) tests/transport tests/processes \
+		--ignore tests/processes/test_freed.py --ignore tests/transport/test_native_sanitized.py $(ARGS)
 
 closing: setup ## what a release must have gone through: the suite five times, two of them beside six busy processes, and more
 	@echo "closing: the suite five times, two beside a load of six; process and transport tests twenty times (two hours)"
