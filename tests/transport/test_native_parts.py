@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from tensorhub.transport.gates import Gate
 from tensorhub.transport.native import build, load, shapes
+from tensorhub.transport.native_read import Mover
 from tensorhub.transport.progress import Progress
 
 from . import kit
+from .kit import DEADLINE_S
 from .native import library, needs_mover
 
 C_NAMES = {
@@ -41,6 +43,35 @@ def as_before() -> Iterator[None]:
     """Whoever looks for the library after this test finds what was there before."""
     yield
     load.forget()
+
+
+# -- one mover, several threads ----------------------------------------------------------------------------------------
+
+
+class Slow(list):  # type: ignore[type-arg]
+    """Whoever appends is overtaken by the others before it goes on."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__()
+        self.all_are_in = threading.Barrier(threads)
+
+    def append(self, each: object) -> None:
+        super().append(each)
+        self.all_are_in.wait(DEADLINE_S)
+
+
+def test_streams_that_begin_at_once_have_memory_of_their_own() -> None:
+    """Or else one hashes what another one receives, and wrong bytes count."""
+    mover = Mover.__new__(Mover)
+    mover.state, mover._scratch_bytes, mover._scratch = shapes.ReadState(), 64, Slow(4)
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda at=at: found.append(mover.stream(0, at).scratch)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(set(found)) == 4
+    assert sorted(found) == sorted(ctypes.addressof(each) for each in mover._scratch)
 
 
 # -- building and finding ----------------------------------------------------------------------------------------------

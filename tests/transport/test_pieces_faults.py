@@ -1,5 +1,6 @@
 """Reads of pieces when something goes wrong: the rest goes on, and what counts is right."""
 
+import contextlib
 import ctypes
 import mmap
 
@@ -13,6 +14,9 @@ from tensorhub.memory.tiles.derive import Source
 from tensorhub.transport import local_pieces, nixl_pieces
 from tensorhub.transport.base import Transport
 from tensorhub.transport.native import load
+from tensorhub.transport.parcels import Room
+from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_settings import TcpSettings
 
 from . import kit
 from .conftest import Make
@@ -231,3 +235,27 @@ def test_two_sources_share_and_one_is_replaced(make: Make, found: Columns) -> No
     assert scene.read(0).wait() is None
     assert scene.across.missing == 0
     assert not found.reader.wrong(found.model)
+
+
+@pytest.mark.parametrize("way", ["native", "Python"])
+def test_a_further_stream_without_room_takes_nothing_along(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share is the others': a read that ends well has brought all."""
+    monkeypatch.setenv(load.VARIABLE, "yes" if way == "native" else "no")
+    load.forget()
+    try:
+        if (load.library() is not None) != (way == "native"):
+            pytest.skip(f"no native mover: {load.why_not()}")
+        settings = TcpSettings(streams=2, stream_rate_bytes_per_s=0, stream_bytes=PARCEL)
+        for _ in range(4):
+            with contextlib.closing(TcpTransport(settings)) as source, contextlib.closing(TcpTransport(settings)) as to:
+                scene = Scene(columns(), source, to)
+                scene.export(0)
+                (leg,) = scene.across.legs([scene.sources[0]])
+                room = 3 * len(leg.parcels.encode())  # for one connection of this read, not for two
+                monkeypatch.setattr(source._server, "_room", Room(room))
+                reading = Reading(scene.across, leg, to, source.endpoint, "0")
+                assert reading.wait() is None
+                assert (reading.left, scene.across.missing) == (0, 0)
+                assert not scene.found.reader.wrong(scene.found.model)
+    finally:
+        load.forget()

@@ -87,8 +87,9 @@ class Mover:
             read=ctypes.pointer(self.state), descriptor=descriptor, pidfd=-1, status=-1, index=index
         )
         if self._scratch_bytes:
-            self._scratch.append((ctypes.c_ubyte * self._scratch_bytes)())
-            state.scratch = ctypes.addressof(self._scratch[-1])
+            scratch = (ctypes.c_ubyte * self._scratch_bytes)()  # and not the last of them: streams begin at once
+            self._scratch.append(scratch)
+            state.scratch = ctypes.addressof(scratch)
         return state
 
     def start(self, stream: shapes.StreamState) -> None:

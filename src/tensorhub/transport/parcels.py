@@ -5,6 +5,7 @@ puts a few whole tiles into a *parcel*, which is to such a read what a chunk is 
 and counted by its number. A tile has a digest of its own, so that a parcel is judged whatever it was put together of.
 
     reader  PIECES    once on each connection, after the greetings and the manifest: its parcels
+    source  WAITING   it has taken them in; or GONE, where there is no room
     reader  WANT      parcels, by number
     source  CHUNK     a parcel's bytes; LENT, WAITING, GONE as ever
     source  READY     where the reader fetches bytes itself, unless it wants that parcel sent

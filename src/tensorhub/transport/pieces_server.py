@@ -44,6 +44,7 @@ def serve_pieces(
 ) -> tuple[str, str]:
     """Send what is asked for until the export ends: code and reason. Raises `WireError` when the reader leaves."""
     with _received(room, wire, served) as parcels:
+        wire.send_frame(tcp_wire.WAITING)  # there is room: a further stream asks for nothing before it hears that
         conversation = conversation_for(
             settings, wire, served, keepalive_s, is_announcing=server.is_announcing, parcels=parcels
         )

@@ -143,6 +143,8 @@ class TcpRead(Read):
         Held from both sides, they would all wait for the garbage collector, which may not look for a thousand reads.
         """
         self.job.close()
+        if self.error is None and not self._is_stopped and self.job.missing:
+            self.error = self.job.lost("its streams ended, and each left to the others what is missing")
         on_end, error = self._on_end, self.error
         self._on_end = self.error = None
         assert on_end is not None, "a read ended twice"
@@ -274,8 +276,7 @@ class TcpRead(Read):
         """A further stream. That the source has no connection to spare is no error: the others do its work."""
         mover = self.job.mover
         with contextlib.suppress(NoRoom), self.opened(index) as stream:
-            stream.greet_again()
-            stream.send_parcels()
+            stream.join_in()
             state = stream.state_for(mover) if mover is not None else None
             brisk.over()
             if mover is None or state is None:

@@ -83,14 +83,29 @@ class Stream:
             raise Garbled("a source answers with Welcome or Refusal")
         return answer
 
-    def greet_again(self) -> None:
-        """The same for a further stream. Where its source has several addresses, one that says nothing is left out."""
+    def join_in(self) -> None:
+        """The same for a further stream, and all that comes before it may ask for its share.
+
+        What it has asked for is nobody else's: so a source without room for it has to say so before. Where that has
+        several addresses, one that says nothing is left out. Raises `NoRoom`.
+        """
         try:
             self.greet(wants_manifest=False)
+            self.send_parcels()
+            if self.job.parcels is not None:
+                self._await_room()
         except WireError as error:
             if self.job.addresses == 1:
                 raise
             raise NoRoom(f"{self.job.endpoint}: one of its addresses is none: {error}") from None
+
+    def _await_room(self) -> None:
+        """Until the source has taken in what is wanted."""
+        kind, length, _ = self.receive_header()
+        if kind == tcp_wire.GONE:
+            raise self.job.refused(self.wire.receive_gone(length))
+        if kind != tcp_wire.WAITING or length:
+            raise Garbled(f"a frame of kind {kind} with {length} B, where it was due that it has room")
 
     def receive_manifest(self) -> bytes:
         kind, length, _ = self.next_frame()

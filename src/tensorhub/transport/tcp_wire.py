@@ -47,7 +47,7 @@ from .wire_errors import WireError as WireError
 from .wire_errors import lost
 
 MAGIC = b"\x93THubTCP"  # the first byte is not text: no HTTP, TLS or SSH client begins like this
-VERSION = 1
+VERSION = 2
 GREETING = struct.Struct("!8sHHI")  # magic, version, 0, length of the body
 HEADER = struct.Struct("!BxxxIQ")  # kind, length, number
 
