@@ -7,9 +7,11 @@ import pytest
 from tensorhub.core.messages import PROTOCOL, Hello, Holding, Report
 from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.sim.draw import draw_plan
+from tensorhub.sim.judges.stalls import StallJudge
+from tensorhub.sim.plan import Misfortune
 from tensorhub.sim.truth.life import Held, Life
 from tensorhub.sim.truth.record import Truth
-from tensorhub.sim.world import World
+from tensorhub.sim.world import OracleViolation, World
 
 pytestmark = pytest.mark.simulation
 
@@ -69,7 +71,18 @@ class Bench:
     def may_be_newer(self) -> bool:
         """Though the truth itself knows of none: when the spot worker got it, the reliable one had a session."""
         assert self.truth.established.version("m") == FORMER
-        return self.truth.established.may_be_newer("m", FORMER, self.world.now)
+        return self.truth.established.may_be_newer("m", FORMER, self.world.now, told=self.world.now)
+
+    def restarts(self) -> None:
+        """The server dies and is back at once."""
+        self.strikes("restart-server")
+        self.truth.server_life += 1
+
+    def strikes(self, kind: str, leases: float = 0.0) -> None:
+        """A misfortune of the server, for so long."""
+        self.truth.troubles.struck(0, Misfortune(self.world.now, kind, ""), self.world.now)
+        self.world.now += leases * self.lease_s
+        self.truth.troubles.passed(0, self.world.now)
 
 
 def test_not_while_who_is_relied_on_has_a_session() -> None:
@@ -106,6 +119,61 @@ def test_not_for_the_next_life_of_the_server_that_has_both() -> None:
     bench.truth.server_life = 2
     bench.hears(bench.steady, bench.spot)
     assert not bench.may_be_newer()
+
+
+def test_not_while_a_new_server_waits_for_who_is_relied_on() -> None:
+    bench = Bench()
+    bench.passes(1.5, bench.steady, bench.spot)
+    bench.steady.trust_until = bench.world.now + 0.9 * bench.lease_s
+    bench.restarts()
+    bench.passes(0.5, bench.spot)
+    assert not bench.may_be_newer()
+    bench.passes(0.5, bench.spot)
+    assert bench.may_be_newer()
+
+
+def test_though_the_server_stands_still_who_is_relied_on_has_a_session() -> None:
+    bench = Bench()
+    bench.strikes("pause-server", leases=1.5)
+    bench.hears(bench.spot)
+    assert not bench.may_be_newer()
+    bench.passes(1.2, bench.spot)
+    assert bench.may_be_newer()
+
+
+def test_not_if_the_worker_was_told_before_that_it_may_go() -> None:
+    bench = Bench()
+    told = bench.world.now
+    bench.passes(1.2, bench.spot)
+    assert bench.may_be_newer()
+    assert not bench.truth.established.may_be_newer("m", FORMER, told, told=told)
+
+
+def test_not_by_a_report_that_was_refused() -> None:
+    bench = Bench()
+    bench.truth.turned_away(bench.spot)
+    bench.passes(1.2, bench.trainer)
+    assert not bench.may_be_newer()
+
+
+def test_who_is_refused_has_no_session_until_it_is_heard_again_whatever_the_time() -> None:
+    bench = Bench()
+    bench.truth.turned_away(bench.steady)
+    assert not bench.truth.is_in_session(bench.steady)
+    assert not bench.truth.may_be_in_session(bench.steady)
+    report = bench.steady.heard
+    assert report is not None
+    bench.truth.heard(bench.steady, report)  # over another connection, where it was late
+    assert bench.truth.is_in_session(bench.steady)
+
+
+def test_who_has_a_session_may_not_be_refused() -> None:
+    bench = Bench()
+    judge = StallJudge(bench.truth, bench.world)
+    with pytest.raises(OracleViolation, match="was refused"):
+        judge.turned_away(bench.steady)
+    bench.passes(1.2, bench.spot)
+    judge.turned_away(bench.steady)
 
 
 def test_not_what_its_publisher_alone_has() -> None:

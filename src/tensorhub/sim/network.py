@@ -201,8 +201,11 @@ class ControlPlane:
             server.handle(layout, sender=sender, now=self.server_now)
         if isinstance(message, Report):
             self.world.note("server", f"hears {process.name} {_short(message)}")
+        outbox = server.handle(message, sender=sender, now=self.server_now)
+        is_refused = any(to == sender and isinstance(said, Refusal) for to, said in outbox)
+        if isinstance(message, Report) and not is_refused:
             self.cluster.watch.heard(process, message)
-        self._deliver(server.handle(message, sender=sender, now=self.server_now))
+        self._deliver(outbox)
         self._schedule_tick()
         self.cluster.watch.server_acted()
 

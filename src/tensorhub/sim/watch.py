@@ -91,7 +91,7 @@ class Watch:
         self.truth.troubles.message(self.life(process), delays, self.truth.now)
 
     def heard(self, process: "Process", report: Report) -> None:
-        """A report arrives at the server."""
+        """A report arrives at the server, and is taken in."""
         self.truth.server_life = self.cluster.control.lives
         self.truth.heard(self.life(process), report)
 
@@ -103,6 +103,8 @@ class Watch:
 
     def turned_away(self, process: "Process") -> None:
         """The server refuses what it has said, and closes its connection."""
+        self.truth.server_life = self.cluster.control.lives
+        self.stalls.turned_away(self.life(process))
         self.truth.turned_away(self.life(process))
 
     def disconnected(self, process: "Process") -> None:

@@ -51,7 +51,8 @@ class RetentionJudge(Judge):
         heard_s = FLEETING_S + 8 * self.conditions.delay_s  # until then a server may not know what it let go
         is_established = truth.established.is_known(model, version, self.now - heard_s)
         decided = self._decided(life, where)  # when it was told that it may go
-        was_kept = kept_on >= decided or truth.established.may_be_newer(model, version, decided)
+        told = life.let_go_at if life.let_go_at < inf and "host" not in where else self.now  # and when at the latest
+        was_kept = kept_on >= decided or truth.established.may_be_newer(model, version, decided, told)
         if is_established and had_room and not was_kept and not self._is_with_spot(life, version):
             text = f"{life.name} gave up the last reliable reference of version {version}, {where}, and no newer one"
             self.broken(f"{text} is established", "G6 established")

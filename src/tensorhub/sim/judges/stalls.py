@@ -18,6 +18,12 @@ class StallJudge(Judge):
 
     promise = "G7 nobody is left waiting"
 
+    def turned_away(self, life: Life) -> None:
+        """The server refuses it, so it must have lost its session: else whatever was refused would be an excuse."""
+        has_left = life.heard is not None and life.heard.leaving
+        if self.truth.is_in_session(life) and not has_left:
+            self.broken(f"{life.name} was refused, and has a session: it was heard at {life.heard_at:.4f}")
+
     def look(self, life: Life) -> None:
         """It has been ready to read for a while, and nobody lets it."""
         version = self._waits_for(life)

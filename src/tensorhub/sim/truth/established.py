@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...core.names import Version
-from .life import MOST_OF_A_LEASE, Life
+from .life import Life
 
 if TYPE_CHECKING:
     from .record import Made, Truth
@@ -40,7 +40,7 @@ class Established:
         self._newest: dict[str, Newest] = {}
         self._known: dict[str, Newest] = {}  # the newest of which a server has been told, by holders of all shards
         self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
-        self._belated: dict[tuple[str, Version], int] = {}  # perhaps so for this life of the server
+        self._belated: dict[tuple[str, Version], tuple[int, float]] = {}  # perhaps so, for which server and since when
 
     def version(self, model: str) -> Version | None:
         """The newest one of the model."""
@@ -89,7 +89,7 @@ class Established:
 
     def heard(self, life: Life) -> None:
         """A server has taken in its report."""
-        self._note_belated(life.me.model)
+        self.look(life.me.model)
         newest = self._newest.get(life.me.model)
         if newest is None:
             return
@@ -151,27 +151,29 @@ class Established:
             for way in newest.ways.values()
         )
 
-    def _note_belated(self, model: str) -> None:
+    def look(self, model: str) -> None:
         """What only spot workers have is established once no reliable worker of their shard has a session any more.
 
         When the last of it became whole, some had: so it is not the newest of which `version` tells. A server finds
-        that out when it next looks at that version. Noted is which life of it may.
+        that out when it next looks at that version. Noted is which life of it may, and since when. Asked before and
+        after each report that a server takes in: between two of them sessions only end.
         """
         truth, newest = self._truth, self._newest.get(model)
         for version in truth.existing(model):
             if newest is not None and version <= newest.version:
                 return
             made = truth.exists(model, version)
-            if made is None or self._belated.get((model, version)) == truth.server_life:
+            if made is None or self._belated.get((model, version), (0, 0.0))[0] == truth.server_life:
                 continue
             if any(all(self._is_said_outside(shard, version, made) for shard in cut) for cut in truth.cuts(model)):
-                self._belated[model, version] = truth.server_life
+                self._belated[model, version] = truth.server_life, truth.now
 
     def _is_said_outside(self, shard: tuple[str, int], version: Version, made: "Made") -> bool:
-        """By reliable workers, where any is in session for sure."""
+        """By reliable workers, where any is in session for sure, or the server waits for one before it decides."""
         truth = self._truth
         others = [other for other in self._ever_there(shard) if other.me.replica != made.replica]
-        needs_reliable = any(o.hello.reliable and not _said_to_leave(o) and self._has_session(o) for o in others)
+        relied_on = [o for o in others if o.hello.reliable and not _said_to_leave(o) and _is_laid_out(o)]
+        needs_reliable = any(self._has_session(o) or self._is_awaited(o) for o in relied_on)
         return any(
             truth.said_to_have(holder, version) and truth.may_be_in_session(holder) and _is_counted(holder, version)
             for holder in truth.holders(shard, version)
@@ -185,12 +187,26 @@ class Established:
 
     def _has_session(self, life: Life) -> bool:
         """With this life of the server, for sure, dead or alive."""
-        lease_s = MOST_OF_A_LEASE * self._truth.plan.settings.lease_s
-        is_heard = life.heard_by == self._truth.server_life and self._truth.now < life.heard_at + lease_s
-        return is_heard and life.turned_away_at < life.heard_at
+        truth, plan = self._truth, self._truth.plan
+        if not life.is_heard_by(truth.server_life):
+            return False
+        silent_s = truth.now - life.heard_at - truth.troubles.stood_still_s(life.heard_at, truth.now)
+        return silent_s < plan.settings.lease_s / (1 + plan.conditions.drift)
 
-    def may_be_newer(self, model: str, version: Version, decided: float) -> bool:
-        """A server may have taken a newer one for established, as reliable workers were away, and not for lost then."""
+    def _is_awaited(self, life: Life) -> bool:
+        """It is on the roll of a server before this one, and its own lease lasts: nothing is decided yet.
+
+        Who had no session for a lease when that server died may not be on the roll.
+        """
+        since, died = max(life.heard_since, life.away_until), self._truth.troubles.server_died
+        is_on_the_roll = since < died - self._truth.plan.settings.lease_s
+        return life.heard_by != self._truth.server_life and is_on_the_roll and life.clock() < life.trust_until
+
+    def may_be_newer(self, model: str, version: Version, decided: float, told: float) -> bool:
+        """A server may have taken a newer one for established, as reliable workers were away, and not for lost then.
+
+        It decided after `decided` that the worker may give this one up, and said so when it was `told` at the latest.
+        """
         truth = self._truth
         lease_s = truth.plan.settings.lease_s
 
@@ -200,8 +216,8 @@ class Established:
 
         return any(
             all(any(was_said(life, newer) for life in self._ever_there(shard)) for shard in cut)
-            for (name, newer), server_life in self._belated.items()
-            if name == model and newer > version and server_life == truth.server_life
+            for (name, newer), (server_life, since) in self._belated.items()
+            if name == model and newer > version and server_life == truth.server_life and since <= told
             for cut in truth.cuts(model)
         )
 
@@ -209,6 +225,11 @@ class Established:
 def _is_counted(life: Life, version: Version) -> bool:
     """Its buffer has it, or a host copy that no server has told to go."""
     return (life.held is not None and life.held.version == version) or version not in life.released
+
+
+def _is_laid_out(life: Life) -> bool:
+    """A server knows of which cut it is."""
+    return not life.cut or (life.heard is not None and bool(life.heard.layout))
 
 
 def _said_to_leave(life: Life) -> bool:

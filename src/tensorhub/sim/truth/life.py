@@ -132,7 +132,7 @@ class Life:
     heard: Report | None = None  # the latest that a server took in
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server
-    turned_away_at: float = -inf  # when a server last said that it has no session, wherever that got
+    is_turned_away: bool = False  # a server has said that it has no session, wherever that got, and not heard it since
     heard_since: float = inf  # when that life of the server first heard it
     away_until: float = -inf  # for about a lease before that the server had not heard it
     idle_for: Version | None = None  # it is ready to read that, and reads nothing
@@ -163,6 +163,10 @@ class Life:
         """When it began to get that version from other sites, without one of its own between them."""
         is_same = self.crossed is not None and self.crossed[0] == read.grant.version
         return self.crossed[1] if self.crossed is not None and is_same else read.began
+
+    def is_heard_by(self, server: int) -> bool:
+        """That life of the server has heard it, and has not refused it since: it had a session then."""
+        return self.heard_by == server and not self.is_turned_away
 
     @property
     def site(self) -> str:

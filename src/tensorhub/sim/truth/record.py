@@ -183,17 +183,12 @@ class Truth:
     def is_in_session(self, life: Life) -> bool:
         """This life of the server has heard it, and its lease cannot be over."""
         lease_s = self.plan.settings.lease_s * MOST_OF_A_LEASE
-        return life.is_alive and life.heard_by == self.server_life and self.now < life.heard_at + lease_s
+        return life.is_alive and life.is_heard_by(self.server_life) and self.now < life.heard_at + lease_s
 
     def may_be_in_session(self, life: Life) -> bool:
-        """This life of the server has heard it, and its lease may last: while a server stands still none ends.
-
-        One that was refused, and has not been heard since, has no session.
-        """
-        if life.turned_away_at >= life.heard_at:
-            return False
+        """This life of the server has heard it, and its lease may last: while a server stands still none ends."""
         since = max(life.heard_at, self.troubles.server_back)
-        return life.is_alive and life.heard_by == self.server_life and self.now < since + self.plan.settings.lease_s
+        return life.is_alive and life.is_heard_by(self.server_life) and self.now < since + self.plan.settings.lease_s
 
     def said_to_have(self, life: Life, version: Version) -> bool:
         """The latest report that a server took in says that it has the version, whole and to stay."""
@@ -358,13 +353,16 @@ class Truth:
 
     def heard(self, life: Life, report: Report) -> None:
         """A server takes in a report."""
-        if life.heard_by == self.server_life and life.heard is not None and report.number <= life.heard.number:
+        self.established.look(life.me.model)
+        before = life.heard if life.is_heard_by(self.server_life) else None
+        if before is not None and report.number <= before.number:
             return
         if life.heard_by != self.server_life:
             life.heard_since = self.now
         if self.now > life.heard_at + MOST_OF_A_LEASE * self.plan.settings.lease_s:
             life.away_until = self.now
         life.heard, life.heard_at, life.heard_by, life.is_connected = report, self.now, self.server_life, True
+        life.is_turned_away = False
         self.established.heard(life)
         for call in reversed(life.past):
             if call.end_heard < inf:
@@ -373,8 +371,8 @@ class Truth:
                 call.end_heard = self.now
 
     def turned_away(self, life: Life) -> None:
-        """The server says to it that it has no session; it may never get there."""
-        life.turned_away_at = self.now
+        """The server says to it that it has no session, and closes the connection; it may never get there."""
+        life.is_turned_away, life.is_connected = True, False
 
     def ordered(self, life: Life, orders: Orders) -> None:
         """The server says something to it; it may never get there."""
@@ -385,6 +383,7 @@ class Truth:
         if call is not None and answer is not None and answer.number == call.number and answer.error is not None:
             call.refused_at = min(call.refused_at, self.now)
         if orders.drained is not None:
+            self.established.look(life.me.model)
             life.let_go_at = min(life.let_go_at, self.now)
         elif life.held is None or life.held.is_served:
             life.let_go_at = inf

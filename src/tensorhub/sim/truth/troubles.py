@@ -97,6 +97,13 @@ class Troubles:
                 since = trouble.since - self.plan.settings.lease_s
         return since
 
+    def stood_still_s(self, since: float, now: float) -> float:
+        """For how long at once the server stood still since then, and must have noticed: that ends no session."""
+        kind, unnoticed_s = "pause-server", 2 * self.plan.settings.report_s
+        pauses = (trouble for trouble in self.all if trouble.misfortune.kind == kind)
+        spans = (min(t.until - self._aftermath(kind), now) - max(t.since, since) for t in pauses)
+        return max(0.0, max(spans, default=0.0) - unnoticed_s)
+
     def remembers(self, since: float) -> bool:
         """The server was not restarted; a pause is no reason to forget anybody."""
         restarts = (t for t in self.all if t.misfortune.kind == "restart-server")
