@@ -161,6 +161,14 @@ def test_a_forked_child_keeps_nothing_alive_but_tensors() -> None:
     assert done.stdout.split() == ["0", "2"], done.stderr
 
 
+def test_memory_that_was_made_one_after_the_other_can_be_mapped_all_the_same() -> None:
+    """The kernel likes to put the new beside the old, and what lies near together is read as one."""
+    every = [Sealed(4096) for _ in range(20)]
+    ranges = [(each.address + 5, 4000) for each in sorted(every, key=lambda each: each.address)]
+    for at in range(0, len(every), 5):
+        assert len(regions_of(Addresses.of_ranges(ranges[at : at + 5]))) == 5
+
+
 def test_addresses_are_moved_only_as_a_whole() -> None:
     one, other = Sealed(8192), Sealed(8192)
     both = Addresses.of_ranges([(one.address + 5, 100), (other.address, 8192), (one.address + 300, 1)])

@@ -42,6 +42,7 @@ CLOEXEC, ALLOW_SEALING, NOEXEC_SEAL = 0x1, 0x2, 0x8
 DONTFORK, HUGEPAGE = 10, 14  # for madvise
 FIXED = 0x10  # for mmap
 HUGE_BYTES = 2 << 20  # a large page: memory that begins at a multiple of it can have such, on either side
+APART_BYTES = mmap.PAGESIZE  # behind it nothing is mapped: no neighbour is so near that both would be read as one
 MOST_REGIONS = 8  # that one stream may lie in and be mapped: each costs a descriptor on its way
 
 
@@ -54,9 +55,8 @@ class Mapping:
 
     def __init__(self, descriptor: int, size_bytes: int, protection: int) -> None:
         """Raises `OSError`."""
-        self._reserved = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + (
-            HUGE_BYTES if size_bytes > HUGE_BYTES else 0
-        )
+        aligned_bytes = HUGE_BYTES if size_bytes > HUGE_BYTES else 0
+        self._reserved = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + aligned_bytes + APART_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._at = _mapped(None, self._reserved, 0, flags, -1)
         self.address = self._at
