@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 
@@ -29,7 +30,9 @@ from tensorhub.transport.tcp_wire import HEADER, Hello, Refusal, Welcome, Wire, 
 
 from . import kit
 from .kit import DEADLINE_S
+from .native import needs_mover
 
+TAKEN = HEADER.pack(tcp_wire.WAITING, 0, 0)
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1500"))
 SIZE, CHUNK = 5000, 700
 RIGHT = kit.content(SIZE, seed=9)
@@ -195,7 +198,8 @@ def test_whatever_a_reader_wants(way: str) -> None:
             hearing.join()
         if not came:
             continue
-        parcels, at = Parcels.decode(data, SIZE, CHUNK), 0
+        parcels, at = Parcels.decode(data, SIZE, CHUNK), HEADER.size
+        assert came[:at] == TAKEN, "first it hears that there is room"
         while at < len(came):
             kind, length, number = HEADER.unpack_from(came, at)
             found = came[at + HEADER.size : at + HEADER.size + length]
@@ -221,11 +225,13 @@ def source() -> Iterator[TcpTransport]:
     transport.close()
 
 
-def wanting(source: TcpTransport, data: bytes, *, kind: int = PIECES, length: int | None = None) -> Wire:
+def wanting(
+    source: TcpTransport, data: bytes, *, kind: int = PIECES, length: int | None = None, key: str = "k"
+) -> Wire:
     """A reader that has said what it wants."""
     wire = Wire(socket.create_connection(parse_endpoint(source.endpoint)[0]), SETTINGS)
     wire.limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
-    wire.send_greeting(Hello("", "k", 0, 5000, False, has_pieces=True))
+    wire.send_greeting(Hello("", key, 0, 5000, False, has_pieces=True))
     assert isinstance(wire.receive_greeting(DEADLINE_S), Welcome)
     wire.send([HEADER.pack(kind, len(data) if length is None else length, 0), data])
     return wire
@@ -258,6 +264,7 @@ def test_a_source_has_room_for_so_much_only(source: TcpTransport, monkeypatch: p
     good = body([1], GOOD)
     monkeypatch.setattr(source._server, "_room", Room(3 * len(good)))
     first = wanting(source, good)
+    assert first.receive_header() == (tcp_wire.WAITING, 0, 0)
     first.send_want([0])
     assert first.receive_header() == (tcp_wire.CHUNK, 24, 0)
     assert farewell(wanting(source, good)).code == "busy"
@@ -294,5 +301,25 @@ def test_what_is_wanted_lasts_no_longer_than_its_export(source: TcpTransport) ->
     waiting.send_greeting(Hello("", "k", 0, 5000, False, has_pieces=True))
     assert isinstance(waiting.receive_greeting(DEADLINE_S), Welcome)
     asking = wanting(source, body([1], GOOD))
+    assert asking.receive_header() == (tcp_wire.WAITING, 0, 0)
     assert source.withdraw("k", timeout_s=DEADLINE_S)
     assert farewell(waiting).code == farewell(asking).code == "gone"
+
+
+@needs_mover
+def test_rows_that_span_everything_keep_no_export(source: TcpTransport) -> None:
+    """To look at all chunks that such a wish takes bytes from is seconds of work: it ends with the export."""
+    chunks = 20_000
+    progress = Progress(chunks)
+    for chunk in range(1, chunks - 1):
+        progress.mark(chunk)
+    source.export(Export("long", b"", 1, kit.Pieces(kit.content(chunks, seed=3)), progress))
+    row = [1, 1, 2, chunks - 3, 1, 0]  # its second byte is the last that is there
+    last = [1, 1, 2, chunks - 2, 1, 0]  # and that of the last row is not
+    reader = wanting(source, body([MAX_ROWS - 1, 1], *[row] * (MAX_ROWS - 1), last), key="long")
+    assert reader.receive_header() == (tcp_wire.WAITING, 0, 0)
+    reader.send_want([0])
+    before = time.process_time()
+    kit.until(lambda: time.process_time() > before + 0.1, "the source looks")
+    assert source.withdraw("long", timeout_s=1.0)
+    assert farewell(reader).code == "gone"

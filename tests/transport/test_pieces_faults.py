@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import mmap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from tensorhub.core.errors import CorruptTransfer, SessionLost, SourceLost, Tran
 from tensorhub.memory.host import host_view
 from tensorhub.memory.tiles.across import Across
 from tensorhub.memory.tiles.derive import Source
-from tensorhub.transport import local_pieces, nixl_pieces
+from tensorhub.transport import local_pieces, native_pieces, nixl_pieces
 from tensorhub.transport.base import Transport
 from tensorhub.transport.native import load
 from tensorhub.transport.parcels import Room
+from tensorhub.transport.rows import COUNT, COUNTS, ROW_WORDS, RUN, Rows
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_settings import TcpSettings
 
@@ -259,3 +261,20 @@ def test_a_further_stream_without_room_takes_nothing_along(way: str, monkeypatch
                 assert not scene.found.reader.wrong(scene.found.model)
     finally:
         load.forget()
+
+
+def test_the_mover_takes_no_rows_that_end_too_soon() -> None:
+    """It would go on behind them, where no tensor is."""
+    found = columns()
+    sources = sources_of_cuts(cuts_of(found.publisher, found.grid))
+    across = across_for(found.reader, found.grid, sources, parcel_bytes=PARCEL)
+    (leg,) = across.legs(sources[:1])
+    scatter = leg._order.scatter
+    assert native_pieces._fits(scatter, leg.parcels)
+    ours = scatter.ours
+    for column, number in ((RUN, ours.words[RUN] - 1), (COUNT, ours.words[COUNT] - 1), (COUNTS, 2)):
+        words = ours.words[:]
+        words[column] = number
+        assert not native_pieces._fits(replace(scatter, ours=Rows.at(words, ours.starts)), leg.parcels)
+    fewer = Rows.at(ours.words[:-ROW_WORDS], ours.starts[:-1])
+    assert not native_pieces._fits(replace(scatter, ours=fewer), leg.parcels)

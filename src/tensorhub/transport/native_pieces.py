@@ -8,12 +8,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import le
+from operator import add, le, mul
 
 from .base import ByteStream, Terms
 from .native import shapes
 from .parcels import Parcels, Scatter
-from .rows import ROW_WORDS, BadRow, Rows, placed
+from .rows import COUNT, COUNTS, ROW_WORDS, RUN, BadRow, Rows, placed
 
 KEEP_WORDS = 9  # from, to, run, count, and its strides; counts, and its strides
 FROM, TO = (0, 2, 3, 4, 6, 7), (1, 2, 3, 5, 6, 8)  # of a keep, what is a row on either side
@@ -68,7 +68,7 @@ def goal_of_parcels(terms: Terms, parcels: Parcels) -> Goal | None:
 
 
 def _fits(scatter: Scatter, parcels: Parcels) -> bool:
-    """Parcels are made of whole tiles, and keeps belong to parcels."""
+    """Parcels are made of whole tiles and lie in rows, or are kept; and keeps belong to parcels."""
     count, tiles = len(parcels), scatter.tiles
     if {len(scatter.first_tile), len(scatter.first_keep)} != {count + 1} or len(scatter.is_kept) != count or not tiles:
         return False
@@ -79,7 +79,25 @@ def _fits(scatter: Scatter, parcels: Parcels) -> bool:
         return False
     if len(scatter.first_turn) != len(tiles) or scatter.first_turn[-1] * ROW_WORDS != len(scatter.turns):
         return False
-    return all(tiles[tile] == at for tile, at in zip(scatter.first_tile, parcels.bounds, strict=True))
+    if not all(tiles[tile] == at for tile, at in zip(scatter.first_tile, parcels.bounds, strict=True)):
+        return False
+    placed_whole = zip(pairwise(parcels.bounds), scatter.is_kept, strict=True)
+    return _stretches(scatter.ours) == _joined([span for span, is_kept in placed_whole if not is_kept])
+
+
+def _stretches(rows: Rows) -> list[tuple[int, int]]:
+    """Which bytes of the stream that they make have a place in one of these rows."""
+    runs, counts, outer = (rows.words[column::ROW_WORDS] for column in (RUN, COUNT, COUNTS))
+    stops = map(add, rows.starts, map(mul, map(mul, runs, counts), outer))
+    return _joined(list(zip(rows.starts, stops, strict=False)))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in as few spans as can be, where each goes on where the one before ended."""
+    if not spans:
+        return []
+    gaps = [at for at, (one, other) in enumerate(pairwise(spans), start=1) if one[1] != other[0]]
+    return [(spans[first][0], spans[last - 1][1]) for first, last in pairwise([0, *gaps, len(spans)])]
 
 
 def _are_within(rows: "array[int]", size_bytes: int) -> bool:

@@ -22,16 +22,22 @@ int is_sent(const parcels_t *parcels, uint64_t chunk) { return parcels && parcel
 
 /* -- at a source -------------------------------------------------------------------------------------------------- */
 
-/* All chunks that it takes bytes from are there. */
+/* All chunks that it takes bytes from are there. Rows are a peer's wish, and each may span all chunks: so what is known
+ * to be there is passed over, and nobody is kept waiting for the answer who ends the export. */
 int has_parcel(const serve_t *serve, uint64_t parcel) {
     const parcels_t *parcels = serve->parcels;
     const progress_t *progress = serve->progress;
-    if (atomic_load(&progress->prefix) == progress->count)
-        return 1;
-    for (uint64_t row = parcels->first_row[parcel]; row < parcels->first_row[parcel + 1]; row++)
-        for (uint64_t chunk = parcels->needs[2 * row]; chunk <= parcels->needs[2 * row + 1]; chunk++)
+    uint64_t prefix = atomic_load(&progress->prefix);
+    for (uint64_t row = parcels->first_row[parcel]; row < parcels->first_row[parcel + 1]; row++) {
+        uint64_t first = parcels->needs[2 * row], last = parcels->needs[2 * row + 1];
+        if (last < prefix)
+            continue;
+        if (atomic_load(&serve->ended->is_shut))
+            return 0;
+        for (uint64_t chunk = first > prefix ? first : prefix; chunk <= last; chunk++)
             if (!has_chunk(progress, chunk))
                 return 0;
+    }
     return 1;
 }
 
