@@ -2,7 +2,8 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core.names import ModelName, WorkerId
+from tensorhub.core.messages import Holding, HostCopy
+from tensorhub.core.names import Digest, ModelName, Version, WorkerId
 from tensorhub.core.server.companions import Companions
 
 from .kit import worker
@@ -10,6 +11,7 @@ from .town import Town
 
 TARGET, DRAFT, CRITIC = map(ModelName, ("target", "draft", "critic"))
 READER, MATE, OTHER = worker("r", 0, TARGET), worker("r2", 0, TARGET), worker("r3", 0, TARGET)
+KEEPER = worker("keeper", 0, TARGET)
 
 
 def joins(town: Town, who: WorkerId, *companions: ModelName) -> None:
@@ -47,6 +49,20 @@ def test_who_says_another_set_is_of_that_one() -> None:
     joins(town, READER)
     assert state.models[TARGET].companions.sets == ()
     assert state.bound == {}
+
+
+def test_what_only_a_set_has_kept_goes_at_once_when_nobody_is_of_it() -> None:
+    town, old, new = Town(), Version(1), Version(2)
+    drafter, trainer = worker("trainer", 0, DRAFT), worker("trainer", 0, TARGET)
+    town.joins(drafter, buffer=Holding(old, Digest("d"), published=True))
+    joins(town, READER, DRAFT)
+    town.joins(trainer, buffer=Holding(new, Digest("n"), published=True))
+    copy = HostCopy(1, old, Digest("o"), done=1, chunks=1, whole=True)
+    town.joins(KEEPER, buffer=Holding(new, Digest("n")), copies=(copy,))
+    town.says(KEEPER, buffer=Holding(new, Digest("n")), copies=(copy,))
+    assert town.orders[KEEPER].release == ()
+    joins(town, READER)
+    assert town.orders[KEEPER].release == (1,), "it has not reported since"
 
 
 def test_nobody_is_taken_out_twice() -> None:

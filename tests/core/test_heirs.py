@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorhub.core.messages import Holding, Withdrawing
+from tensorhub.core.messages import Filling, Holding, Withdrawing
 from tensorhub.core.names import Digest, Version
 from tensorhub.core.server.rules import heirs
 
@@ -24,3 +24,13 @@ def test_those_that_leave_do_not_hide_who_stays(monkeypatch: pytest.MonkeyPatch)
         town.says(leaver, buffer=Withdrawing(ONE, OLD), closing=True, copies_left=1)
     assert town.orders[HEIR].fetch == ONE
     assert town.orders[LEAVERS[-1]].drained is None
+
+
+def test_a_worker_that_is_about_to_have_the_version_is_waited_for_while_it_can_be_reached() -> None:
+    town, leaver = Town(), LEAVERS[0]
+    town.joins(leaver, buffer=Holding(ONE, OLD))
+    town.joins(HEIR, buffer=Filling(ONE))
+    town.says(leaver, buffer=Withdrawing(ONE, OLD), closing=True)
+    assert town.orders[leaver].drained is None
+    town.loses_its_line(HEIR)
+    assert town.orders[leaver].drained == ONE

@@ -199,6 +199,14 @@ def _in_another_site(server: Server) -> None:
     server.state.models[A.model].sites["another-site"] += 1
 
 
+def _counting_unnoticed(server: Server) -> None:
+    del server.state.models[A.model].reliable[Line(1, Shard(0))][B]
+
+
+def _staying_unnoticed(server: Server) -> None:
+    server.state.models[A.model].staying.by_place.clear()
+
+
 def _of_unknown_content(server: Server) -> None:
     server.state.models[A.model].record(ONE).roots.clear()
 
@@ -210,6 +218,8 @@ def _of_unknown_content(server: Server) -> None:
         (_idle_unnoticed, "are idle holders of 1"),
         (_elsewhere, "is not kept among those of its host"),
         (_in_another_site, "the sites of .* are kept as"),
+        (_counting_unnoticed, "those who count for retention are .*, and kept are"),
+        (_staying_unnoticed, "those who stay with what they hold are .*, and kept are"),
         (_of_unknown_content, "has 1 with the content r, and that is kept as None"),
         (_two_at_once, "may read 100 and 101 at once"),
         (_one_beside_a_part, "may read 100 and 101 at once"),
