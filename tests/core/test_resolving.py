@@ -1,5 +1,7 @@
 """Which version a call means, of which the transcripts show the rest."""
 
+from msgspec.structs import replace
+
 from tensorhub.core.messages import CallReport, Holding, Poisoned
 from tensorhub.core.names import Digest, ModelName, ReplicaName, Version
 from tensorhub.core.server.groups import GroupCall
@@ -50,4 +52,8 @@ def test_what_was_chosen_for_a_set_stays_though_one_shard_takes_its_call_back_fo
     assert (call_of(fleet).version, call_of(fleet).is_over) == (ONE, False)
     holds(fleet, "new", TWO)
     fleet.says(SECOND, shards=2, call=call)
-    assert (call_of(fleet).version, call_of(fleet).is_over) == (ONE, True), "the first shard has heard so"
+    assert (call_of(fleet).version, call_of(fleet).is_over) == (ONE, False), "the first shard has heard so"
+    for who in (FIRST, SECOND):
+        assert not call_of(fleet).is_over, "each hears the number before one ends"
+        fleet.says(who, shards=2, call=replace(call, resolved=ONE))
+    assert call_of(fleet).is_over

@@ -32,6 +32,12 @@ MUTANTS = (
         "a call whose shard dies ends when the lease of that shard does",
     ),
     Mutant(
+        "a choice of a set ends before all shards know the number",
+        "            if call.version is None or (replica.shards > 1 and not _knows_what_it_is(member)):\n",
+        "            if call.version is None:\n",
+        "what one shard was told about a set survives the server, for the others",
+    ),
+    Mutant(
         "a copy is made ahead beside those who may have the version at once",
         "        if state.now < member.rested_at or not is_used(state, model, member, version):\n",
         "        if not is_used(state, model, member, version):\n",

@@ -139,9 +139,9 @@ def test_where_it_cannot_be_built_that_is_said_and_no_error(
     load.forget()
     assert load.library() is None
     assert says in load.why_not(), "whoever asks later hears why"
-    monkeypatch.delenv("TENSORHUB_BUILD")
-    if build.system_compiler() is not None and "PATH" not in variables:
-        monkeypatch.delenv("CC", raising=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "mover.so")
+    if build.compiler() is not None:
         assert "was built" in build.make()
         assert not build.why_not_made()
 

@@ -150,6 +150,11 @@ def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
     return None
 
 
+def _knows_what_it_is(member: Member) -> bool:
+    told = member.report.call
+    return told is not None and told.resolved is not None
+
+
 def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
     if call.claim is not None and call.version is None:
         return False
@@ -160,8 +165,8 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
             return False
         buffer = member.content.buffer
         if call.verb == "choose":
-            if call.version is None:
-                return False
+            if call.version is None or (replica.shards > 1 and not _knows_what_it_is(member)):
+                return False  # each knows the number before one ends: a server after this one has it of them alone
         elif call.verb == "unpublish":
             if not isinstance(buffer, (Empty, Vacated, Poisoned)):
                 return False
