@@ -79,8 +79,11 @@ reader.close()
     assert "CRITICAL" not in ended.log
 
 
-def test_a_process_that_has_no_memory_for_a_moment(server):
-    """A new thread dies before it begins. The call is an error, and with memory the next one succeeds."""
+def test_a_process_that_has_no_memory_for_a_moment():
+    """A new thread dies before it begins. The call is an error, and with memory the next one succeeds.
+
+    The lease is long: for such a thread the loop waits some seconds before it gives it up.
+    """
     story = """
 import resource
 trainer, array = join("trainer", 1, transports="tcp")
@@ -98,7 +101,8 @@ finally:
 say(update=update)
 say(updated=error_of(reader.update, timeout=20), right=int(target.min()))
 """
-    found = run(BEGIN + story, server.address).only()
+    with tensorhub.serve(lease_s=15, report_s=0.2) as patient:
+        found = run(BEGIN + story, patient.address).only()
     assert found["update"].get("kind") in (None, "Unavailable", "DeadlineExceeded"), found["update"]
     if found["update"].get("kind") == "DeadlineExceeded":
         assert "this process met a limit" in found["update"]["text"]
