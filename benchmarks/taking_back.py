@@ -1,7 +1,7 @@
 """What `unpublish` takes while a reader is in the middle of its read, from the trainer's first on.
 
 The reader is on a link. With spot readers only the trainer is the last reliable worker, and its host copy is made while
-the version rests; a reliable reader is no reason for a copy ahead.
+the version rests; beside a reliable reader once it has rested for a second.
 """
 
 from statistics import median
@@ -14,7 +14,8 @@ READERS = {"spot": False, "reliable": True}
 SHARE = 0.5  # that the reader has then
 CHUNK_BYTES = 4 << 20
 LEAST_BYTES = 24 << 20  # less, and the reader has all before anybody sees that it has half
-STEPS = 40
+STEPS, FEWEST = 40, 8
+LONGEST_S = 60.0  # for all steps of one reader, if there are not too few then
 MOST_TIMES = 2.0
 PATIENCE_S = 60
 
@@ -26,8 +27,9 @@ def run(options: Options) -> list[Section]:
 
 def _measured(options: Options, section: Section) -> Section:
     size_bytes = max(options.link_bytes // 4, LEAST_BYTES)
-    steps = 2 if options.is_tiny else STEPS
     with Links(2, options.rate_mbit) as links:
+        fitting = int(LONGEST_S * links.bytes_per_s / size_bytes)
+        steps = 2 if options.is_tiny else max(FEWEST, min(STEPS, fitting))
         chunk_s = CHUNK_BYTES / links.bytes_per_s
         found = {}
         for who, is_reliable in READERS.items():
