@@ -174,6 +174,8 @@ class TcpRead(Read):
             most = max(settings.streams, job.addresses) if self.has_links else settings.streams
             streams = max(1, min(most, full * sink.chunk_bytes // settings.stream_bytes, len(wanted)))
             stream.send_parcels()
+            if streams > 1:
+                stream.await_room()  # before the others: what there is of it is this one's
             job.generation = welcome.generation
             job.begin(wanted, streams, stream.mover_for(wanted, streams))
             if self.has_links and settings.most_streams > 1:

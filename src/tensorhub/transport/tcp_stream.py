@@ -92,15 +92,16 @@ class Stream:
         try:
             self.greet(wants_manifest=False)
             self.send_parcels()
-            if self.job.parcels is not None:
-                self._await_room()
+            self.await_room()
         except WireError as error:
             if self.job.addresses == 1:
                 raise
             raise NoRoom(f"{self.job.endpoint}: one of its addresses is none: {error}") from None
 
-    def _await_room(self) -> None:
-        """Until the source has taken in what is wanted."""
+    def await_room(self) -> None:
+        """Until the source has taken in what is wanted, where that is not its chunks. Raises `NoRoom`."""
+        if self.job.parcels is None:
+            return
         kind, length, _ = self.receive_header()
         if kind == tcp_wire.GONE:
             raise self.job.refused(self.wire.receive_gone(length))
