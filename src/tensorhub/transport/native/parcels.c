@@ -28,6 +28,8 @@ int has_parcel(const serve_t *serve, uint64_t parcel) {
     const parcels_t *parcels = serve->parcels;
     const progress_t *progress = serve->progress;
     uint64_t prefix = atomic_load(&progress->prefix);
+    if (prefix == progress->count)
+        return 1;
     for (uint64_t row = parcels->first_row[parcel]; row < parcels->first_row[parcel + 1]; row++) {
         uint64_t first = parcels->needs[2 * row], last = parcels->needs[2 * row + 1];
         if (last < prefix)
