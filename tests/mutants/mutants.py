@@ -346,8 +346,20 @@ MUTANTS = (
         "a version is established outside its publisher only",
     ),
     Mutant(
+        "what may be given up at any moment makes it established",
+        "    return member is not None and member.has_until_told(version)\n",
+        "    return facts.has_whole(state, worker, version)\n",
+        "a version is established only by who gives it up when he is told to, and not before",
+    ),
+    Mutant(
+        "who stays after all is not looked at again",
+        "            self.changed[new.staying[0]] = None  # who was leaving stays after all\n",
+        "            pass\n",
+        "who holds again what it might have given up may make it established",
+    ),
+    Mutant(
         "a copy that was told to go makes it established",
-        "            facts.has_whole(state, worker, record.version)\n            for worker in record.whole",
+        "            _has_it_to_stay(state, worker, record.version)\n            for worker in record.whole",
         "            True\n            for worker in record.whole",
         "a version is established only by what is to stay",
     ),

@@ -106,6 +106,8 @@ class Model:
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
         """The worker has something else than before: keep the index of holders."""
         self.staying.move(worker, old, new)
+        if new.staying is not None and new.staying != old.staying:
+            self.changed[new.staying[0]] = None  # who was leaving stays after all
         before, after = old.places, new.places
         for place in before:
             version, line = place

@@ -150,13 +150,17 @@ class Member:
         return self.holds_on(version) and not self.report.closing
 
     def keeps(self, version: Version) -> bool:
+        """It has all of the version, gives it up only when it is told that it may, and does not want to leave."""
+        return not self.report.closing and self.has_until_told(version)
+
+    def has_until_told(self, version: Version) -> bool:
         """It has all of the version, and gives it up only when it is told that it may.
 
         What it was once told that it may give up does not count, though it holds that again if its call should fail.
         """
         buffer = self.content.buffer
         is_held = isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing) and not self.is_let_go)
-        return not self.report.closing and ((is_held and self.holds(version)) or self.has_whole_copy(version))
+        return (is_held and self.holds(version)) or self.has_whole_copy(version)
 
     def copy(self, version: Version) -> HostCopy | None:
         """Its host copy of the version, whole or not, unless that is about to go."""

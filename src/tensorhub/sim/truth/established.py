@@ -1,8 +1,10 @@
 """Which version of each model is established: whole outside its publisher, and since when a server must know that."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
+from ...core.messages import Withdrawing
 from ...core.names import Version
 from .life import Life
 
@@ -142,12 +144,16 @@ class Established:
         return True
 
     def _may_be_known(self, newest: Newest) -> bool:
-        """Each shard of a cut has somebody who has told a server of it, whether he was among the first or not."""
+        """Each shard of a cut has somebody who has told a server of it, whether he was among the first or not.
+
+        He may be on his way to another version, as long as no server has told him that he may give this one up.
+        """
+
+        def has_told(life: Life) -> bool:
+            return self._truth.said_to_have(life, newest.version) or _said_to_wait(life, newest.version)
+
         return any(
-            all(
-                any(self._truth.said_to_have(life, newest.version) for life in self._truth.same_shard(holders[0].shard))
-                for holders in way.holders
-            )
+            all(any(map(has_told, self._truth.same_shard(holders[0].shard))) for holders in way.holders)
             for way in newest.ways.values()
         )
 
@@ -225,6 +231,12 @@ class Established:
 def _is_counted(life: Life, version: Version) -> bool:
     """Its buffer has it, or a host copy that no server has told to go."""
     return (life.held is not None and life.held.version == version) or version not in life.released
+
+
+def _said_to_wait(life: Life, version: Version) -> bool:
+    """It wants to take the version back, and waits until it is told that it may."""
+    buffer = life.heard.buffer if life.heard is not None else None
+    return isinstance(buffer, Withdrawing) and buffer.version == version and life.let_go_at == inf
 
 
 def _is_laid_out(life: Life) -> bool:

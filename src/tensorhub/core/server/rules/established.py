@@ -1,8 +1,9 @@
 """Which version is safe enough to be the only one left: the newest *established* one.
 
 A version is established once each of its shards has been whole outside the replicas that published it: in a reliable
-worker if any lives there, else in a spot one. The newest established version is retained until a newer one is
-established, however old it is: what was published since may go with its publisher.
+worker if any lives there, else in a spot one. Who was told that it may give the version up does not count: it may do so
+before anybody hears of it. The newest established version is retained until a newer one is established, however old it
+is: what was published since may go with its publisher.
 
 One worker of each shard pays for that, all of one replica where they can. Ahead of need, while it holds the version
 and its caller computes, it copies it to host memory. Where there was no time, it does so before it leaves the version.
@@ -12,6 +13,7 @@ Where there is no room, it leaves the version after the others.
 from collections.abc import Iterator
 
 from ...messages import Holding, Withdrawing
+from ...names import Version, WorkerId
 from .. import facts
 from ..catalog import Model
 from ..groups import GroupCall, Replica
@@ -39,12 +41,17 @@ def _is_cut_outside(state: State, model: Model, record: VersionRecord, cut: Cut)
         reliable = model.reliable.get(line, {})
         needs_reliable = any(w.replica not in record.publishers and w not in model.closing for w in reliable)
         if not any(
-            facts.has_whole(state, worker, record.version)
+            _has_it_to_stay(state, worker, record.version)
             for worker in record.whole.get(line, {})
             if worker.replica not in record.publishers and (worker in reliable or not needs_reliable)
         ):
             return False
     return True
+
+
+def _has_it_to_stay(state: State, worker: WorkerId, version: Version) -> bool:
+    member = state.members.get(worker)
+    return member is not None and member.has_until_told(version)
 
 
 def _is_all_outside(model: Model, record: VersionRecord) -> bool:
