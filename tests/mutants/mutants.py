@@ -209,7 +209,7 @@ MUTANTS = (
     ),
     Mutant(
         "publish while readers of the old version remain",
-        "    if worker.now >= call.impatient_at:\n        filling.hurry(worker)\n",
+        "    if worker.now >= call.impatient_at and not is_ahead:\n        filling.hurry(worker)\n",
         "    if isinstance(worker.buffer, Withdrawing) and worker.now >= call.started + 0.2:\n"
         "        worker.want(worker.memory.stop_serving())\n",
         "a buffer changes only after the server has said that it is drained",
@@ -356,6 +356,31 @@ MUTANTS = (
         "            self.changed[new.staying[0]] = None  # who was leaving stays after all\n",
         "            pass\n",
         "who holds again what it might have given up may make it established",
+    ),
+    Mutant(
+        "who withdraws with its call leaves before that is resolved",
+        "_holds_on(replica, member, buffer.version):\n            return Holding",
+        "False:\n            return Holding",
+        "nothing is withdrawn for what a call may turn out not to bring",
+    ),
+    Mutant(
+        "who withdraws with its call is not looked at again",
+        "            intake.judge_withdrawals(state, model, replica)\n",
+        "            pass\n",
+        "the answer to a call says at once that nobody reads what it leaves",
+    ),
+    Mutant(
+        "what a call brings is withdrawn for though it is not here",
+        "        case Withdrawing(version=held) if held == version or not worker.has_within_reach(version):\n"
+        "            hold_on(worker)\n",
+        "",
+        "a version is not given up before its successor is within reach",
+    ),
+    Mutant(
+        "a call that is not resolved keeps a version withdrawn",
+        "worker.now < call.impatient_at and worker.copies.whole",
+        "worker.copies.whole",
+        "who has withdrawn with its call holds on when half of its time is over",
     ),
     Mutant(
         "a copy that was told to go makes it established",
@@ -1444,8 +1469,8 @@ MUTANTS = (
     ),
     Mutant(
         "a member of a set gives up what it holds on its own",
-        " and not call.is_held_back:\n",
-        ":\n",
+        "worker.has_within_reach(version) and not call.is_held_back:\n",
+        "worker.has_within_reach(version):\n",
         "nothing is given up before each model of a set has its new version within reach",
     ),
     Mutant(

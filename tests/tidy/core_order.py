@@ -66,6 +66,7 @@ ROWS: dict[str, tuple[str, ...]] = {
             "parts",
             "evidence",
             "rollcall",
+            "judging",
             "intake",
             "routine",
             "sessions",

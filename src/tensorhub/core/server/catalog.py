@@ -68,8 +68,7 @@ class Model:
             self._changes += 1
             insort(self._ascending, version)
             if len(self.versions) > self.most_versions:
-                kept = (version, self.newest)
-                idle = [v for v in self._ascending if self.versions[v].is_idle and v not in kept]
+                idle = [v for v in self._ascending if self.versions[v].is_idle and v not in (version, self.newest)]
                 for v in idle[: len(self.versions) - self.most_versions]:
                     del self.versions[v]
                     self.lost.pop(v, None)

@@ -3,38 +3,27 @@
 from collections import deque
 from math import inf
 
-from msgspec.structs import replace
-
 from ..messages import (
-    MAX_COPIES,
-    MAX_CROSS_SITE_VERSIONS,
-    MAX_PINS,
-    Buffer,
     Filling,
     Grant,
-    Holding,
     HostCopy,
     LayoutInfo,
     Poisoned,
     Report,
     TicketFailure,
-    Vacated,
-    Withdrawing,
 )
-from ..names import Digest, Ticket, Version, WorkerId
-from ..sums import add_up
-from . import apply, evidence, facts, parts, places, rollcall
+from ..names import Digest, Ticket, WorkerId
+from . import apply, facts, judging, parts, places, rollcall
 from .catalog import Model
-from .content import WHOLE, Content, are_other_copies, version_in
+from .content import Content
 from .groups import Replica
 from .membership import TRIES_A_TURN, Avoided, Member
 from .open_reads import OpenRead
-from .rules import progress, resting
+from .rules import progress
 from .state import State
-from .watches import NEWS, SERVICE, sources_of
+from .watches import NEWS, sources_of
 
 MAX_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
-MAX_SITES = 64  # named in a version's count of what came into each
 
 
 def take_report(state: State, member: Member, report: Report, arrived: float) -> None:
@@ -46,7 +35,7 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     former = member.content
     if report.layout != before.layout:
         places.note_line(state, member)
-    take_content(state, model, replica, member, before)
+    judging.take_content(state, model, replica, member, before)
     note_fed(state, member, former)
     take_reads(state, member, before)
     take_call(state, replica, member, is_first=not before.number)
@@ -77,144 +66,6 @@ def _forget_layouts(state: State) -> None:
     used.update(newest)
     state.layouts = {digest: layout for digest, layout in state.layouts.items() if digest in used}
     state.most_layouts = max(state.settings.most_versions, 2 * len(state.layouts))  # so this is seldom
-
-
-def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
-    """What the worker has in its buffer and beside it, as far as that is the content of its version."""
-    report = member.report
-    if report.receipts != before.receipts or content_beside(report) != content_beside(before):
-        judge_content(state, model, replica, member, before)
-    elif report.buffer != before.buffer:
-        now, then = report.buffer, before.buffer
-        if isinstance(now, Filling) and isinstance(then, Filling) and now.version == then.version:
-            member.content = Content(now, member.content.copies, member.line)  # nothing but more chunks
-        else:
-            judge_content(state, model, replica, member, before)
-
-
-def judge_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
-    """What it has is judged anew, and all that follows from it."""
-    report, former = member.report, member.content
-    is_news = False
-    if report.newest is not None and evidence.believes_newest(state, model, report):
-        is_news = model.note_exists(report.newest)
-    buffer = _judged_buffer(state, model, member)
-    if type(buffer) is not type(former.buffer) or version_in(buffer) != version_in(former.buffer):
-        member.is_drained = False
-    copies = _judged_copies(state, model, member)
-    content = member.content = Content(buffer, copies, member.line)
-    model.move(member.worker, former, content)
-    if isinstance(buffer, WHOLE) and _exists_by(state, replica, buffer):
-        is_news |= model.note_exists(buffer.version)
-    if isinstance(buffer, WHOLE) and buffer.published:
-        replica.publishes = True
-        model.record(buffer.version).publishers[replica.name] = None
-        if type(former.buffer) is not type(buffer) or former.held != buffer.version:
-            member.rested_at = state.now + resting.REST_S
-            state.members.wake(member, member.rested_at)
-    for copy in copies:
-        if copy.published:
-            model.record(copy.version).publishers[replica.name] = None
-    for version in content.versions:
-        for group, other in evidence.holders_in_dispute(state, model, version):
-            judge_content(state, model, group, other, other.report)
-            state.mark_dirty(other.worker)
-    is_wished = _take_wishes(state, model, member, before)
-    if report.cross_site_bytes:
-        _count_cross_site(model, member, before)
-    if is_wished:
-        state.mark_everyone_dirty(model)
-    if is_news:
-        state.mark_waiting_dirty(model, NEWS)
-    is_other_buffer = type(former.buffer) is not type(buffer) or (former.buffer != buffer and member.is_full)
-    if is_other_buffer or are_other_copies(former.copies, copies):
-        concerned = {**former.places, **content.places}
-        state.mark_concerned_dirty(model, concerned)
-        if not isinstance(buffer, Holding) or copies or former.copies:
-            state.mark_readers_dirty(member.worker)  # whoever reads from its buffer stays once that is whole
-        alone = [place for place in concerned if not model.staying.has_other(member.worker, place)]
-        if any(model.look_up(version).exists for version, _ in alone):
-            state.mark_waiting_dirty(model, SERVICE)
-        if model.closing:
-            state.mark_everyone_dirty(model)  # one of them may be the heir
-
-
-def content_beside(report: Report) -> tuple[object, ...]:
-    """What it says of content, beside its buffer and what the server has signed of it."""
-    what = report.copies, report.newest, report.newest_receipt, report.layout, report.pins, report.closing
-    return what, report.cross_site_bytes
-
-
-def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
-    """Its buffer. One with other content than its version counts as poisoned, and its worker is told."""
-    buffer = member.report.buffer
-    member.conflict = Digest("")
-    if not isinstance(buffer, WHOLE) or evidence.accepts(state, model, member, buffer.version, buffer.root):
-        return buffer
-    state.counters["conflicting_holders"] += 1
-    member.conflict = buffer.root
-    return Poisoned()
-
-
-def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:
-    """Its host copies. A whole one makes its version exist.
-
-    One with other content than its version counts as not whole; so does one that was told to go before it was whole.
-    """
-    if not member.report.copies:
-        member.releasing = {}
-        return ()
-    found = []
-    unfinished = [copy.number for copy in member.content.copies if not copy.whole]
-    for copy in member.report.copies[:MAX_COPIES]:
-        if copy.number in member.releasing and copy.number in unfinished:
-            copy = replace(copy, whole=False)
-        if copy.whole and not copy.leaving:
-            if not evidence.accepts(state, model, member, copy.version, copy.root, copy.layout):
-                state.counters["conflicting_holders"] += 1
-                member.releasing[copy.number] = None
-                copy = replace(copy, whole=False)
-            else:
-                model.note_exists(copy.version)
-        elif member.gives_up(copy) and copy.number not in member.releasing:
-            member.releasing[copy.number] = None
-            for read in state.reads.from_copy(member.worker, copy.version):
-                state.mark_dirty(read.reader)  # it is given another source
-        found.append(copy)
-    kept = dict.fromkeys(copy.number for copy in found)
-    member.releasing = {number: None for number in member.releasing if number in kept}
-    return tuple(found)
-
-
-def _count_cross_site(model: Model, member: Member, before: Report) -> None:
-    """What it has received from other sites since its report before."""
-    for version, received in list(member.report.cross_site_bytes.items())[:MAX_CROSS_SITE_VERSIONS]:
-        record = model.versions.get(Version(version))
-        news = received - before.cross_site_bytes.get(version, 0)
-        if record is not None and news > 0:
-            add_up(record.cross_site_bytes, member.hello.site, news, most=MAX_SITES)
-
-
-def _take_wishes(state: State, model: Model, member: Member, before: Report) -> bool:
-    """What it wants kept, and whether it wants to leave. Returns whether others may have to act on it."""
-    report = member.report
-    is_news = (report.pins, report.closing) != (before.pins, before.closing)
-    if report.pins or member.worker in model.pins:
-        model.note_pins(member.worker, report.pins[:MAX_PINS])
-    if report.closing and not before.closing:
-        model.closing[member.worker] = None
-        member.closing_since = state.now
-    return is_news
-
-
-def _exists_by(state: State, replica: Replica, buffer: Holding | Withdrawing | Vacated) -> bool:
-    """This buffer shows that its version exists: it was replicated, or the whole replica has published it."""
-    if not buffer.published:
-        return True
-    group = [state.members.get(worker) for worker in replica.members.values()]
-    found = [m.content.buffer for m in group if m is not None and m.is_full]
-    whole = [held for held in found if version_in(held) == buffer.version]
-    return len(whole) == replica.shards
 
 
 def take_reads(state: State, member: Member, before: Report) -> None:

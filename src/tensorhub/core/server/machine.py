@@ -23,7 +23,7 @@ from ..messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToW
 from ..names import WorkerId
 from ..settings import Settings
 from ..snapshot import Status
-from . import apply, evidence, facts, intake, rollcall, routine, sessions
+from . import apply, evidence, facts, intake, judging, rollcall, routine, sessions
 from .catalog import Model
 from .clock import Clock
 from .groups import GroupCall, Replica
@@ -254,11 +254,13 @@ class Server:
         state, call = self.state, replica.call
         if call is None:
             return
-        before = _progress(call)
+        before, was_open = _progress(call), call.version is None
         apply.carry_out(state, calls.advance(state, model, replica, call))
         if call.is_over:
             replica.ended = max(replica.ended, call.number)
             apply.release(state, model, call, replica)
+        if call.verb in facts.FILLS and (call.is_over or (was_open and call.version is not None)):
+            judging.judge_withdrawals(state, model, replica)
         if before != _progress(call):
             state.mark_callers_dirty(replica)
             if call.error is not None:

@@ -12,7 +12,7 @@ wake-ups holds it to that.
 from msgspec.structs import replace
 
 from ..messages import Filling, Report
-from . import apply, facts, intake, rollcall
+from . import apply, facts, intake, judging, rollcall
 from .catalog import Model
 from .content import Content
 from .membership import Member, Told
@@ -152,5 +152,5 @@ def _is_same_else(report: Report, before: Report) -> bool:
         == (before.failures, before.copy_error, before.copies_left)
         and report.size_bytes == before.size_bytes
         and not report.leaving
-        and intake.content_beside(report) == intake.content_beside(before)
+        and judging.content_beside(report) == judging.content_beside(before)
     )

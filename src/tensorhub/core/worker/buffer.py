@@ -39,7 +39,7 @@ TRANSITIONS = (
     Transition("cut_short", Filling, Poisoned, "the call ended before the fill did, or a host copy will fill it anew"),
     Transition("withdraw", Holding, Withdrawing, "unpublish or close; or an update whose version is within reach"),
     Transition("hurry", Withdrawing, Withdrawing, "the readers' share of the caller's time is over: cut them off"),
-    Transition("keep", Withdrawing, Holding, "the call failed, and the server had not said drained yet"),
+    Transition("keep", Withdrawing, Holding, "the call failed, or wants what is not within reach; not drained yet"),
     Transition("serving_stopped", Withdrawing, Vacated, "drained: nobody reads it, and all of it is still here"),
     Transition("serving_stopped", Withdrawing, Empty, "drained, and the worker leaves"),
     Transition("serving_stopped", Poisoned, Poisoned, "nobody reads the good chunks any more: a fill may begin"),

@@ -50,7 +50,8 @@ def advance(worker: WorkerState) -> None:
 
 def _advance_buffer(worker: WorkerState, call: Call) -> None:
     """Withdraw, publish or fill, as far as that is possible now."""
-    if worker.now >= call.impatient_at:
+    is_ahead = call.fills and call.resolved is None and not worker.memory.is_stopping
+    if worker.now >= call.impatient_at and not is_ahead:
         filling.hurry(worker)
     if call.fills:
         filling.begin(worker, call)
@@ -96,13 +97,13 @@ def end_badly(worker: WorkerState) -> None:
         return
     if worker.slot.is_into_buffer:
         worker.slot.give_up("the call ended")
-    if isinstance(worker.buffer, Withdrawing) and not worker.memory.is_stopping and worker.departure is None:
-        worker.memory.keep()
+    filling.hold_on(worker)
     filling.take_back(worker)
 
 
 def _end_well(worker: WorkerState, call: Call) -> None:
     _end(worker, call)
+    filling.hold_on(worker)  # it had withdrawn ahead, and holds what it was to bring
     worker.finished = call.number or worker.finished
     worker.claim = call.claim  # whatever was claimed before is published by now, or never will be
     if isinstance(worker.buffer, Vacated):

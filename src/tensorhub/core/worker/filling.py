@@ -3,11 +3,16 @@
 The new version is opened at a source while the old one is still held and served. Only then is the old one withdrawn.
 Once it is drained it is vacated: nobody reads it here, and all of its bytes are. The first byte that may be written
 makes the buffer *filling*. If the call ends before that, the old version is held again.
+
+What an update is likely to bring may be whole in host memory already. Then the old version is withdrawn with the call:
+the server can say which version it is, and that nobody reads the old one, in one answer. If it is another version, the
+old one is held again until that is within reach.
 """
 
 from ..errors import UsageError
 from ..messages import Empty, Failure, Filling, Holding, Poisoned, Vacated, Withdrawing
 from ..names import Ticket, Version
+from ..version_spec import PREFETCHED, parse_spec
 from .call import Call
 from .events import Effect
 from .state import WorkerState
@@ -57,10 +62,13 @@ def begin(worker: WorkerState, call: Call) -> None:
     """Free the buffer for the version of the call, as far as that is possible now."""
     version = call.resolved
     if version is None:
+        _withdraw_ahead(worker, call)
         return
     match worker.buffer:
         case Holding(version=held) if held != version and worker.has_within_reach(version) and not call.is_held_back:
             withdraw(worker)
+        case Withdrawing(version=held) if held == version or not worker.has_within_reach(version):
+            hold_on(worker)
         case Vacated(version=held) if held == version:
             take_back(worker)
         case Vacated() if worker.is_untouched and worker.copies.whole(version) is not None:
@@ -73,6 +81,33 @@ def withdraw(worker: WorkerState) -> None:
     """Ask to take the promise back."""
     worker.memory.withdraw(next_report=worker.next_report)
     worker.note(f"withdraws version {worker.memory.held}")
+
+
+def _withdraw_ahead(worker: WorkerState, call: Call) -> None:
+    """Ask for it with the call, if what that brings is likely to be here. Not for long: a shard may not have come."""
+    is_likely = worker.now < call.impatient_at and worker.copies.whole(_likely_version(worker, call)) is not None
+    if not is_likely:
+        hold_on(worker)
+    elif isinstance(worker.buffer, Holding) and is_likely and call.number is not None and not call.is_held_back:
+        withdraw(worker)
+
+
+def _likely_version(worker: WorkerState, call: Call) -> Version | None:
+    """What an update will bring, as far as can be known here; None where what is held may be enough."""
+    held = worker.memory.held
+    if call.verb != "update" or held is None:
+        return None
+    version = worker.copies.newest_whole if call.spec == PREFETCHED else parse_spec(call.spec)
+    if call.spec == "latest":
+        version = worker.proofs.newest
+    return version if version is not None and version > held else None
+
+
+def hold_on(worker: WorkerState) -> None:
+    """Hold again what was to be withdrawn, if anything was, unless that is done already, or the worker leaves."""
+    if isinstance(worker.buffer, Withdrawing) and not worker.memory.is_stopping and worker.departure is None:
+        worker.memory.keep()
+        worker.note(f"holds version {worker.memory.held} on")
 
 
 def hurry(worker: WorkerState) -> None:

@@ -81,9 +81,10 @@ class HostCopies:
         """It cannot fill the buffer: it is of other tensors, or copying it in has failed too often."""
         return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MAX_TRIES
 
-    def has_newer(self, held: Version) -> bool:
-        """Some copy is whole, and newer than what the buffer holds."""
-        return any(version > held and self.whole(version) is not None for version in self.by_version)
+    @property
+    def newest_whole(self) -> Version | None:
+        """The newest version that is whole here, and can fill the buffer."""
+        return max((version for version in self.by_version if self.whole(version) is not None), default=None)
 
     def register(self, layout: Digest, size_bytes: int, max_copies: int, *, next_report: int) -> None:
         """Other tensors. Whole copies stay, as others may need them; unfinished ones can no longer be finished."""

@@ -42,7 +42,8 @@ def update_at_once(worker: WorkerState, hello: Hello, event: Called) -> Version 
     wrong = why_not_begin(worker, event)
     if wrong is not None:
         return wrong
-    if not isinstance(worker.buffer, Holding) or worker.copies.has_newer(worker.buffer.version):
+    newest = worker.copies.newest_whole
+    if not isinstance(worker.buffer, Holding) or (newest is not None and newest > worker.buffer.version):
         return None
     if hello.prefetch != "always" and worker.copies.prefetch is None:
         text = f'update("prefetched") on {worker.me}, which fetches nothing ahead, would never find a version'
