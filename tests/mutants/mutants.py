@@ -365,7 +365,7 @@ MUTANTS = (
     ),
     Mutant(
         "who withdraws with its call is not looked at again",
-        "            intake.judge_withdrawals(state, model, replica)\n",
+        "            judging.judge_withdrawals(state, model, replica)\n",
         "            pass\n",
         "the answer to a call says at once that nobody reads what it leaves",
     ),
