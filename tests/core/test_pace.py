@@ -38,6 +38,16 @@ def test_a_reader_that_says_nothing_itself_shows_nothing() -> None:
         assert pace.is_still(2.0, 2.0) is is_still
 
 
+def test_a_read_that_waited_for_its_buffer_has_all_its_time_from_when_that_was_free() -> None:
+    """Seed 2200467: what was free soon after one report was blamed for the time from that report on."""
+    pace = Pace()
+    pace.rest(0.0)
+    told(pace, at=1, arrived=0)
+    told(pace, at=2, arrived=0)
+    assert not pace.is_still(2.0, 2.0)
+    assert told(pace, at=3, arrived=0).is_still(3.0, 2.0)
+
+
 def test_a_slow_link_with_large_chunks_does_not() -> None:
     pace = after(3, 1.0 * MIB)
     assert pace.done == 0

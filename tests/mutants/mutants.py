@@ -383,6 +383,12 @@ MUTANTS = (
         "who has withdrawn with its call holds on when half of its time is over",
     ),
     Mutant(
+        "a read is timed from before it could begin",
+        "is_other or not self._marks or self.told_at",
+        "is_other or self.told_at",
+        "a source is blamed only for the time in which it could bring something",
+    ),
+    Mutant(
         "a copy that was told to go makes it established",
         "            _has_it_to_stay(state, worker, record.version)\n            for worker in record.whole",
         "            True\n            for worker in record.whole",

@@ -47,8 +47,8 @@ class Pace:
         arrived_bytes = arrived_bytes or (done - self._first) * chunk_bytes
         is_other = arrived_bytes < self.arrived_bytes or done < self.done  # another transport, another fill
         self.arrived_bytes = arrived_bytes
-        if is_other or self.told_at < now - over_s:
-            self.rest(now)
+        if is_other or not self._marks or self.told_at < now - over_s:
+            self.rest(now)  # it began at some time after its reader's report before: nobody is blamed for that
         part_bytes = max(LEAST_PART_BYTES if not chunk_bytes else 1, chunk_bytes // PARTS)
         if done > self.done or arrived_bytes >= self._part_bytes + part_bytes:
             self.moved_at, self._part_bytes = now, arrived_bytes
