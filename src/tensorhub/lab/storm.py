@@ -105,13 +105,31 @@ class StormRun(ElasticRun):
         wait(self._is_last_published, "the trainer's last version", self.check, CALM_S)
         self.last = max(event.version for event in self.events if isinstance(event, Published))
         wait(self._is_converged, f"version {self.last} at every rollout that lives", self.check, CALM_S)
-        self.copies_after = self._copies()
+        self.copies_after = self.settle_copies()
         for name in self.places:
             self.nursery.leave(name)
         wait(lambda: not set(self.places) & set(self.nursery.living), "the end of the rollouts", self.check, CALM_S)
         self.open_after = self.settle_open(self.open_before)
         self.copies_at_end = self._copies()
         self.left_over = self.strangers()
+
+    def settle_copies(self) -> dict[str, list[int]]:
+        """Host copies by replica, once nobody has one of an older version any more, or a few seconds have passed.
+
+        What the server has shown so far may be older than the last update, and a copy goes in two steps after that.
+        """
+        seen_by_now = sum(isinstance(event, Seen) for event in self.events)
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline:
+            is_new = sum(isinstance(event, Seen) for event in self.events) > seen_by_now
+            if is_new and not any(self._older(self._copies()).values()):
+                break
+            time.sleep(LOOK_S)
+            self.check()
+        return self._copies()
+
+    def _older(self, copies: dict[str, list[int]]) -> dict[str, list[int]]:
+        return {name: [version for version in found if version != self.last] for name, found in copies.items()}
 
     def _copies(self) -> dict[str, list[int]]:
         """Versions that each replica has host copies of, as the server last showed them."""
@@ -181,8 +199,7 @@ class StormRun(ElasticRun):
         return Finding("the newest version was held somewhere all the time", "always", text, bool(seen) and not lost)
 
     def _nothing_left(self) -> list[Finding]:
-        older = {name: [v for v in found if v != self.last] for name, found in self.copies_after.items()}
-        kept = ", ".join(f"{name}: {found}" for name, found in older.items() if found)
+        kept = ", ".join(f"{name}: {found}" for name, found in self._older(self.copies_after).items() if found)
         return [
             judge_open(self.open_before, self.open_after, self.copies_at_end),
             Finding("host copies of older versions once all have the latest", "none", kept or "none", not kept),
