@@ -184,10 +184,8 @@ def _take_wishes(state: State, model: Model, member: Member, before: Report) -> 
 
 
 def _exists_by(state: State, replica: Replica, buffer: Holding | Withdrawing | Vacated) -> bool:
-    """This buffer shows that its version exists: it was replicated, or the whole replica has published it."""
+    """This buffer shows that its version exists: it was replicated, or its publisher stands by it as a whole."""
     if not buffer.published:
         return True
     group = [state.members.get(worker) for worker in replica.members.values()]
-    found = [m.content.buffer for m in group if m is not None and m.is_full]
-    whole = [held for held in found if version_in(held) == buffer.version]
-    return len(whole) == replica.shards
+    return sum(m is not None and m.stands_by(buffer.version) for m in group) == replica.shards

@@ -149,6 +149,12 @@ class Member:
         """The same, and it does not want to leave either."""
         return self.holds_on(version) and not self.report.closing
 
+    def stands_by(self, version: Version) -> bool:
+        """All of the version is in its buffer, and it was not told that it may give that up."""
+        buffer = self.content.buffer
+        is_kept = isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing) and not self.is_let_go)
+        return is_kept and self.holds(version)
+
     def keeps(self, version: Version) -> bool:
         """It has all of the version, gives it up only when it is told that it may, and does not want to leave."""
         return not self.report.closing and self.has_until_told(version)
@@ -158,9 +164,7 @@ class Member:
 
         What it was once told that it may give up does not count, though it holds that again if its call should fail.
         """
-        buffer = self.content.buffer
-        is_held = isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing) and not self.is_let_go)
-        return (is_held and self.holds(version)) or self.has_whole_copy(version)
+        return self.stands_by(version) or self.has_whole_copy(version)
 
     def copy(self, version: Version) -> HostCopy | None:
         """Its host copy of the version, whole or not, unless that is about to go."""
