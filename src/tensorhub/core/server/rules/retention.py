@@ -83,6 +83,8 @@ def _ahead(state: State, model: Model, member: Member) -> Version | None:
 def _not_needed(state: State, model: Model, replica: Replica, member: Member, *, unread: bool = False) -> list[int]:
     """Its host copies, by number, that may go, or have to: one made ahead gives way to one that must be kept.
 
+    Where there is no room, what is not whole goes first.
+
     `unread`: or may go once nobody reads them, or is to read them.
     """
     copies = [copy for copy in member.content.copies if not copy.leaving]
@@ -91,7 +93,9 @@ def _not_needed(state: State, model: Model, replica: Replica, member: Member, *,
     is_squeezed = _is_squeezed(version_to_offload(state, model, member), member)
     if any(not _is_read(state, member, copy) for copy in _going(member)):
         is_squeezed = False  # there will be room at once: no other one has to go
-    return [c.number for c in copies if not _is_needed(state, model, replica, member, c, is_squeezed, unread)]
+    found = [copy for copy in copies if not _is_needed(state, model, replica, member, copy, is_squeezed, unread)]
+    at_once = [copy for copy in found if is_squeezed and not copy.whole and not _is_read(state, member, copy)]
+    return [copy.number for copy in at_once or found]
 
 
 def _is_squeezed(offload: Version | None, member: Member) -> bool:
