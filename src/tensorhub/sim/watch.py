@@ -209,8 +209,8 @@ class Watch:
             self._gives_up(life, had, "in the buffer")
 
     def _gives_up(self, life: Life, version: Version, where: str) -> None:
+        self.retention.gives_up(life, version, where)  # first: what is lost by that is no excuse for it
         self.truth.note_loss(life, version)
-        self.retention.gives_up(life, version, where)
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 

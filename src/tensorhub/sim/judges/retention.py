@@ -1,8 +1,9 @@
 """G6: no voluntary departure loses what is retained or established, and what was not written is not given up."""
 
+from collections.abc import Callable
 from math import inf
 
-from ...core.names import Digest, Version
+from ...core.names import Digest, ReplicaName, Version
 from ..truth.life import Call, Life
 from ..truth.record import Truth
 from ..world import World
@@ -20,42 +21,43 @@ class RetentionJudge(Judge):
 
     def __init__(self, truth: Truth, world: World) -> None:
         super().__init__(truth, world)
-        self.without_room: dict[tuple[str, Version], float] = {}  # when a reliable worker last gave it up so
+        # when a worker, reliable or not, last gave it up so
+        self.without_room: dict[tuple[str, Version, bool], float] = {}
 
     def gives_up(self, life: Life, version: Version, where: str) -> None:
         """`where` it was: in the buffer, or in host memory. The truth has already taken it away from the process."""
         truth, model = self.truth, life.me.model
         made = truth.exists(model, version)
-        if made is None or not life.hello.reliable or life.closing < inf:
+        if made is None or life.closing < inf:
             return
         if made.root_of(life.shard) is None or self._was_lost(life, version):
             return
         if "host" in where and life.was_unfilled:
             return  # its last chunk came when it had been told to go
-        had_room = self._had_room(life, where) and life.full_until <= self._decided(life, where)
-        kept_on = self.without_room.get((model, version), -inf)  # so long somebody else had it who could not keep it
+        decided = self._decided(life, where)  # when it was told that it may go
+        had_room = self._had_room(life, where) and life.full_until <= decided
+        kept_on = self._last_without_room(life, version)  # so long somebody else had it who could not keep it
         if not had_room:
-            self.without_room[model, version] = self.now
-        if not had_room and self._were_all_away(life, version, self._decided(life, where)):
+            self.without_room[model, version, life.hello.reliable] = self.now
+        if life in truth.holders(life.shard, version) or self._is_kept_outside(life, version, made.replica):
+            return  # in its other memory, or by others
+        is_published = self._is_relied_on(life, version, lambda _other: True)  # by its publisher
+        if (is_published or not had_room) and self._were_all_away(life, version, decided):
             return
-        if any(other.hello.reliable for other in truth.holders(life.shard, version) if other is not life):
-            return
-        if life in truth.holders(life.shard, version):
-            return  # in its other memory
-        if life.cut and truth.is_had(model, version, lambda other: other.hello.reliable and other is not life):
-            return  # in another cut
         if self._was_left_lately(life, version) or not truth.was_known(made):
             return
-        if self._is_retained(life, version):
-            self.broken(f"{life.name} gave up the last reliable reference of version {version}, {where}")
+        if not life.hello.reliable and (not had_room or kept_on >= decided):
+            return  # it need not fail for want of room, as a reliable one has to
+        what = f"the last {'reliable ' if life.hello.reliable else ''}reference of version {version}, {where}"
+        if self._is_retained(life, version) and not is_published:
+            self.broken(f"{life.name} gave up {what}")
         heard_s = FLEETING_S + 8 * self.conditions.delay_s  # until then a server may not know what it let go
         is_established = truth.established.is_known(model, version, self.now - heard_s)
-        decided = self._decided(life, where)  # when it was told that it may go
         told = life.let_go_at if life.let_go_at < inf and "host" not in where else self.now  # and when at the latest
         was_kept = kept_on >= decided or truth.established.may_be_newer(model, version, decided, told)
-        if is_established and had_room and not was_kept and not self._is_with_spot(life, version):
-            text = f"{life.name} gave up the last reliable reference of version {version}, {where}, and no newer one"
-            self.broken(f"{text} is established", "G6 established")
+        is_with_spot = life.hello.reliable and self._is_with_spot(life, version)
+        if is_established and had_room and not was_kept and not is_with_spot:
+            self.broken(f"{life.name} gave up {what}, and no newer one is established", "G6 established")
 
     def leaves(self, life: Life) -> None:
         """After close(): it goes before its time is over. Somebody who could have it has all that must be kept."""
@@ -69,7 +71,7 @@ class RetentionJudge(Judge):
             others += [other] if (other := self._had_elsewhere(life, version)) is not None else []
             if not life.has(version) or others or made is None or not truth.was_known(made):
                 continue
-            if self._was_lost(life, version) or self._was_left_lately(life, version):
+            if self._was_lost(life, version) or self._was_left_lately(life, version, by_spot=True):
                 continue
             since = life.closing - self.settings.lease_s
             layout = made.layouts[life.me.shard] if life.cut == made.cut else life.layout
@@ -120,8 +122,14 @@ class RetentionJudge(Judge):
         return False
 
     def _had_room(self, life: Life, where: str) -> bool:
-        """Before it gave the version up, something else could have been kept beside it."""
-        return self._has_room(life) and (self.conditions.host_copies > len(life.copies) + 1 or "host" not in where)
+        """Before it gave the version up, something else could have been kept beside it.
+
+        Beside a host copy that is one less for each copy that has begun, and is not whole: it fills room too.
+        """
+        if "host" not in where or not self._has_room(life):
+            return self._has_room(life)
+        begun = sum(not copy.whole for copy in life.said.copies) if life.said is not None else 0
+        return self.conditions.host_copies > len(life.copies) + 1 + begun
 
     def _decided(self, life: Life, where: str) -> float:
         """When it was decided that it may give a version up. The rest takes so long at most, unless it was away."""
@@ -131,14 +139,39 @@ class RetentionJudge(Judge):
     def _other_shards(self, life: Life) -> list[tuple[str, int]]:
         return [(life.shard[0], n) for n in range(self.conditions.shards_in(life.cut)) if n != life.me.shard]
 
+    def _is_kept_outside(self, life: Life, version: Version, publisher: ReplicaName) -> bool:
+        """Somebody else relied on has it, who is not of its publisher; where it has published it too, anybody."""
+        is_inside = any(life.me.replica == each.replica for each in self.truth.made_as(life.me.model, version))
+        return self._is_relied_on(life, version, lambda other: is_inside or other.me.replica != publisher)
+
+    def _is_relied_on(self, life: Life, version: Version, counts: Callable[[Life], bool]) -> bool:
+        """Somebody else who counts has it, in this cut or in another one, whose reference is as good as its own."""
+
+        def is_as_good(other: Life) -> bool:
+            return other is not life and (other.hello.reliable or not life.hello.reliable) and counts(other)
+
+        truth = self.truth
+        if any(map(is_as_good, truth.holders(life.shard, version))):
+            return True
+        return bool(life.cut) and truth.is_had(life.me.model, version, is_as_good)
+
+    def _last_without_room(self, life: Life, version: Version) -> float:
+        """When one whom it may have relied on last gave the version up as it had no room."""
+        kinds = (True,) if life.hello.reliable else (True, False)
+        return max(self.without_room.get((life.me.model, version, kind), -inf) for kind in kinds)
+
     def _was_lost(self, life: Life, version: Version) -> bool:
         """Some other shard of it had been lost before, so there was nothing left to keep."""
-        model, shards = life.me.model, self._other_shards(life)
-        since = self.now - 4 * self.settings.lease_s
-        return (
-            any(not self.truth.holders(shard, version) for shard in shards)
-            or self.truth.lost.get((model, version), -inf) >= since
-        )
+        since, lost = self._sessions_since(), self.truth.lost.get((life.me.model, version), -inf)
+        found = [self.truth.holders(shard, version) for shard in self._other_shards(life)]
+        if lost >= since or not all(found):
+            return True
+        return lost > -inf and any(all(o.whole_since(version) > since for o in holders) for holders in found)
+
+    def _sessions_since(self) -> float:
+        """Who was gone by then has no session any more, and what follows from that was said."""
+        session_s = 1.2 * self.settings.lease_s + self.spread_s
+        return self.truth.troubles.before_sessions(self.now - session_s, session_s)
 
     def _were_all_away(self, life: Life, version: Version, decided: float) -> bool:
         """All who have some other shard of it were where the server could not hear them, or have only just got it."""
@@ -150,11 +183,13 @@ class RetentionJudge(Judge):
             for shard in self._other_shards(life)
         )
 
-    def _was_left_lately(self, life: Life, version: Version) -> bool:
-        """Another reliable holder died or went so shortly before that the server could not know."""
-        since = self.now - 4 * self.settings.lease_s
+    def _was_left_lately(self, life: Life, version: Version, *, by_spot: bool = False) -> bool:
+        """Another whom it relied on died or went so shortly before that the server could not know."""
+        since = self._sessions_since()
         shards = [shard for cut in self.truth.cuts(life.me.model) for shard in cut] if life.cut else [life.shard]
-        return any(self.truth.last_holder_gone.get((*shard, version), -inf) >= since for shard in shards)
+        kinds = (True, False) if by_spot or not life.hello.reliable else (True,)
+        gone = self.truth.last_holder_gone
+        return any(gone.get((*shard, version, kind), -inf) >= since for shard in shards for kind in kinds)
 
     def _is_retained(self, life: Life, version: Version) -> bool:
         model = life.me.model

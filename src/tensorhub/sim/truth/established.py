@@ -41,6 +41,7 @@ class Established:
         self._truth = truth
         self._newest: dict[str, Newest] = {}
         self._known: dict[str, Newest] = {}  # the newest of which a server has been told, by holders of all shards
+        self._perhaps: dict[str, Version] = {}  # the newest of which a server may have been told by any holders
         self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
         self._belated: dict[tuple[str, Version], tuple[int, float]] = {}  # perhaps so, for which server and since when
 
@@ -92,6 +93,7 @@ class Established:
     def heard(self, life: Life) -> None:
         """A server has taken in its report."""
         self.look(life.me.model)
+        self._note_perhaps(life.me.model)
         newest = self._newest.get(life.me.model)
         if newest is None:
             return
@@ -105,6 +107,12 @@ class Established:
                     way.said.setdefault(place, life)
         if any(way.is_said for way in newest.ways.values()):
             self._known[life.me.model] = newest
+
+    def _note_perhaps(self, model: str) -> None:
+        """Others than the first, or such as are in doubt, may have told a server of the newest one: that stays so."""
+        newest = self._newest.get(model)
+        if newest is not None and self._perhaps.get(model) != newest.version and self._may_be_known(model, newest):
+            self._perhaps[model] = newest.version
 
     def _doubt(self, newest: Newest, life: Life) -> None:
         """Who is relied on has come for a shard that only spot workers have, before a server knew of all of it."""
@@ -134,28 +142,30 @@ class Established:
         known, newest, truth = self._known.get(model), self._newest.get(model), self._truth
         if known is None or newest is None or known.version != version or known.since > before:
             return False
-        if newest is not known and self._may_be_known(newest):
+        if self._perhaps.get(model, version) > version or (newest is not known and self._may_be_known(model, newest)):
             return False
-        heard_s = truth.plan.settings.report_s + 8 * truth.plan.conditions.delay_s
-        for life in truth.lives.values():
+        until = known.since + truth.plan.settings.report_s + 8 * truth.plan.conditions.delay_s
+        if truth.troubles.server_died >= known.since:
+            until = max(until, truth.troubles.server_until)  # the next server finds out anew what is established
+        for life in [*truth.lives.values(), *truth.dead.values()]:
             is_other = life.hello.reliable and life.me.model == model and life.shard in self._among_spot
-            if is_other and known.since <= life.started < known.since + heard_s:
+            if is_other and known.since <= life.started < until:
                 return False
         return True
 
-    def _may_be_known(self, newest: Newest) -> bool:
+    def _may_be_known(self, model: str, newest: Newest) -> bool:
         """Each shard of a cut has somebody who has told a server of it, whether he was among the first or not.
 
         He may be on his way to another version, as long as no server has told him that he may give this one up.
         """
+        truth, made = self._truth, self._truth.exists(model, newest.version)
+        publisher = made.replica if made is not None else ""
 
         def has_told(life: Life) -> bool:
-            return self._truth.said_to_have(life, newest.version) or _said_to_wait(life, newest.version)
+            is_said = truth.said_to_have(life, newest.version) or _said_to_wait(life, newest.version)
+            return life.me.replica != publisher and is_said
 
-        return any(
-            all(any(map(has_told, self._truth.same_shard(holders[0].shard))) for holders in way.holders)
-            for way in newest.ways.values()
-        )
+        return any(all(any(map(has_told, truth.same_shard(shard))) for shard in cut) for cut in truth.cuts(model))
 
     def look(self, model: str) -> None:
         """What only spot workers have is established once no reliable worker of their shard has a session any more.

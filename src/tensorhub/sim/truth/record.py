@@ -54,8 +54,8 @@ class Truth:
         self.lost: dict[tuple[str, Version], float] = {}  # when a shard had no holder, the last time that was so
         self.established = Established(self)
         self.last_holder_gone: dict[
-            tuple[str, int, Version], float
-        ] = {}  # when a reliable holder died or was told to go
+            tuple[str, int, Version, bool], float
+        ] = {}  # when a holder, reliable or not, died or was told to go
         self.layouts: dict[tuple[str, int], dict[Digest, None]] = {}  # that somebody ever registered
         self.server_life = 0
 
@@ -84,7 +84,7 @@ class Truth:
         if life.call is not None:
             life.call.ended = self.now
         for version in [*had, *life.copies]:
-            self.last_holder_gone[*life.shard, version] = self.now
+            self.last_holder_gone[*life.shard, version, life.hello.reliable] = self.now
             self.note_loss(life, version)
 
     def group(self, life: Life) -> Iterator[Life]:
@@ -282,7 +282,7 @@ class Truth:
                 if version in life.copies:
                     life.freeing[version] = life.copies.pop(version)
                     if life.closing < inf:  # it goes, and this with it
-                        self.last_holder_gone[*life.shard, version] = self.now
+                        self.last_holder_gone[*life.shard, version, life.hello.reliable] = self.now
                 life.was_unfilled = version in life.unfilled
                 life.unfilled.pop(version, None)
                 life.released.pop(version, None)

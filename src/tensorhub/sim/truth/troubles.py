@@ -97,6 +97,13 @@ class Troubles:
                 since = trouble.since - self.plan.settings.lease_s
         return since
 
+    def before_sessions(self, since: float, session_s: float) -> float:
+        """That time, or earlier: who was gone by then has no session now. While no server listens none ends."""
+        for trouble in reversed(self.all):
+            if trouble.misfortune.kind.endswith("server") and trouble.until > since:
+                since = min(since, trouble.since - session_s)
+        return since
+
     def stood_still_s(self, since: float, now: float) -> float:
         """For how long at once the server stood still since then, and must have noticed: that ends no session."""
         kind, unnoticed_s = "pause-server", 2 * self.plan.settings.report_s

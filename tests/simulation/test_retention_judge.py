@@ -1,0 +1,92 @@
+"""The judge of retention asks of a spot worker, too, that it does not give up the only reference of what is kept."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from tensorhub.core.messages import HostCopy, Report
+from tensorhub.core.names import Version
+from tensorhub.sim.judges.retention import RetentionJudge
+from tensorhub.sim.truth.life import Copied, Life
+from tensorhub.sim.watch import Watch
+from tensorhub.sim.world import OracleViolation
+
+from .test_belated import Bench
+
+pytestmark = pytest.mark.simulation
+
+THIRD, LATEST = Version(3), Version(4)
+
+
+class SpotBench(Bench):
+    """The spot worker has the former version, which is established among such; the trainer has gone on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.truth.died(self.steady)
+        self.passes(2.0, self.spot)
+        self.gets(self.spot, THIRD)
+        self.truth.published(self.trainer, THIRD, self.gets(self.trainer, THIRD))
+        self.truth.established.note_whole(self.spot, THIRD)
+        self.passes(1.0, self.trainer, self.spot)
+        self.truth.published(self.trainer, LATEST, self.gets(self.trainer, LATEST))
+        for made in self.truth.made_as("m", THIRD):
+            made.known = self.world.now
+        self.passes(2.0, self.trainer, self.spot)
+        self.judge = RetentionJudge(self.truth, self.world)
+        self.judge.conditions = replace(self.judge.conditions, retain=1, host_copies=2)
+
+    def gives_up(self, life: Life) -> None:
+        """As the simulator tells it: whoever has nothing left is no excuse for himself."""
+        where = "in the buffer" if life.held is not None else "in host memory"
+        life.held, life.copies = None, {}
+        Watch._gives_up(cast("Watch", SimpleNamespace(truth=self.truth, retention=self.judge)), life, THIRD, where)
+
+    def copies_out(self, life: Life) -> None:
+        """All that it has is in host memory now."""
+        assert life.held is not None
+        life.copies[THIRD] = Copied(THIRD, life.held.root, life.held.since, [])
+        life.held = None
+
+
+def test_a_spot_worker_may_not_give_up_the_only_one_that_is_established() -> None:
+    bench = SpotBench()
+    assert bench.truth.established.is_known("m", THIRD, bench.world.now)
+    with pytest.raises(OracleViolation, match=r"G6 established broken.*gave up the last reference of version 3"):
+        bench.gives_up(bench.spot)
+
+
+def test_it_may_beside_another_one() -> None:
+    bench = SpotBench()
+    bench.gets(bench.life("other", reliable=False), THIRD)
+    bench.gives_up(bench.spot)
+
+
+def test_it_may_while_the_server_can_believe_in_one_that_died() -> None:
+    bench = SpotBench()
+    other = bench.life("other", reliable=False)
+    bench.gets(other, THIRD)
+    bench.truth.died(other)
+    bench.gives_up(bench.spot)
+
+
+def test_it_may_where_there_is_no_room() -> None:
+    bench = SpotBench()
+    bench.spot.full_until = bench.world.now
+    bench.gives_up(bench.spot)
+
+
+def test_nor_the_only_host_copy() -> None:
+    bench = SpotBench()
+    bench.copies_out(bench.spot)
+    with pytest.raises(OracleViolation, match=r"the last reference of version 3, in host memory"):
+        bench.gives_up(bench.spot)
+
+
+def test_a_host_copy_may_go_where_one_that_has_begun_fills_the_room() -> None:
+    bench = SpotBench()
+    bench.copies_out(bench.spot)
+    bench.truth.said(bench.spot, Report(99, copies=(HostCopy(1, LATEST, bench.spot.root_of(THIRD)),)))
+    bench.gives_up(bench.spot)
