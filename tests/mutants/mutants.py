@@ -19,6 +19,25 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "what a shard was told that it may give up comes to be",
+        "m.stands_by(buffer.version) for m in group",
+        "m.holds(buffer.version) for m in group",
+        "a version is not born when one of its shards goes already: it would be lost at once",
+    ),
+    Mutant(
+        "what is whole goes together with what is not",
+        "    return [copy.number for copy in at_once or found]\n",
+        "    return [copy.number for copy in found]\n",
+        "where there is no room a copy that is not whole goes first, and what a call wants stays",
+    ),
+    Mutant(
+        "a spot worker keeps nothing",
+        "    return member.hello.reliable or "
+        "not established.has_reliable_holder(state, model, model.look_up(version), member)\n",
+        "    return member.hello.reliable\n",
+        "where nobody reliable has the newest established version, a spot worker does not leave it",
+    ),
+    Mutant(
         "a call fails for what is left of a job that was killed",
         "    others = [state.members.get(replica.members[shard]) for shard in call.arrived if shard in replica.members]\n"
         "    return bool(others)",

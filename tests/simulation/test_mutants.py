@@ -1,4 +1,4 @@
-"""The removed lines (`make mutants`): each still stands exactly once, and the simulator notices two of them at once."""
+"""The removed lines (`make mutants`): each stands exactly once, and the simulator notices three of them at once."""
 
 import ast
 import builtins
@@ -10,7 +10,11 @@ import pytest
 from mutants.mutants import MUTANTS, Mutant
 from mutants.substitute import CORE, ROOT, where
 
-QUICK = ("two reads write at once", "publish while readers of the old version remain")
+QUICK = (
+    "two reads write at once",
+    "publish while readers of the old version remain",
+    "a spot worker keeps nothing",
+)
 ENOUGH = 10  # mutants: each promise has a line that keeps it
 
 
