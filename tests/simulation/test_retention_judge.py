@@ -90,3 +90,11 @@ def test_a_host_copy_may_go_where_one_that_has_begun_fills_the_room() -> None:
     bench.copies_out(bench.spot)
     bench.truth.said(bench.spot, Report(99, copies=(HostCopy(1, LATEST, bench.spot.root_of(THIRD)),)))
     bench.gives_up(bench.spot)
+
+
+def test_it_may_when_the_next_server_has_found_a_reliable_worker_that_has_it_not() -> None:
+    bench = SpotBench()
+    bench.restarts()
+    bench.passes(2.0, bench.trainer, bench.spot)
+    assert not bench.truth.established.is_known("m", THIRD, bench.world.now)
+    bench.gives_up(bench.spot)

@@ -65,7 +65,7 @@ class Established:
         before = len(ways)
         unburied_s = 1.2 * truth.plan.settings.lease_s  # so long a server may believe that who has died lives
         unburied = [other for other in truth.dead.values() if truth.now - other.died < unburied_s]
-        living = [other for other in truth.lives.values() if truth.may_be_in_session(other)]
+        living = [o for o in truth.lives.values() if truth.may_be_in_session(o) or o.heard_by != truth.server_life]
         outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica != made.replica)
         stay = (other for other in outside if other.hello.reliable and not _said_to_leave(other))
         reliable = {other.shard: None for other in stay}  # a replica may live in part
@@ -137,19 +137,19 @@ class Established:
         """That is the newest one, before that time, of which a server has been told by holders of all shards.
 
         Not if a newer one has become it since: that may be known from others. Nor if a reliable worker of a shard that
-        only spot workers have came before the server can have heard of them.
+        only spot workers have came before the server can have heard of them. The next server finds out anew what is
+        established, from those that it hears; and whoever has published it, and has gone on, it takes for any other.
         """
         known, newest, truth = self._known.get(model), self._newest.get(model), self._truth
         if known is None or newest is None or known.version != version or known.since > before:
             return False
         if self._perhaps.get(model, version) > version or (newest is not known and self._may_be_known(model, newest)):
             return False
+        is_next = truth.troubles.server_died >= known.since
         until = known.since + truth.plan.settings.report_s + 8 * truth.plan.conditions.delay_s
-        if truth.troubles.server_died >= known.since:
-            until = max(until, truth.troubles.server_until)  # the next server finds out anew what is established
         for life in [*truth.lives.values(), *truth.dead.values()]:
             is_other = life.hello.reliable and life.me.model == model and life.shard in self._among_spot
-            if is_other and known.since <= life.started < until:
+            if is_other and (is_next or known.since <= life.started < until):
                 return False
         return True
 
