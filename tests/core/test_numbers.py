@@ -7,7 +7,7 @@ from tensorhub.core.names import Digest, Number, Shard, Ticket, Version
 from tensorhub.core.server import Server
 from tensorhub.core.server.lines import Line
 from tensorhub.core.server.numbers import BLOCK, Numbers
-from tensorhub.core.server.receipts import Notary
+from tensorhub.core.server.receipts import Notary, publisher_in
 from tensorhub.core.settings import Settings
 
 from .kit import worker
@@ -114,6 +114,20 @@ def test_of_two_that_have_a_receipt_each_the_first_is_believed() -> None:
     assert orders.conflict == "second"
     record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
     assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["a"]
+
+
+def test_a_receipt_names_who_has_published_and_nobody_else_can_say_so() -> None:
+    """A server that is started again knows by that who goes on, and does not wait for him to keep the version."""
+    former = server()
+    publish(former, "real", 7, "right")
+    held = Holding(Version(7), Digest("right"))
+    told = hear(former, "spot", buffer=held, layout=Digest("l")).receipts[7]
+    assert publisher_in(told) == "real"
+    for receipt, publishers in ((told, ["real"]), (told.replace("real", "other"), []), (told + "x", []), ("", [])):
+        found = server(10, fresh=False)
+        hear(found, "spot", buffer=held, receipts={7: receipt} if receipt else {}, layout=Digest("l"))
+        record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
+        assert [*record.publishers] == publishers
 
 
 def test_a_receipt_is_for_one_content_of_one_shard() -> None:

@@ -408,6 +408,12 @@ MUTANTS = (
         "a source is blamed only for the time in which it could bring something",
     ),
     Mutant(
+        "a server that is started again does not learn who has published",
+        '            publisher = next(iter(record.publishers), "")\n',
+        '            publisher = ""\n',
+        "what only spot workers have stays established when the server is started again",
+    ),
+    Mutant(
         "a copy that was told to go makes it established",
         "            _has_it_to_stay(state, worker, record.version)\n            for worker in record.whole",
         "            True\n            for worker in record.whole",

@@ -5,13 +5,13 @@ by a publish that never finished. It yields to content with one, whichever is he
 """
 
 from ..messages import Report
-from ..names import Digest, Version
+from ..names import Digest, ReplicaName, Version
 from .catalog import Model
 from .content import WHOLE, Content
 from .groups import Replica
 from .lines import Line
 from .membership import Member
-from .receipts import are_equal
+from .receipts import are_equal, publisher_in
 from .state import State
 
 NO_LAYOUT = Digest("")
@@ -26,9 +26,9 @@ def owed(state: State, model: Model, member: Member) -> dict[int, str]:
         if version in member.report.receipts:
             continue
         record = model.versions.get(version)
-        is_so = record is not None and record.exists and record.roots.get(line) == root
-        if is_so:
-            found[version] = state.notary.content(model.name, version, member.shard, root)
+        if record is not None and record.exists and record.roots.get(line) == root:
+            publisher = next(iter(record.publishers), "")
+            found[version] = state.notary.content(model.name, version, member.shard, root, publisher)
     return found
 
 
@@ -60,7 +60,9 @@ def accepts(
     layout = layout or member.report.layout
     record, line = model.record(version), member.line.of(layout)
     receipt = member.report.receipts.get(version, "")
-    is_proved = bool(receipt) and are_equal(state.notary.content(model.name, version, member.shard, root), receipt)
+    publisher = publisher_in(receipt)
+    signed = state.notary.content(model.name, version, member.shard, root, publisher) if receipt else ""
+    is_proved = bool(receipt) and are_equal(signed, receipt)
     known = record.roots.get(line)
     if is_proved and known not in (None, root) and line not in record.proved:
         record.roots[line], record.layouts[line] = root, layout
@@ -68,6 +70,9 @@ def accepts(
     if is_proved and record.roots.get(line, root) == root:
         record.proved[line] = None
         model.note_exists(version)
+        if publisher and not record.publishers:  # a server before this one knew
+            record.publishers[ReplicaName(publisher)] = None
+            model.changed[version] = None
     return model.bind_content(member.worker, version, line, root, layout)
 
 
