@@ -378,8 +378,14 @@ MUTANTS = (
     ),
     Mutant(
         "who withdraws with its call leaves before that is resolved",
-        "_holds_on(replica, member, buffer.version):\n            return Holding",
-        "False:\n            return Holding",
+        "_holds_on(replica, member, buffer.version):\n        buffer = Holding",
+        "False:\n        buffer = Holding",
+        "nothing is withdrawn for what a call may turn out not to bring",
+    ),
+    Mutant(
+        "who withdraws with its call leaves for a call that is not its own",
+        "or not call.is_same(reported):\n            return None\n        return call.version if shard in call.arrived",
+        ":\n            return None\n        return call.version if True",
         "nothing is withdrawn for what a call may turn out not to bring",
     ),
     Mutant(

@@ -101,7 +101,7 @@ class Stage:
         self.server = None
         self._queue.clear()
         self.held = {lane: [each for each in letters if not each.is_up] for lane, letters in self.held.items()}
-        for player in self.players.values():
+        for player in list(self.players.values()):
             if player.name not in self.cut:
                 player.disconnected()
 

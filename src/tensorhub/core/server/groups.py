@@ -117,6 +117,7 @@ class Replica:
     finished: int = 0  # highest position that ended well
     missed: tuple[Shard, Failure] | None = None  # who never made the call at that highest position, and why
     cut: Cut | None = None  # the latest of which its shards are
+    judged: tuple[object, ...] = ()  # how far its call had come when those were judged who had withdrawn for it
     publishes: bool = False  # it has published, or wanted to: a trainer, for whom nothing is fetched ahead
 
     @property
@@ -218,6 +219,18 @@ class Replica:
             if call is not None and call.number == number:
                 return call
         return None
+
+    def is_news(self, call: GroupCall) -> bool:
+        """The call is resolved, or over, or some have come to it: asked once for each."""
+        former, self.judged = self.judged, (call.number, call.version, call.is_over, len(call.pending))
+        return self.judged != former and (call.is_over or call.version is not None)
+
+    def version_of(self, shard: Shard, reported: CallReport, *, is_put: bool) -> Version | None:
+        """To what the call of a shard was resolved, if it goes on, and the shard is in it or comes to it now."""
+        call = self.call
+        if call is None or call.number != reported.number or call.is_over or not call.is_same(reported):
+            return None
+        return call.version if shard in call.arrived or not is_put else None
 
     def answer(self, shard: Shard, reported: CallReport, *, is_whole: bool = True) -> Answer | None:
         """What became of the call that a shard's caller is in. None: what is over cannot be known yet.

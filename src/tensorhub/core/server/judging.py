@@ -60,10 +60,12 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
     is_news = False
     if report.newest is not None and evidence.believes_newest(state, model, report):
         is_news = model.note_exists(report.newest)
-    buffer = _judged_buffer(state, model, replica, member)
+    buffer, copies = _judged_buffer(state, model, member), _judged_copies(state, model, member)
+    member.content = Content(buffer, copies, member.line)
+    if isinstance(buffer, Withdrawing) and not member.is_let_go and _holds_on(replica, member, buffer.version):
+        buffer = Holding(buffer.version, buffer.root, buffer.published)
     if type(buffer) is not type(former.buffer) or version_in(buffer) != version_in(former.buffer):
         member.is_drained = False
-    copies = _judged_copies(state, model, member)
     content = member.content = Content(buffer, copies, member.line)
     model.move(member.worker, former, content)
     if isinstance(buffer, WHOLE) and _exists_by(state, replica, buffer):
@@ -107,13 +109,11 @@ def content_beside(report: Report) -> tuple[object, ...]:
     return what, report.cross_site_bytes
 
 
-def _judged_buffer(state: State, model: Model, replica: Replica, member: Member) -> Buffer:
+def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
     """Its buffer. One with other content than its version counts as poisoned, and its worker is told."""
     buffer = member.report.buffer
     member.conflict = Digest("")
     if not isinstance(buffer, WHOLE) or evidence.accepts(state, model, member, buffer.version, buffer.root):
-        if isinstance(buffer, Withdrawing) and not member.is_let_go and _holds_on(replica, member, buffer.version):
-            return Holding(buffer.version, buffer.root, buffer.published)
         return buffer
     state.counters["conflicting_holders"] += 1
     member.conflict = buffer.root
@@ -125,10 +125,10 @@ def _holds_on(replica: Replica, member: Member, held: Version) -> bool:
 
     It hears of that with the answer. Until then it counts as one that holds the version.
     """
-    asked, call = member.report.call, replica.call
+    asked = member.report.call
     if asked is None or asked.verb not in facts.FILLS or asked.resolved is not None:
         return False
-    version = call.version if call is not None and call.number == asked.number and not call.is_over else None
+    version = replica.version_of(member.shard, asked, is_put=member.report.ended != asked.number - 1)
     return version is None or version == held or not member.fills_itself(version)
 
 

@@ -254,12 +254,12 @@ class Server:
         state, call = self.state, replica.call
         if call is None:
             return
-        before, was_open = _progress(call), call.version is None
+        before = _progress(call)
         apply.carry_out(state, calls.advance(state, model, replica, call))
         if call.is_over:
             replica.ended = max(replica.ended, call.number)
             apply.release(state, model, call, replica)
-        if call.verb in facts.FILLS and (call.is_over or (was_open and call.version is not None)):
+        if call.verb in facts.FILLS and replica.is_news(call):
             judging.judge_withdrawals(state, model, replica)
         if before != _progress(call):
             state.mark_callers_dirty(replica)
