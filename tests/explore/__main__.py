@@ -27,9 +27,10 @@ WEATHERS = {
     "fair": Faults(),
     "a crash": Faults(crashes=1),
     "a loss": Faults(losses=1),
+    "a cancelled call": Faults(cancels=1),
     "a repeat, a failed read": Faults(repeats=1, failures=1),
 }
-ANYTHING = Faults(losses=1, repeats=1, failures=1, crashes=1)
+ANYTHING = Faults(losses=1, repeats=1, failures=1, cancels=1, crashes=1)
 
 
 def main() -> int:
@@ -38,7 +39,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--chapter", choices=CHAPTERS, help="begin there only")
-    for kind in ("losses", "repeats", "failures", "crashes"):
+    for kind in ("losses", "repeats", "failures", "cancels", "crashes"):
         parser.add_argument(f"--{kind}", type=int, help=f"{kind} in one history, at most")
     parser.add_argument("--rollouts", type=int, choices=(1, 2), help="that many only")
     parser.add_argument("--copies", type=int, default=1, help="host copies that a worker has room for")
@@ -48,7 +49,7 @@ def main() -> int:
         "--except", action="append", default=[], help="a promise not to be asked about, as it is printed"
     )
     options = parser.parse_args()
-    asked = {kind: getattr(options, kind) for kind in ("losses", "repeats", "failures", "crashes")}
+    asked = {kind: getattr(options, kind) for kind in ("losses", "repeats", "failures", "cancels", "crashes")}
     given = {kind: number for kind, number in asked.items() if number is not None}
     weathers = {"as asked": Faults(**given)} if given else WEATHERS
     shape = Shape(2, options.copies, options.revocable, options.closes, tuple(vars(options)["except"]))

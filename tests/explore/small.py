@@ -7,6 +7,7 @@ time passes only as an action. Whoever applies the same actions gets the same st
 import copyreg
 import pickle
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from tensorhub.core.manifest import Layout, TensorSpec
@@ -35,7 +36,7 @@ NUMBERS_PER_LIFE = 1_000_000
 LAYOUT = Layout((TensorSpec("w", "uint8", (CHUNKS,), (1,), 0, CHUNKS),), CHUNKS)
 LAYOUT_INFO, LAYOUT_DIGEST = LayoutInfo.of(LAYOUT), LAYOUT.digest()
 TIME = ("time passes",)
-MISFORTUNES = ("is lost", "comes twice", "crashes", "is cut off", "read fails", "server restarts")
+MISFORTUNES = ("cancels", "is lost", "comes twice", "crashes", "is cut off", "read fails", "server restarts")
 MOST_ROUNDS = 400  # messages in one quiet second: more is an exchange without end
 
 
@@ -46,6 +47,7 @@ class Faults:
     losses: int = 0  # of a message
     repeats: int = 0  # of a message
     failures: int = 0  # of a read whose source is well
+    cancels: int = 0  # of a rollout's call
     crashes: int = 0  # of a worker, or a restart of the server, or a worker cut off for longer than a lease
 
     def less(self, kind: str) -> "Faults":
@@ -61,6 +63,7 @@ class Shape:
     revocable: bool = False  # sources can cut readers off, the server believes; the readers here read on all the same
     closes: bool = False  # the trainer leaves after its last publish
     excused: tuple[str, ...] = ()  # promises that are not asked about
+    patience_s: float = inf  # of a rollout's call; for walks: the search takes no time for a difference
     chapter: str = "opening"  # where in the programs it begins
 
 
@@ -94,7 +97,7 @@ class Small:
                 endpoints=(f"x://{name}",),
                 revocable=shape.revocable,
                 host=name,
-                prefetch="never",
+                prefetch="always" if shape.chapter == "ahead" and name != "trainer" else "never",
             )
             actor = small.actors[name] = Actor(name, me, Worker(me.worker))
             actor.tell(small, events.Registered(LAYOUT_INFO, LAYOUT_DIGEST, LAYOUT.size_bytes, shape.copies))
@@ -173,6 +176,8 @@ class Small:
                     found.append(("comes twice", link, name))
             if actor.is_alive and self.faults.crashes:
                 found += [("crashes", name), ("is cut off", name)]
+            if actor.is_alive and actor.verb and name != "trainer" and self.faults.cancels:
+                found.append(("cancels", name))
             if actor.read is not None and self.faults.failures and not actor.read.is_stopped:
                 found.append(("read fails", name))
         return [*found, ("server restarts",)] if self.faults.crashes else found
@@ -220,6 +225,9 @@ class Small:
             case "read fails":
                 self.faults = self.faults.less("failures")
                 actor.read_fails(self, "source-lost")
+            case "cancels":
+                self.faults = self.faults.less("cancels")
+                programs.cancel(self, actor)
             case "crashes":
                 self.faults = self.faults.less("crashes")
                 self.dies(actor)

@@ -4,6 +4,7 @@ Nothing here asks the core's tables whether the core was right. What a machine *
 counts as usable only if its bytes are those that were published.
 """
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from tensorhub.core.errors import InvariantViolation
@@ -123,6 +124,8 @@ def judge_error(small: "Small", actor: Actor, verb: str, error: Failure) -> None
         _broken(small, "errors", f"{verb} of {actor.name} raised {error.code}, a mistake of nobody: {error.message}")
     if error.code == "host-memory-full" and not small.shape.copies:
         return  # it has no room for what it wants to leave, and when that was decided it was the last holder
+    if error.code == "deadline-exceeded" and small.shape.patience_s < inf:
+        return
     if small.faults == small.budget:
         _broken(small, "errors", f"{verb} of {actor.name} raised {error.code} in fair weather: {error.message}")
 
