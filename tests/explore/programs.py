@@ -55,19 +55,15 @@ def may_call(small: "Small", actor: Actor) -> bool:
         return True
     trainer = small.actors["trainer"]
     may_be_newer = trainer.step > 0 and (trainer.verb or trainer.step > 1 or not trainer.is_alive)
-    return (
-        bool(may_be_newer)
-        and actor.has < last(small.shape)
-        and (actor.step == 0 or small.published == last(small.shape))
-    )
+    is_last = small.published == last(small.shape)
+    return bool(may_be_newer) and actor.has < last(small.shape) and (actor.step == 0 or is_last)
 
 
 def call(small: "Small", actor: Actor) -> None:
     """Make the next call. Deadlines are for ever: a call that would run into one shows up as stuck."""
     if actor.name != "trainer":
-        actor.floor = (
-            small.published if small.published == last(small.shape) else 0
-        )  # below that there is nothing to be wrong about
+        is_last = small.published == last(small.shape)  # before that there is nothing to be wrong about
+        actor.floor = small.published if is_last else 0
         verb = "replicate" if actor.has is None else "update"
         actor.verb = verb
         actor.tell(small, events.Called(verb, "latest", small.now + small.shape.patience_s))
