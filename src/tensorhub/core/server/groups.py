@@ -220,8 +220,8 @@ class Replica:
                 return call
         return None
 
-    def is_news(self, call: GroupCall) -> bool:
-        """The call is resolved, or over, or some have come to it: asked once for each."""
+    def note_progress(self, call: GroupCall) -> bool:
+        """Note how far the call has come. Returns whether it has just been resolved, or ended, or others have come."""
         former, self.judged = self.judged, (call.number, call.version, call.is_over, len(call.pending))
         return self.judged != former and (call.is_over or call.version is not None)
 

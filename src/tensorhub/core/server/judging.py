@@ -61,7 +61,7 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
     if report.newest is not None and evidence.believes_newest(state, model, report):
         is_news = model.note_exists(report.newest)
     buffer, copies = _judged_buffer(state, model, member), _judged_copies(state, model, member)
-    member.content = Content(buffer, copies, member.line)
+    member.content = Content(buffer, copies, member.line)  # whether it holds on depends on its copies of now
     if isinstance(buffer, Withdrawing) and not member.is_let_go and _holds_on(replica, member, buffer.version):
         buffer = Holding(buffer.version, buffer.root, buffer.published)
     if type(buffer) is not type(former.buffer) or version_in(buffer) != version_in(former.buffer):

@@ -259,7 +259,7 @@ class Server:
         if call.is_over:
             replica.ended = max(replica.ended, call.number)
             apply.release(state, model, call, replica)
-        if call.verb in facts.FILLS and replica.is_news(call):
+        if call.verb in facts.FILLS and replica.note_progress(call):
             judging.judge_withdrawals(state, model, replica)
         if before != _progress(call):
             state.mark_callers_dirty(replica)
