@@ -193,11 +193,11 @@ class Weights:
         """Unpublish, let the block change the tensors, publish them as `version`.
 
         The number is claimed before anything is withdrawn: if it is not higher than the newest, or somebody else has
-        claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run. Nobody else can
-        take it meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is
-        anybody's again, and the exception goes on. With masters readers of the version before are awaited after the
-        block, not before it. `metadata` is that of `publish`, as it is when the block has ended. `timeout` is for each
-        of the two calls.
+        claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run; so it is with
+        tensors that a failed fill may have begun to write, a `UsageError`. Nobody else can take the number meanwhile.
+        If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's again, and the
+        exception goes on. With masters readers of the version before are awaited after the block, not before it.
+        `metadata` is that of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
         """
         if metadata is not None:
             encode_metadata(metadata)  # what cannot be published is said before the step, not after it

@@ -291,9 +291,26 @@ def test_readers_find_out_too_and_say_so(join):
     assert reader.version is None
     with pytest.raises(tensorhub.UsageError, match="poisoned"):
         reader.publish(2)
+    with pytest.raises(tensorhub.UsageError, match="poisoned"), reader.mutating(version=2):
+        pytest.fail("the block ran")
     trainer.unpublish()
     trainer.publish(2)
     assert reader.replicate(timeout=8) == 2  # a good version heals it
+
+
+def test_who_was_not_filled_registers_again_and_publishes_what_it_has(join):
+    trainer, source = join("t", 1.0)
+    restarted, target = join("r")
+    trainer.publish(1)
+    source[5] = 9
+    with pytest.raises(tensorhub.CorruptTransfer):
+        restarted.replicate(timeout=8)
+    target[:] = 3.0  # as from a checkpoint
+    restarted.register({"w": target})
+    with restarted.mutating(version=2):
+        target += 1
+    assert restarted.version == 2
+    assert (target == 4.0).all()
 
 
 def test_tensors_that_were_given_other_memory_are_found(server):

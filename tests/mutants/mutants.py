@@ -202,6 +202,12 @@ MUTANTS = (
         "nobody else publishes a number that is claimed",
     ),
     Mutant(
+        "a claim is granted to who cannot publish",
+        "    if event.claim is not None and isinstance(worker.buffer, Poisoned) and not worker.memory.is_disowned:\n",
+        "    if False:\n",
+        "what is poisoned is refused before the step that would publish it",
+    ),
+    Mutant(
         "a claim is forgotten with the call",
         "    worker.claim = call.claim  #",
         "    worker.claim = None  #",

@@ -18,6 +18,8 @@ from .process import eventually
 
 pytestmark = pytest.mark.processes
 
+LEASE_S = 8  # on two busy cores, twelve processes stand still for seconds now and then
+
 
 class Cut:
     """The processes of one replica."""
@@ -60,10 +62,10 @@ class Cut:
 
 
 @contextlib.contextmanager
-def cluster(lease_s: float = 3) -> Iterator:
+def cluster() -> Iterator:
     """`start(name, kind, ranks)` starts a replica, which is killed in the end."""
     made: list[Cut] = []
-    with tensorhub.serve(lease_s=lease_s, report_s=0.2) as server:
+    with tensorhub.serve(lease_s=LEASE_S, report_s=0.2) as server:
 
         def start(name: str, kind: str, ranks: int) -> Cut:
             made.append(Cut(server.address, name, kind, ranks))
@@ -96,7 +98,7 @@ def fill_all(*cuts: Cut, verb: str = "replicate") -> list[list]:
 
 
 def test_from_a_trainer_to_engines_to_a_trainer_and_back_when_it_has_died(figures):
-    with cluster(lease_s=8) as start:  # on two busy cores, twelve processes stand still for seconds now and then
+    with cluster() as start:
         trainer = start("trainer", "trainer", 3)
         engines = [start(f"tp{ranks}", "engine", ranks) for ranks in (1, 2, 4)]
         second = start("tp2-second", "engine", 2)

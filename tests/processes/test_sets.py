@@ -18,6 +18,7 @@ from .script import BEFORE
 pytestmark = pytest.mark.processes
 
 BLOWS = 8
+WITHIN_S = 60.0  # where nobody has a version any more, a trainer waits 10 s for one before it begins anew
 MODELS = """
 import torch
 members = torch.nn.ModuleDict({"target": torch.nn.Linear(1500, 700), "draft": torch.nn.Linear(40, 20)})
@@ -43,6 +44,7 @@ try:
     begun = weights.replicate("latest", timeout=10)
 except RETRYABLE:
     begun = None
+    weights.register(members)  # it begins anew, and stands by what is in them
 say(version=begun, begins=view.next_version("pair"), **(numbers() if begun is not None else {}))
 for version in range(view.next_version("pair"), 1 << 20):
     with weights.mutating(version=version, timeout=30), torch.no_grad():
@@ -79,6 +81,7 @@ try:
     begun = weights.replicate("latest", timeout=10)
 except RETRYABLE:
     begun = None
+    weights.register(part)  # it begins anew, and stands by what is in it
 say(begins=view.next_version(mine))
 for version in range(view.next_version(mine), 1 << 20):
     while view.next_version(other) < version:  # so that neither runs ahead of the other
@@ -111,6 +114,12 @@ class Life:
         lines = self.path.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
+    def last_words(self):
+        """What it said and logged last, and whether it has ended by itself."""
+        code = self.process.poll()
+        end = "lives" if code is None else f"ended with {code}"
+        return f"{self.name} {end}: {self.said()[-2:]}\n{self.log.read_text()[-2000:]}"
+
     def has(self, version):
         """It has had that version, or a newer one."""
         return any((each["version"] or -1) >= version for each in self.said())
@@ -137,8 +146,13 @@ class Cast:
         self.past.append(victim)
         self.lives[self.lives.index(victim)] = self.start(victim.kind)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
         for life in self.lives:
+            if error is not None:
+                error.add_note(life.last_words())
             life.process.close()
 
     def of(self, *kinds):
@@ -164,18 +178,19 @@ def looks_of(lives):
 def test_no_reader_has_two_numbers_and_a_refilled_trainer_goes_on(tmp_path, figures):
     with tensorhub.serve(lease_s=2, report_s=0.2) as server:
         view = tensorhub.connect(server.address)
-        cast = Cast(("trainer", "rollout", "rollout", "rollout"), server.address, tmp_path, seed=11)
-        try:
+        with Cast(("trainer", "rollout", "rollout", "rollout"), server.address, tmp_path, seed=11) as cast:
             for blow in range(BLOWS):
                 number = view.next_version("pair") + 2
-                eventually(partial(has_gone_on, view, "pair", number), f"two more versions before blow {blow}")
+                eventually(
+                    partial(has_gone_on, view, "pair", number),
+                    f"two more versions before blow {blow}",
+                    within_s=WITHIN_S,
+                )
                 cast.strike(("trainer",) if blow % 2 else ("rollout",))
             newest = view.next_version("pair")
             for life in cast.of("rollout")[-3:]:
                 if life in cast.lives:
                     eventually(partial(life.has, newest), f"{life.name} goes on")
-        finally:
-            cast.close()
     seen = looks_of(cast.of("trainer", "rollout"))
     trainers = [life.said()[0]["begins"] for life in cast.of("trainer") if life.said()]
     assert trainers == sorted(set(trainers))
@@ -187,8 +202,7 @@ def test_no_reader_has_two_numbers_and_a_refilled_trainer_goes_on(tmp_path, figu
 def test_no_reader_of_a_set_with_two_trainers_has_two_numbers(tmp_path, figures):
     with tensorhub.serve(lease_s=2, report_s=0.2) as server:
         view = tensorhub.connect(server.address)
-        cast = Cast(("target", "draft", "reader", "reader", "reader"), server.address, tmp_path, seed=12)
-        try:
+        with Cast(("target", "draft", "reader", "reader", "reader"), server.address, tmp_path, seed=12) as cast:
             for blow in range(BLOWS):
                 for model in ("target", "draft"):
                     number = view.next_version(model) + 2
@@ -198,8 +212,6 @@ def test_no_reader_of_a_set_with_two_trainers_has_two_numbers(tmp_path, figures)
             for life in cast.lives:
                 if life.kind == "reader":
                     eventually(partial(life.has, newest), f"{life.name} goes on")
-        finally:
-            cast.close()
     seen = looks_of(cast.of("reader"))
     assert seen > BLOWS
     begun = {

@@ -28,6 +28,8 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
             parse_spec(event.spec, event.verb)
         except UsageError as error:
             return Failure(error.code, str(error), error.hint or "")
+    if event.claim is not None and isinstance(worker.buffer, Poisoned) and not worker.memory.is_disowned:
+        return _spoiled(worker)  # its publish would come to that after the caller's step
     return _why_not_publish(worker, event) if event.verb == "publish" else None
 
 
@@ -60,8 +62,7 @@ def _why_not_publish(worker: WorkerState, event: Called) -> Failure | None:
         return Failure("usage", f"publish needs a version number, not {event.spec!r}")
     match worker.buffer:
         case Poisoned():
-            hint = "replicate a version, or register() again once good content is in the tensors"
-            return Failure("usage", f"{worker.me} is poisoned: its last fill failed half-way", hint)
+            return _spoiled(worker)
         case Holding(version=held, root=root) if held == version and root != event.root:
             text = f"{worker.me} holds version {version}, but its tensors were changed since"
             return Failure("version-conflict", text, "unpublish() before changing tensors, then publish a higher one")
@@ -72,3 +73,8 @@ def _why_not_publish(worker: WorkerState, event: Called) -> Failure | None:
             hint = "call unpublish() again and let it succeed"
             return Failure("not-drained", f"{worker.me} is still withdrawing version {held}", hint)
     return None
+
+
+def _spoiled(worker: WorkerState) -> Failure:
+    hint = "replicate a version, or register() again once good content is in the tensors"
+    return Failure("usage", f"{worker.me} is poisoned: its last fill failed half-way", hint)
