@@ -5,6 +5,7 @@ from math import inf
 from ...core.messages import Failure
 from ...core.names import Version, WorkerId
 from ..truth.life import Call, Life
+from ..truth.record import Made
 from .drains import DrainJudge
 from .groups import GroupJudge
 
@@ -216,16 +217,28 @@ class ErrorJudge(GroupJudge):
         return "" if found or self.conditions.copy_error else "no chunk of it was corrupted"
 
     def _layout(self, life: Life, call: Call) -> str:
-        shards = [shard for cut in self.truth.cuts(life.me.model) for shard in cut]
-        is_odd = any(len(self.truth.layouts.get(shard, {})) > 1 for shard in shards)
-        return "" if is_odd else "everybody has always had the same tensors"
+        """A shard of its replica has other tensors than the version that it was to be filled with."""
+        named = call.resolved if call.resolved is not None else call.spec
+        group = list(self.truth.group(life))
+        for (model, version), made in self.truth.made.items():
+            is_meant = model == life.me.model and (version == named or not isinstance(named, int))
+            if is_meant and any(self._is_other(other, each) for other in group for each in made.values()):
+                return ""
+        return "each shard has the tensors of what was published"
+
+    def _is_other(self, life: Life, made: Made) -> bool:
+        """Into another cut the tensors are those of that cut's shards; which ones, only they can say."""
+        if life.cut == made.cut:
+            return made.layouts.get(life.me.shard, life.layout) != life.layout
+        cuts = [shard for cut in self.truth.cuts(life.me.model) for shard in cut]
+        return any(len(self.truth.layouts.get(shard, {})) > 1 for shard in cuts)
 
     def _not_drained(self, life: Life, call: Call) -> str:
         return "" if call.verb == "publish" and (life.held is not None or call.had is not None) else "it holds nothing"
 
     def _usage(self, life: Life, call: Call) -> str:
-        is_lazy = call.spec == "prefetched"
-        return "" if life.poisoned or is_lazy else "its caller did nothing wrong"
+        is_spoiled = life.poisoned and call.verb in ("publish", "unpublish")
+        return "" if is_spoiled else "its caller did nothing wrong"
 
     def _closed(self, life: Life, call: Call) -> str:
         return "" if life.closing < inf else "nobody had closed it"

@@ -68,7 +68,7 @@ class GroupJudge(Judge):
         name = f"{group.verb}({group.spec!r}) of {group.replica}"
         if len(dict.fromkeys(good.values())) > 1:
             self.broken(f"{name} gave {good}", "G2 one version")
-        if good and bad and group.verb != "unpublish":
+        if good and bad:
             for shard in bad:
                 if not self._is_excused(group, shard):
                     self.broken(f"{name} succeeded on {list(good)} and failed with {bad}", "G2 all or none")

@@ -35,6 +35,7 @@ class RetentionJudge(Judge):
         if "host" in where and life.was_unfilled:
             return  # its last chunk came when it had been told to go
         decided = self._decided(life, where)  # when it was told that it may go
+        told = life.let_go_at if life.let_go_at < inf and "host" not in where else self.now  # and when at the latest
         had_room = self._had_room(life, where) and life.full_until <= decided
         kept_on = self._last_without_room(life, version)  # so long somebody else had it who could not keep it
         if not had_room:
@@ -44,7 +45,7 @@ class RetentionJudge(Judge):
         is_published = self._is_relied_on(life, version, lambda _other: True)  # by its publisher
         if (is_published or not had_room) and self._were_all_away(life, version, decided):
             return
-        if self._was_left_lately(life, version) or not truth.was_known(made):
+        if self._was_left_lately(life, version, told) or not truth.was_known(made):
             return
         if not life.hello.reliable and (not had_room or kept_on >= decided):
             return  # it need not fail for want of room, as a reliable one has to
@@ -53,7 +54,6 @@ class RetentionJudge(Judge):
             self.broken(f"{life.name} gave up {what}")
         heard_s = FLEETING_S + 8 * self.conditions.delay_s  # until then a server may not know what it let go
         is_established = truth.established.is_known(model, version, self.now - heard_s)
-        told = life.let_go_at if life.let_go_at < inf and "host" not in where else self.now  # and when at the latest
         was_kept = kept_on >= decided or truth.established.may_be_newer(model, version, decided, told)
         is_with_spot = life.hello.reliable and self._is_with_spot(life, version)
         if is_established and had_room and not was_kept and not is_with_spot:
@@ -71,7 +71,7 @@ class RetentionJudge(Judge):
             others += [other] if (other := self._had_elsewhere(life, version)) is not None else []
             if not life.has(version) or others or made is None or not truth.was_known(made):
                 continue
-            if self._was_lost(life, version) or self._was_left_lately(life, version, by_spot=True):
+            if self._was_lost(life, version) or self._was_left_lately(life, version, self.now, by_spot=True):
                 continue
             since = life.closing - self.settings.lease_s
             layout = made.layouts[life.me.shard] if life.cut == made.cut else life.layout
@@ -162,16 +162,16 @@ class RetentionJudge(Judge):
 
     def _was_lost(self, life: Life, version: Version) -> bool:
         """Some other shard of it had been lost before, so there was nothing left to keep."""
-        since, lost = self._sessions_since(), self.truth.lost.get((life.me.model, version), -inf)
+        since, lost = self._sessions_since(self.now), self.truth.lost.get((life.me.model, version), -inf)
         found = [self.truth.holders(shard, version) for shard in self._other_shards(life)]
         if lost >= since or not all(found):
             return True
         return lost > -inf and any(all(o.whole_since(version) > since for o in holders) for holders in found)
 
-    def _sessions_since(self) -> float:
-        """Who was gone by then has no session any more, and what follows from that was said."""
+    def _sessions_since(self, at: float) -> float:
+        """Who was gone by then had no session any more at that time, and what follows from that was said."""
         session_s = 1.2 * self.settings.lease_s + self.spread_s
-        return self.truth.troubles.before_sessions(self.now - session_s, session_s)
+        return self.truth.troubles.before_sessions(at - session_s, session_s)
 
     def _were_all_away(self, life: Life, version: Version, decided: float) -> bool:
         """All who have some other shard of it were where the server could not hear them, or have only just got it."""
@@ -183,9 +183,9 @@ class RetentionJudge(Judge):
             for shard in self._other_shards(life)
         )
 
-    def _was_left_lately(self, life: Life, version: Version, *, by_spot: bool = False) -> bool:
-        """Another whom it relied on died or went so shortly before that the server could not know."""
-        since = self._sessions_since()
+    def _was_left_lately(self, life: Life, version: Version, told: float, *, by_spot: bool = False) -> bool:
+        """Another whom it relied on died or went so shortly before it was told that the server could not know."""
+        since = self._sessions_since(told)
         shards = [shard for cut in self.truth.cuts(life.me.model) for shard in cut] if life.cut else [life.shard]
         kinds = (True, False) if by_spot or not life.hello.reliable else (True,)
         gone = self.truth.last_holder_gone

@@ -71,6 +71,10 @@ class StallJudge(Judge):
         )
         return is_heard and is_quiet and troubles.server_back <= since
 
+    def _asked(self, reader: Life) -> float:
+        """Since when its call is: whom it has failed to read from in that, it need not be given again."""
+        return reader.call.began if reader.call is not None else -inf
+
     def _could_serve(self, source: Life, reader: Life, version: Version, since: float) -> bool:
         """It has all of it to give, near enough, and has said so."""
         held, copy, troubles = source.held, source.copies.get(version), self.truth.troubles
@@ -79,6 +83,6 @@ class StallJudge(Judge):
         is_here = source.site == reader.site and source.closing == inf and source.layout == reader.layout
         if source is reader or not (is_held or is_copied) or not is_here or source.heard_since > since:
             return False
-        if not self.truth.said_to_have(source, version) or reader.failed_since(-inf, source.me):
+        if not self.truth.said_to_have(source, version) or reader.failed_since(self._asked(reader), source.me):
             return False
         return self._can_talk(source, since) and troubles.serves(source, since)
