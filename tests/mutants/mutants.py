@@ -202,6 +202,18 @@ MUTANTS = (
         "nobody else publishes a number that is claimed",
     ),
     Mutant(
+        "who has published half of a number stays its publisher",
+        "        record.publishers = {name: None for name in record.publishers if name in still}\n",
+        "",
+        "only whose publish came to something is not relied on for what it has published",
+    ),
+    Mutant(
+        "who has published other content is a publisher too",
+        "    model.record(buffer.version).publishers.pop(member.hello.replica, None)  # it has published something else\n",
+        "",
+        "only whose publish came to something is not relied on for what it has published",
+    ),
+    Mutant(
         "a claim is granted to who cannot publish",
         "    if event.claim is not None and isinstance(worker.buffer, Poisoned) and not worker.memory.is_disowned:\n",
         "    if False:\n",

@@ -202,6 +202,8 @@ def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCal
     record = model.record(version)
     if not record.exists:  # what a publish before this one has left is not what the version is
         record.roots = {}
+        still = {worker.replica: None for held in record.holders.values() for worker in held}
+        record.publishers = {name: None for name in record.publishers if name in still}
     record.roots.update(facts.roots_of(state, replica, call))
     for worker in replica.members.values():
         member = state.members.get(worker)

@@ -117,6 +117,7 @@ def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
         return buffer
     state.counters["conflicting_holders"] += 1
     member.conflict = buffer.root
+    model.record(buffer.version).publishers.pop(member.hello.replica, None)  # it has published something else
     return Poisoned()
 
 
