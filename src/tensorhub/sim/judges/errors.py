@@ -227,9 +227,13 @@ class ErrorJudge(GroupJudge):
         return "each shard has the tensors of what was published"
 
     def _is_other(self, life: Life, made: Made) -> bool:
-        """Into another cut the tensors are those of that cut's shards; which ones, only they can say."""
+        """It has other tensors, or had when a server last heard of it.
+
+        Into another cut the tensors are those of that cut's shards; which ones, only they can say.
+        """
         if life.cut == made.cut:
-            return made.layouts.get(life.me.shard, life.layout) != life.layout
+            layout, heard = made.layouts.get(life.me.shard, life.layout), life.heard
+            return layout != life.layout or (heard is not None and bool(heard.layout) and layout != heard.layout)
         cuts = [shard for cut in self.truth.cuts(life.me.model) for shard in cut]
         return any(len(self.truth.layouts.get(shard, {})) > 1 for shard in cuts)
 
