@@ -118,6 +118,8 @@ class Group(Several):
                 raise UsageError(text, hint="a sequence with one module or mapping for each shard")
         self._members[0]._check_process()
         taken = [register_tensors(each, dtype, box, partial=partial) for each, box in zip(tensors, cut, strict=True)]
+        members = self._members
+        self._wait([m._here(m._client.may_register(m._deadline(None))) for m in members], None, "register()")
         works = [member.take(one) for member, one in zip(self._members, taken, strict=True)]
         self._wait(works, None, "register()")
 

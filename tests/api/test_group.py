@@ -120,6 +120,26 @@ def test_tensors_are_refused_for_all_shards_or_none(group):
     assert numbers(tensors) == {1.0}
 
 
+def test_where_one_shard_may_not_register_the_others_stay_what_they_were(group):
+    trainer, trained = group("t", 1.0, transports=("tcp",))
+    other, tensors = group("o", transports=("tcp",))
+    trainer.publish(1)
+    trained[1]["w1"][5] = 9.0
+    with pytest.raises(tensorhub.CorruptTransfer):
+        other.replicate(timeout=8)
+    held = [member.version for member in other._members]
+    assert 1 in held  # it got its part
+    with pytest.raises(tensorhub.NotDrained):
+        other.register(tensors)
+    with pytest.raises(tensorhub.UsageError, match="poisoned"), other.mutating(version=2, timeout=60):
+        pytest.fail("the block ran")
+    other.unpublish()
+    other.register(tensors)
+    with other.mutating(version=2):
+        pass
+    assert other.version == 2
+
+
 def test_where_one_shard_is_taken_nobody_joins(group, server, join):
     taken = tensorhub.open("m", replica="r", shard=1, shards=SHARDS, server=server.address)
     with taken, pytest.raises(tensorhub.ShardTaken, match=r"r\[1\]"):

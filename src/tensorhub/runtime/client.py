@@ -73,8 +73,8 @@ class Client:
         """Connect. Raises `ServerUnreachable`, `ShardTaken`, `Refused`, `UsageError`."""
         await self.driver.start(deadline)
 
-    async def register(self, registration: Registration, deadline: float) -> None:
-        """Take other tensors; nobody may read or write the present ones.
+    async def may_register(self, deadline: float) -> None:
+        """Nobody may read or write the present tensors. Raises `NotDrained`.
 
         A call that has failed may leave readers behind, who are being cut off: that is waited for.
         """
@@ -88,6 +88,10 @@ class Client:
             held = f"version {worker.held} is held" if worker.held is not None else "its tensors are still being read"
             why = f"{self._calling} has not ended" if self._calling else held
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
+
+    async def register(self, registration: Registration, deadline: float) -> None:
+        """Take other tensors, as `may_register` allows."""
+        await self.may_register(deadline)
         if registration.table is not None and self.options.verify == "none":
             text = f'{self.me} says verify="none", and what has boxes is verified tile by tile'
             raise UsageError(text, hint="leave verify= out, or register without boxes")
@@ -221,7 +225,9 @@ class Client:
         called = Called("publish", version, deadline, root)
         wrong = self.driver.worker.why_not_begin(called)
         if wrong is not None:
-            raise failed(wrong)
+            error = failed(wrong)
+            self.driver.miss(called, error)
+            raise error
         try:
             self._check_in_place()
             registration = self.driver.data.registration
@@ -293,10 +299,8 @@ class Client:
         names = await by(deadline, what, functools.partial(changed_tensors, registration, manifest))
         changed = dict.fromkeys([*registration.moved(), *names])
         if changed:
-            raise NotDrained(
-                f"{self.me} holds version {held}, but these tensors were changed since: {some(list(changed))}",
-                hint="unpublish() before changing tensors, or use mutating(version=...)",
-            )
+            text = f"{self.me} holds version {held}, but these tensors were changed since: {some(list(changed))}"
+            raise NotDrained(text, hint="unpublish() before changing tensors, or use mutating(version=...)")
 
     async def close(self, deadline: float) -> None:
         """Withdraw, wait for readers, leave. Idempotent; ends by its deadline."""
