@@ -72,6 +72,28 @@ def test_latest_is_one_version_for_the_whole_group_while_the_trainer_goes_on(joi
     assert versions == sorted(versions)
 
 
+def test_who_cannot_begin_a_step_tells_its_siblings(join):
+    trainer = [join("t", 1.0, shard=shard, shards=2) for shard in range(2)]
+    other = [join("o", shard=shard, shards=2, transports=("tcp",)) for shard in range(2)]
+    all_of(trainer, lambda weights: weights.publish(1))
+    trainer[1][1][5] = 9.0
+
+    def failed(call):
+        def ended(weights):
+            with pytest.raises(tensorhub.TensorHubError) as caught:
+                call(weights)
+            return type(caught.value)
+
+        return ended
+
+    def step(weights):
+        with weights.mutating(version=2, timeout=60):
+            pytest.fail("the block ran")
+
+    all_of(other, failed(lambda weights: weights.replicate(timeout=8)))
+    assert all_of(other, failed(step)) == [tensorhub.UsageError] * 2
+
+
 def test_two_models_in_one_process_do_not_meet(join):
     actor, _ = join("t", 1.0, model="actor")
     critic, _ = join("t", 2.0, model="critic")

@@ -374,6 +374,23 @@ def test_what_a_set_can_do_is_what_its_models_can():
     assert list(inspect.signature(aio.open).parameters)[1:] == joining
 
 
+def test_no_step_begins_on_models_of_different_versions(trainer, reader):
+    target, draft = trainer("target"), trainer("draft")
+    rollout, _ = reader()
+    target(1)
+    draft(1)
+    assert rollout.replicate() == 1
+    target(2)
+    rollout._wait([rollout._members[0].update()], None, "update() of one model alone")
+    with pytest.raises(tensorhub.GroupMismatch, match="draft is of 1, target is of 2"), rollout.mutating(version=3):
+        pytest.fail("the block ran")
+    draft(2)
+    assert rollout.update() == 2
+    with rollout.mutating(version=3):
+        pass
+    assert rollout.version == 3
+
+
 def test_a_number_that_one_model_refuses_leaves_all_as_they_were(server, reader, trainer):
     """Another trainer has taken it for the draft: the target, withdrawn first or not, is what it was, and is read."""
     both = tensorhub.open_set(("target", "draft"), replica="t", server=server.address, call_timeout=20)

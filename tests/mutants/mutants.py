@@ -214,9 +214,15 @@ MUTANTS = (
         "only whose publish came to something is not relied on for what it has published",
     ),
     Mutant(
+        "a step begins on shards of different versions",
+        "    return conflict or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
+        "    return conflict or _why_spoiled(state, replica)\n",
+        "no step mixes two versions after an update that has succeeded on some shards only",
+    ),
+    Mutant(
         "a claim is granted to who cannot publish",
-        "    if event.claim is not None and isinstance(worker.buffer, Poisoned) and not worker.memory.is_disowned:\n",
-        "    if False:\n",
+        "    return conflict or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
+        "    return conflict or _why_apart(state, replica)\n",
         "what is poisoned is refused before the step that would publish it",
     ),
     Mutant(

@@ -44,6 +44,7 @@ try:
     begun = weights.replicate("latest", timeout=10)
 except RETRYABLE:
     begun = None
+    weights.unpublish()  # the version may have come whole a moment too late
     weights.register(members)  # it begins anew, and stands by what is in them
 say(version=begun, begins=view.next_version("pair"), **(numbers() if begun is not None else {}))
 for version in range(view.next_version("pair"), 1 << 20):
@@ -81,6 +82,7 @@ try:
     begun = weights.replicate("latest", timeout=10)
 except RETRYABLE:
     begun = None
+    weights.unpublish()  # the version may have come whole a moment too late
     weights.register(part)  # it begins anew, and stands by what is in it
 say(begins=view.next_version(mine))
 for version in range(view.next_version(mine), 1 << 20):

@@ -31,6 +31,10 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+SPOILED = "poisoned: its last fill failed half-way"  # what nobody may publish, nor begin a step on
+SPOILED_HINT = "replicate a version, or register() again once good content is in the tensors"
+
+
 class TensorHubError(Exception):
     """Root of the tree. `code` travels on the wire; `hint` says what to do next and is shown as a note."""
 
@@ -69,7 +73,7 @@ class VersionConflict(UsageError):
 
 
 class GroupMismatch(UsageError):
-    """The shards of one replica made different calls after the same one."""
+    """The shards of one replica made different calls after the same one, or begin a step with different versions."""
 
     code = "group-mismatch"
 

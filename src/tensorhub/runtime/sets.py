@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..core.errors import GroupIncomplete, GroupMismatch, TensorHubError, UsageError, VersionUnavailable
-from ..core.messages import Failure, Spec
+from ..core.messages import Failure, Holding, Spec
 from ..core.names import Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, MayWithdraw
@@ -58,6 +58,7 @@ class SetCalls:
         if version is None:
             text = f"mutating() of the set of {self._clients[0].me} needs a version number, not {spec!r}"
             raise UsageError(text, hint="mutating(version=7)")
+        self._check_of_one_version()
         deadline, left = until(), dict[Client, Version]()
         try:
             for client in self._clients:
@@ -72,6 +73,16 @@ class SetCalls:
                 with contextlib.suppress(TensorHubError):  # the cause is said
                     await client.publish(held, max(deadline, time.monotonic() + BACK_S))
             raise
+
+    def _check_of_one_version(self) -> None:
+        """An update may have succeeded on some models only: no step begins on such a mixture."""
+        buffers = [client.driver.worker.buffer for client in self._clients]
+        whole = [buffer for buffer in buffers if isinstance(buffer, Holding)]
+        if len({buffer.version for buffer in whole}) > 1 and not all(buffer.published for buffer in whole):
+            held = ", ".join(f"{client.me.model} is of {client.version}" for client in self._clients)
+            hint = "update() or replicate() until that succeeds for all models"
+            text = f"the models of {self._clients[0].me.replica} are not of one version: {held}"
+            raise GroupMismatch(text, hint=hint)
 
     async def fill(self, verb: str, spec: Spec, deadline: float, *, waits: bool = False) -> Version:
         """Replicate or update. Raises as those do, and `VersionUnavailable` for a number that not all models have."""

@@ -1,6 +1,6 @@
 """What a caller may not do, told before anything is changed."""
 
-from ..errors import UsageError
+from ..errors import SPOILED, SPOILED_HINT, UsageError
 from ..messages import VERBS, Failure, Hello, Holding, Poisoned, Vacated, Withdrawing
 from ..names import Version
 from ..version_spec import PREFETCHED, parse_spec
@@ -28,8 +28,8 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
             parse_spec(event.spec, event.verb)
         except UsageError as error:
             return Failure(error.code, str(error), error.hint or "")
-    if event.claim is not None and isinstance(worker.buffer, Poisoned) and not worker.memory.is_disowned:
-        return _spoiled(worker)  # its publish would come to that after the caller's step
+    if event.missed is not None:
+        return None  # the caller has heard why; the siblings are about to
     return _why_not_publish(worker, event) if event.verb == "publish" else None
 
 
@@ -62,7 +62,7 @@ def _why_not_publish(worker: WorkerState, event: Called) -> Failure | None:
         return Failure("usage", f"publish needs a version number, not {event.spec!r}")
     match worker.buffer:
         case Poisoned():
-            return _spoiled(worker)
+            return Failure("usage", f"{worker.me} is {SPOILED}", SPOILED_HINT)
         case Holding(version=held, root=root) if held == version and root != event.root:
             text = f"{worker.me} holds version {version}, but its tensors were changed since"
             return Failure("version-conflict", text, "unpublish() before changing tensors, then publish a higher one")
@@ -73,8 +73,3 @@ def _why_not_publish(worker: WorkerState, event: Called) -> Failure | None:
             hint = "call unpublish() again and let it succeed"
             return Failure("not-drained", f"{worker.me} is still withdrawing version {held}", hint)
     return None
-
-
-def _spoiled(worker: WorkerState) -> Failure:
-    hint = "replicate a version, or register() again once good content is in the tensors"
-    return Failure("usage", f"{worker.me} is poisoned: its last fill failed half-way", hint)

@@ -202,7 +202,7 @@ def _advance_claim(
     state: State, model: Model, replica: Replica, call: GroupCall, version: Version
 ) -> Iterator[Decision]:
     """All shards have come to an unpublish that claims a number."""
-    waiting = _why_wait(state, model, replica)
+    waiting = _why_wait(state, model, replica) or claims.why_wait(state, replica)
     if waiting is not None:
         yield Wait(call, waiting)
         return

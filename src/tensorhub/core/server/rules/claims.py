@@ -5,10 +5,13 @@ The replica's workers remember the claim and repeat it in each report, so it out
 call of the replica that ends well, whatever that is; when it is given back; and with the last session of its workers.
 """
 
-from ...messages import Failure
+from ...errors import SPOILED, SPOILED_HINT
+from ...messages import Failure, Poisoned
 from ...names import ReplicaName, Version
 from ..catalog import Model
+from ..content import WHOLE
 from ..groups import Replica
+from ..membership import Member
 from ..state import State
 
 HINT = "one replica publishes a number: see which other job uses this model name, or publish a higher number"
@@ -16,7 +19,39 @@ HINT = "one replica publishes a number: see which other job uses this model name
 
 def why_refuse(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
     """Why the replica may not claim the number, or None. All its shards have come, and the server knows who lives."""
-    return _why_not_claim(model, replica, version) or conflict_with(state, model, replica, version)
+    conflict = _why_not_claim(model, replica, version) or conflict_with(state, model, replica, version)
+    return conflict or _why_spoiled(state, replica) or _why_apart(state, replica)
+
+
+def why_wait(state: State, replica: Replica) -> Failure | None:
+    """Who is cut off still reads from a shard. When that is over it says whether its tensors are its publisher's."""
+    for member in _members(state, replica):
+        buffer = member.report.buffer
+        if isinstance(buffer, Poisoned) and buffer.version is not None:
+            return Failure("not-drained", f"version {buffer.version} of {member.worker} still has readers")
+    return None
+
+
+def _why_spoiled(state: State, replica: Replica) -> Failure | None:
+    """The publish after the step would be refused."""
+    for member in _members(state, replica):
+        if isinstance(member.report.buffer, Poisoned):
+            return Failure("usage", f"{member.worker} is {SPOILED}", SPOILED_HINT)
+    return None
+
+
+def _why_apart(state: State, replica: Replica) -> Failure | None:
+    """An update has succeeded on some shards only: a step would begin on tensors of different versions.
+
+    After a publish that has failed shards may differ too. What they made is of one step all the same.
+    """
+    buffers = {member.shard: member.content.buffer for member in _members(state, replica)}
+    whole = {shard: buffer for shard, buffer in buffers.items() if isinstance(buffer, WHOLE)}
+    if len({buffer.version for buffer in whole.values()}) < 2 or all(buffer.published for buffer in whole.values()):
+        return None
+    held = ", ".join(f"shard {shard} holds {buffer.version}" for shard, buffer in sorted(whole.items()))
+    hint = "update() or replicate() until that succeeds on all shards"
+    return Failure("group-mismatch", f"the shards of {replica.name} are not of one version: {held}", hint)
 
 
 def conflict_with(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
@@ -57,3 +92,7 @@ def claimed_by(state: State, replica: Replica) -> dict[Version, None]:
         if call is not None and call.claim is not None and is_granted:
             found[call.claim] = None
     return found
+
+
+def _members(state: State, replica: Replica) -> list[Member]:
+    return [state.members[worker] for worker in replica.members.values() if worker in state.members]
