@@ -202,8 +202,28 @@ def test_masters_that_were_filled_in_part_are_not_taken_for_what_is_held(masters
         patch.setattr(Casts, "give_back", lambda casts, _: real(casts, lambda: True))  # as at the end of its time
         with pytest.raises(tensorhub.Closed):
             other.replicate()
-    assert other.publish(1) == other.update() == 1
+    assert other.version is None
+    with pytest.raises(tensorhub.UsageError, match="casting back was cut off"), other.mutating(version=2):
+        pytest.fail("the block ran")
+    assert other.publish(1) == other.update() == other.version == 1
     assert torch.equal(half, master.bfloat16().float())
+
+
+def test_masters_that_were_filled_in_part_are_published_only_after_their_owner_has_said_so(masters, monkeypatch):
+    trainer, _ = masters()
+    trainer.publish(1)
+    other, half = masters("o", -1.0)
+    real = Casts.give_back
+    with monkeypatch.context() as patch:
+        patch.setattr(Casts, "give_back", lambda casts, _: real(casts, lambda: True))  # as at the end of its time
+        with pytest.raises(tensorhub.Closed):
+            other.replicate()
+    other.unpublish()
+    with pytest.raises(tensorhub.UsageError, match="casting back was cut off"):
+        other.publish(2)
+    half.fill_(3.0)  # as from a checkpoint
+    other.register({"w": half, "steps": torch.arange(3)}, dtype="bfloat16")
+    assert other.publish(2) == other.version == 2
 
 
 def test_other_content_under_the_number_that_the_masters_had_is_given_back():

@@ -101,7 +101,7 @@ class Client:
             text = f"the names and shapes of {len(registration.layout.tensors)} tensors take {length} B"
             hint = "register fewer tensors, with shorter names, or larger ones"
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
-        self._mastering.forget()
+        self._mastering.registered()
         most_copies = self.driver.data.register(registration)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
@@ -122,6 +122,7 @@ class Client:
             await self._behind.over(deadline, f"{verb}()")
             called = Called(verb, spec, deadline, claim=claim, waits=waits, is_held_back=is_held_back)
             registration = self.driver.data.registration
+            self._mastering.check_whole(called, self.driver)
             if verb == "unpublish":
                 if registration is None or registration.casts is None:
                     return await self._carried(called)
@@ -223,11 +224,8 @@ class Client:
         buffer = self.driver.worker.buffer
         root = buffer.root if isinstance(buffer, Holding) else Digest("")
         called = Called("publish", version, deadline, root)
-        wrong = self.driver.worker.why_not_begin(called)
-        if wrong is not None:
-            error = failed(wrong)
-            self.driver.miss(called, error)
-            raise error
+        self._mastering.check_whole(called, self.driver)
+        self.driver.check(called)
         try:
             self._check_in_place()
             registration = self.driver.data.registration
@@ -316,7 +314,8 @@ class Client:
     def version(self) -> Version | None:
         """The version held, whole and verified; None if there is none, or once this worker has gone."""
         is_written = self.driver.data.lease.is_touched and isinstance(self.driver.worker.buffer, Vacated)
-        return None if self.driver.is_gone or is_written else self.driver.worker.held
+        is_none = self.driver.is_gone or is_written or self._mastering.is_torn
+        return None if is_none else self.driver.worker.held
 
     @property
     def metadata(self) -> dict[str, Json] | None:

@@ -158,11 +158,22 @@ class Driver:
             raise failed(self._with_circumstances(finished.error))
         return finished.version
 
+    def check(self, called: Called) -> None:
+        """Raises what the caller does wrong. Where it is for what is in the tensors, the siblings hear of it."""
+        wrong = self.worker.why_not_begin(called)
+        if wrong is not None:
+            self.missed(called, wrong)
+            raise failed(wrong)
+
     def miss(self, called: Called, why: BaseException) -> None:
         """That call has failed before the machine heard of it. It counts all the same, as the siblings' does."""
+        code = why.code if isinstance(why, TensorHubError) else TensorHubError.code
+        self.missed(called, Failure(code, str(why) or type(why).__name__))
+
+    def missed(self, called: Called, why: Failure) -> None:
+        """The same, where it is known what to say."""
         if self.broken is None:
-            code = why.code if isinstance(why, TensorHubError) else TensorHubError.code
-            missed = Failure(code, str(why) or type(why).__name__).bounded()
+            missed = why.bounded()
             self.feed(Called(called.verb, called.spec, self._loop.time(), missed=missed))
 
     def _with_circumstances(self, failure: Failure) -> Failure:

@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..core.errors import DeadlineExceeded, UsageError
-from ..core.messages import Holding
+from ..core.errors import SPOILED_HINT, DeadlineExceeded, UsageError
+from ..core.messages import Failure, Holding
 from ..core.names import Digest, WorkerId
+from ..core.worker.events import Called
 from ..memory.registration import Registration
+from .driver import Driver
 from .loops import in_thread
 
 
@@ -22,6 +24,12 @@ class Mastering:
     def __init__(self, me: WorkerId) -> None:
         self._me = me
         self._root = Digest("")  # of what the masters were when they were last cast, or given back
+        self.is_torn = False  # casting back was cut off: they are no version
+
+    def registered(self) -> None:
+        """They are other ones, and their owner stands by them."""
+        self.forget()
+        self.is_torn = False
 
     def forget(self) -> None:
         """Whatever the buffer holds from now on, the masters are not it."""
@@ -33,6 +41,14 @@ class Mastering:
         if why:
             text = f"{verb} on {self._me} could not give back what it reads: {why}"
             raise UsageError(text, hint="register tensors of the dtype that is published, without dtype=")
+
+    def check_whole(self, called: Called, driver: Driver) -> None:
+        """Raises `UsageError` if a publish, or the step before it, would take torn masters. The siblings hear of it."""
+        is_cast = called.verb == "publish" and driver.worker.held != called.spec
+        if self.is_torn and (is_cast or called.claim is not None):
+            text = f"the tensors of {self._me} are half of one version and half of another: casting back was cut off"
+            driver.missed(called, Failure(UsageError.code, text))
+            raise UsageError(text, hint=SPOILED_HINT)
 
     async def cast(self, registration: Registration, deadline: float, what: str) -> None:
         """Into the buffer, which nobody reads."""
@@ -50,9 +66,10 @@ class Mastering:
         if casts is None or held is None or held.root == self._root:
             return
         self.forget()
+        self.is_torn = True
         what = f"version {held.version} is held by {self._me}, but not all of it is in its tensors: casting back"
         await self._run(casts.give_back, deadline, what)
-        self._root = held.root
+        self._root, self.is_torn = held.root, False
 
     async def _run(self, work: Callable[[Callable[[], bool]], None], deadline: float, what: str) -> None:
         """In threads, until the deadline at the latest; afterwards nobody casts any more."""
