@@ -214,6 +214,12 @@ MUTANTS = (
         "only whose publish came to something is not relied on for what it has published",
     ),
     Mutant(
+        "who has no memory for a host copy goes on with it",
+        "            worker.copies.leave(reading.version, next_report=worker.next_report)\n",
+        "            pass\n",
+        "an update does not wait for a host copy for which there is no memory",
+    ),
+    Mutant(
         "a step begins on shards of different versions",
         "    return conflict or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
         "    return conflict or _why_spoiled(state, replica)\n",

@@ -1,5 +1,6 @@
 """Reads: when one is opened, begun and stopped, and what it brings to the buffer or to a host copy."""
 
+from ..errors import HostMemoryFull
 from ..messages import Empty, Filling, Grant, Holding, Poisoned, Reading, Vacated
 from ..names import Digest, Ticket
 from . import events, filling
@@ -81,6 +82,10 @@ def ended(worker: WorkerState, event: events.ReadEnded) -> None:
     elif event.complete and isinstance(worker.buffer, Filling) and worker.buffer.version == reading.version:
         worker.want(worker.memory.complete(worker.slot.root))
         worker.note(f"holds version {reading.version}, last chunk from {reading.source}")
+    elif event.failure is not None and by_itself and reading.to_host and event.failure.code == HostMemoryFull.code:
+        if reading.version in worker.copies.by_version:
+            worker.copies.leave(reading.version, next_report=worker.next_report)
+        worker.note(f"no memory for a host copy of version {reading.version}: {event.failure.message}")
     elif event.failure is not None and by_itself:
         worker.slot.failed(reading, event.failure)
         worker.note(f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
