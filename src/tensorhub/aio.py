@@ -124,9 +124,9 @@ class Weights:
         self._check_process()
         await self.take(register_tensors(tensors, dtype, boxes, partial=partial))
 
-    async def take(self, registration: Registration) -> None:
+    async def take(self, registration: Registration, *, is_resumed: bool = False) -> None:
         """Take tensors that `memory.registration.register` has looked at already."""
-        await self._here(self._client.register(registration, self._deadline(None)))
+        await self._here(self._client.register(registration, self._deadline(None), is_resumed=is_resumed))
 
     async def suspend(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Withdraw, and forget where the tensors are, until `resume`."""
@@ -138,7 +138,7 @@ class Weights:
     async def resume(self, tensors: "type_of_weights | None" = None) -> None:
         """Register again what was suspended, where it is now, or these tensors."""
         self._check_process()
-        await self.take(self._client.suspension.again(tensors))
+        await self.take(self._client.suspension.again(tensors), is_resumed=True)
 
     async def publish(
         self,

@@ -158,11 +158,11 @@ class Weights:
     def resume(self, tensors: "type_of_weights | None" = None) -> None:
         """Register again what was suspended, where it is now: the module, or the mapping with what it holds by now.
 
-        Or these tensors, where the objects are others; their layout has to be the same (else `UsageError`, which names
-        them). Afterwards they are no version: `replicate` fills them, `publish` takes them for what they are.
+        Or these tensors, in the same layout (else `UsageError`, which names them). Afterwards they are no version:
+        `replicate` fills them, `publish` takes them for what they are: after `register`, if a failed fill spoiled them.
         """
         self._aio._check_process()
-        self._wait(self._aio.take(self._aio._client.suspension.again(tensors)), None, "resume()")
+        self._wait(self._aio.take(self._aio._client.suspension.again(tensors), is_resumed=True), None, "resume()")
 
     def publish(
         self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None

@@ -16,6 +16,7 @@ from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.memory.masters import Casts
 from tensorhub.memory.registration import register
 from tensorhub.runtime import dataplane
+from tensorhub.runtime.driver import Driver
 from tensorhub.runtime.mastering import Mastering
 
 SIZE = 200_000
@@ -192,16 +193,45 @@ def test_what_was_unpublished_can_be_read_back_into_the_masters(masters, engine)
     assert torch.equal(master, published.float())
 
 
-def test_masters_that_were_filled_in_part_are_not_taken_for_what_is_held(masters, monkeypatch):
+@pytest.fixture
+def cut_off(monkeypatch):
+    """A block in which casting back begins and is given up at once, as at the end of its time."""
+    real = Casts.give_back
+
+    @contextlib.contextmanager
+    def block():
+        with monkeypatch.context() as patch:
+            patch.setattr(Casts, "give_back", lambda casts, _: real(casts, lambda: True))
+            yield
+
+    return block()
+
+
+@pytest.fixture
+def failing_late(monkeypatch):
+    """A block in which calls do all that they do, and fail: a sibling did, or time ran out before the last word."""
+    real = Driver.call
+
+    async def fail(driver, called):
+        await real(driver, called)
+        raise tensorhub.DeadlineExceeded("no word of it")
+
+    @contextlib.contextmanager
+    def block():
+        with monkeypatch.context() as patch:
+            patch.setattr(Driver, "call", fail)
+            yield
+
+    return block()
+
+
+def test_masters_that_were_filled_in_part_are_not_taken_for_what_is_held(masters, cut_off):
     """Also after that was published here, as it is held: nothing was cast then."""
     trainer, master = masters()
     trainer.publish(1)
     other, half = masters("o", -1.0)
-    real = Casts.give_back
-    with monkeypatch.context() as patch:
-        patch.setattr(Casts, "give_back", lambda casts, _: real(casts, lambda: True))  # as at the end of its time
-        with pytest.raises(tensorhub.Closed):
-            other.replicate()
+    with cut_off, pytest.raises(tensorhub.Closed):
+        other.replicate()
     assert other.version is None
     with pytest.raises(tensorhub.UsageError, match="casting back was cut off"), other.mutating(version=2):
         pytest.fail("the block ran")
@@ -209,21 +239,52 @@ def test_masters_that_were_filled_in_part_are_not_taken_for_what_is_held(masters
     assert torch.equal(half, master.bfloat16().float())
 
 
-def test_masters_that_were_filled_in_part_are_published_only_after_their_owner_has_said_so(masters, monkeypatch):
+def test_masters_that_were_filled_in_part_are_published_only_after_their_owner_has_said_so(masters, cut_off):
     trainer, _ = masters()
     trainer.publish(1)
     other, half = masters("o", -1.0)
-    real = Casts.give_back
-    with monkeypatch.context() as patch:
-        patch.setattr(Casts, "give_back", lambda casts, _: real(casts, lambda: True))  # as at the end of its time
-        with pytest.raises(tensorhub.Closed):
-            other.replicate()
+    with cut_off, pytest.raises(tensorhub.Closed):
+        other.replicate()
     other.unpublish()
-    with pytest.raises(tensorhub.UsageError, match="casting back was cut off"):
-        other.publish(2)
+    for come_back in (lambda: None, other.resume):
+        come_back()
+        with pytest.raises(tensorhub.UsageError, match="casting back was cut off"):
+            other.publish(2)
+        other.suspend()
     half.fill_(3.0)  # as from a checkpoint
     other.register({"w": half, "steps": torch.arange(3)}, dtype="bfloat16")
     assert other.publish(2) == other.version == 2
+
+
+def test_masters_are_no_version_where_the_call_failed_after_its_fill(masters, failing_late):
+    trainer, master = masters()
+    trainer.publish(1)
+    other, late = masters("o", -1.0)
+    before = late.clone()
+    with failing_late, pytest.raises(tensorhub.DeadlineExceeded, match="no word of it"):
+        other.replicate()
+    assert (other.version, other.metadata) == (None, None)
+    assert torch.equal(late, before)
+    with pytest.raises(tensorhub.UsageError, match="not cast back"), other.mutating(version=2):
+        pytest.fail("the block ran")
+    other.unpublish()
+    with pytest.raises(tensorhub.UsageError, match="not cast back"):
+        other.publish(2)
+    assert other.update() == other.version == 1
+    assert torch.equal(late, master.bfloat16().float())
+    with other.mutating(version=2):
+        late += 1
+    assert other.version == 2
+
+
+def test_a_publish_that_failed_after_all_does_not_make_masters_torn(masters, failing_late):
+    trainer, master = masters()
+    with failing_late, pytest.raises(tensorhub.DeadlineExceeded, match="no word of it"):
+        trainer.publish(1)
+    assert trainer.version == trainer.publish(1) == 1
+    with trainer.mutating(version=2):
+        master += 1
+    assert trainer.version == 2
 
 
 def test_other_content_under_the_number_that_the_masters_had_is_given_back():

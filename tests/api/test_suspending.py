@@ -180,3 +180,38 @@ def test_masters_are_cast_from_where_they_are_then(join):
     reader, _ = join("r", tensors=filled)
     reader.replicate()
     assert (filled.weight == 5.0).all()
+
+
+def test_what_a_failed_fill_has_spoiled_stays_so_while_it_sleeps(join):
+    trainer, source = join("t", 1.0)
+    trainer.publish(1)
+    source[5] = 9
+    rollout, target = join("r")
+    with pytest.raises(tensorhub.CorruptTransfer):
+        rollout.replicate(timeout=8)
+    rollout.suspend()
+    rollout.resume()
+    with pytest.raises(tensorhub.UsageError, match="poisoned"):
+        rollout.publish(2)
+    with pytest.raises(tensorhub.UsageError, match="poisoned"), rollout.mutating(version=2):
+        pytest.fail("the block ran")
+    target[:] = 3.0  # as from a checkpoint
+    rollout.register({"w": target})
+    assert rollout.publish(2) == 2
+
+
+def test_what_was_spoiled_before_it_slept_is_healed_by_a_fill(join):
+    trainer, source = join("t", 1.0)
+    trainer.publish(1)
+    source[5] = 9
+    rollout, target = join("r")
+    with pytest.raises(tensorhub.CorruptTransfer):
+        rollout.replicate(timeout=8)
+    rollout.suspend()
+    rollout.resume()
+    trainer.unpublish()
+    trainer.publish(2)
+    assert rollout.update(timeout=8) == rollout.version == 2
+    with rollout.mutating(version=3):
+        target += 1
+    assert rollout.version == 3

@@ -89,7 +89,7 @@ class Client:
             why = f"{self._calling} has not ended" if self._calling else held
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
 
-    async def register(self, registration: Registration, deadline: float) -> None:
+    async def register(self, registration: Registration, deadline: float, *, is_resumed: bool = False) -> None:
         """Take other tensors, as `may_register` allows."""
         await self.may_register(deadline)
         if registration.table is not None and self.options.verify == "none":
@@ -101,8 +101,8 @@ class Client:
             text = f"the names and shapes of {len(registration.layout.tensors)} tensors take {length} B"
             hint = "register fewer tensors, with shorter names, or larger ones"
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
-        self._mastering.registered()
         most_copies = self.driver.data.register(registration)
+        self._mastering.registered(self.driver, is_resumed=is_resumed)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
@@ -243,9 +243,9 @@ class Client:
         self.driver.data.prepare(manifest)
         self.driver.data.unserved = None
         root, words, grid = manifest.root(), digest_of_metadata(said), grid_of(manifest)
-        published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
         if known is None:  # else nothing was cast
             self._mastering.published(root)
+        published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
         if self.driver.data.unserved is not None:
             raise self.driver.data.unserved
         return published
@@ -314,13 +314,13 @@ class Client:
     def version(self) -> Version | None:
         """The version held, whole and verified; None if there is none, or once this worker has gone."""
         is_written = self.driver.data.lease.is_touched and isinstance(self.driver.worker.buffer, Vacated)
-        is_none = self.driver.is_gone or is_written or self._mastering.is_torn
+        is_none = self.driver.is_gone or is_written or self._mastering.why_torn(self.driver)
         return None if is_none else self.driver.worker.held
 
     @property
     def metadata(self) -> dict[str, Json] | None:
         """What its publisher said of the version held; None if there is none."""
-        manifest = self._manifest_held()
+        manifest = self._manifest_held() if self.version is not None else None
         return decode_metadata(manifest.metadata) if manifest is not None else None
 
     @property

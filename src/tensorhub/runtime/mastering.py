@@ -1,7 +1,8 @@
 """When a worker's masters are cast into the buffer in which they are published, and when that is cast back.
 
 Casting happens in threads; none of them is left behind, however the call ends. It must never: cast into a buffer that
-somebody may read, or write to masters that already are what the buffer is (their owner may have gone on with them).
+somebody may read, write to masters that already are what the buffer is (their owner may have gone on with them), or let
+what is torn be published: tensors that are no version, which the worker's machine cannot know.
 """
 
 import asyncio
@@ -9,13 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..core.errors import SPOILED_HINT, DeadlineExceeded, UsageError
-from ..core.messages import Failure, Holding
+from ..core.errors import SPOILED, SPOILED_HINT, DeadlineExceeded, UsageError
+from ..core.messages import Failure, Holding, Poisoned, Vacated, Withdrawing
 from ..core.names import Digest, WorkerId
 from ..core.worker.events import Called
 from ..memory.registration import Registration
 from .driver import Driver
 from .loops import in_thread
+
+CUT_OFF = "casting back was cut off, so they are half of one version and half of another"
+NOT_BACK = "the version that is held was not cast back into them"
+SLEPT = f"before they were suspended they were {SPOILED}"
 
 
 class Mastering:
@@ -24,12 +29,15 @@ class Mastering:
     def __init__(self, me: WorkerId) -> None:
         self._me = me
         self._root = Digest("")  # of what the masters were when they were last cast, or given back
-        self.is_torn = False  # casting back was cut off: they are no version
+        self._torn = ""  # why the tensors are no version, until they are filled or their owner stands by them
 
-    def registered(self) -> None:
-        """They are other ones, and their owner stands by them."""
+    def registered(self, driver: Driver, *, is_resumed: bool) -> None:
+        """They are other ones. Their owner stands by them, but for what `resume` only finds again."""
         self.forget()
-        self.is_torn = False
+        if not is_resumed:
+            self._torn = ""
+        elif isinstance(driver.worker.buffer, Poisoned):
+            self._torn = self._torn or SLEPT
 
     def forget(self) -> None:
         """Whatever the buffer holds from now on, the masters are not it."""
@@ -42,11 +50,23 @@ class Mastering:
             text = f"{verb} on {self._me} could not give back what it reads: {why}"
             raise UsageError(text, hint="register tensors of the dtype that is published, without dtype=")
 
+    def why_torn(self, driver: Driver) -> str:
+        """Why the tensors are no version; "" if they are one, or what their owner has made of them.
+
+        A call may fail after its fill has ended well: then the buffer holds what the masters have never been.
+        """
+        registration, buffer = driver.data.registration, driver.worker.buffer
+        casts = registration.casts if registration is not None else None
+        held = buffer if isinstance(buffer, Holding | Withdrawing | Vacated) else None
+        is_other = casts is not None and held is not None and held.root != self._root
+        return self._torn or (NOT_BACK if is_other else "")
+
     def check_whole(self, called: Called, driver: Driver) -> None:
-        """Raises `UsageError` if a publish, or the step before it, would take torn masters. The siblings hear of it."""
+        """Raises `UsageError` if a publish, or the step before it, would take torn tensors. The siblings hear of it."""
+        self._torn = self.why_torn(driver)  # also after an unpublish
         is_cast = called.verb == "publish" and driver.worker.held != called.spec
-        if self.is_torn and (is_cast or called.claim is not None):
-            text = f"the tensors of {self._me} are half of one version and half of another: casting back was cut off"
+        if self._torn and (is_cast or called.claim is not None):
+            text = f"the tensors of {self._me} are no version: {self._torn}"
             driver.missed(called, Failure(UsageError.code, text))
             raise UsageError(text, hint=SPOILED_HINT)
 
@@ -57,19 +77,22 @@ class Mastering:
             await self._run(casts.fill, deadline, f"{what}: casting its tensors")
 
     def published(self, root: Digest) -> None:
-        """The masters have been cast, and that is what is published."""
+        """The masters have been cast, and that is what is about to be published."""
         self._root = root
 
     async def give_back(self, registration: Registration | None, held: Holding | None, deadline: float) -> None:
         """To the masters, if that content has come into the buffer since they were last the same."""
         casts = registration.casts if registration is not None else None
-        if casts is None or held is None or held.root == self._root:
+        if held is None:
+            return
+        if casts is None or held.root == self._root:
+            self._torn = ""
             return
         self.forget()
-        self.is_torn = True
+        self._torn = CUT_OFF
         what = f"version {held.version} is held by {self._me}, but not all of it is in its tensors: casting back"
         await self._run(casts.give_back, deadline, what)
-        self._root, self.is_torn = held.root, False
+        self._root, self._torn = held.root, ""
 
     async def _run(self, work: Callable[[Callable[[], bool]], None], deadline: float, what: str) -> None:
         """In threads, until the deadline at the latest; afterwards nobody casts any more."""
