@@ -226,6 +226,12 @@ MUTANTS = (
         "no step mixes two versions after an update that has succeeded on some shards only",
     ),
     Mutant(
+        "whose copy has other content is a publisher too",
+        "        if copy.published and copy.whole and not copy.leaving:  # else it may be of other content\n",
+        "        if copy.published:\n",
+        "only whose publish came to something is not relied on for what it has published",
+    ),
+    Mutant(
         "a claim is granted to who cannot publish",
         "    return conflict or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
         "    return conflict or _why_apart(state, replica)\n",

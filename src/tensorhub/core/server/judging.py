@@ -77,7 +77,7 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
             member.rested_at = state.now + resting.REST_S
             state.members.wake(member, member.rested_at)
     for copy in copies:
-        if copy.published:
+        if copy.published and copy.whole and not copy.leaving:  # else it may be of other content
             model.record(copy.version).publishers[replica.name] = None
     for version in content.versions:
         for group, other in evidence.holders_in_dispute(state, model, version):

@@ -241,8 +241,7 @@ class ErrorJudge(GroupJudge):
         return "" if call.verb == "publish" and (life.held is not None or call.had is not None) else "it holds nothing"
 
     def _usage(self, life: Life, call: Call) -> str:
-        is_spoiled = life.poisoned and call.verb in ("publish", "unpublish")
-        return "" if is_spoiled else "its caller did nothing wrong"
+        return "" if life.poisoned and call.verb == "publish" else "its caller did nothing wrong"
 
     def _closed(self, life: Life, call: Call) -> str:
         return "" if life.closing < inf else "nobody had closed it"
