@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from ..core.messages import Failure, Poisoned
 from ..core.names import Digest, Version
+from ..core.version_spec import PREFETCHED
 from ..core.worker.call import FILLS
-from ..core.worker.events import Called, Finished
+from ..core.worker.events import Called, ClaimDropped, Finished
 from .plan import Replica, Step
 from .process import Process
 from .truth.contents import root_of, values_of
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Outcomes = dict[int, Finished]
 DIED = Finished(0, error=Failure("died", "the process was killed"))
 AT_ONCE_S = 0.001  # no time for the shards to hear of each other
+HEEDS = 0.3  # share of the programs in the storm that do what an error's hint says
+VAIN = 0.1  # share of the updates to what was fetched ahead where nothing is, by mistake
 BOLD = 0.3  # a program whose shards are not all there calls all the same, so often
 
 
@@ -119,7 +122,9 @@ class App:
         if process.register("same"):
             self.other_tensors.pop(shard, None)
 
-    def call_all(self, verb: str, spec: int | str, roots: dict[int, Digest] | None = None) -> None:
+    def call_all(
+        self, verb: str, spec: int | str, roots: dict[int, Digest] | None = None, claim: Version | None = None
+    ) -> None:
         step, timeout_s = self.step, self.timeout_s()
         self._outcomes = {}
         self._waiting_for = dict.fromkeys(self.shards)
@@ -130,7 +135,8 @@ class App:
                 own = ("unpublish", "") if verb != "unpublish" else ("replicate", "latest")
             delay_s = self.chance.uniform(0, step.skew_s)
             root = roots.get(shard, Digest("")) if roots else Digest("")
-            call = Called(*own, timeout_s, root, waits=step.waits and own == (verb, spec))
+            is_stray = own != (verb, spec)
+            call = Called(*own, timeout_s, root, None if is_stray else claim, waits=step.waits and not is_stray)
             self.world.after(delay_s, lambda p=process, s=shard, c=call: self._call(p, s, c))  # type: ignore[misc]
         if step.cancel_s and not self.is_quiet:
             waited_for = self._waiting_for
@@ -200,29 +206,44 @@ class TrainerApp(App):
         self.phase = "publish"
         self.published: Version | None = None
         self.is_refused = False  # it may not leave what it holds: there is no host memory for it
+        self.claimed: Version | None = None  # what it asks to publish next, or may
+        self._has_failed_to_claim = False  # then it takes its version back without
+        self._is_anew = False  # one of its processes has died
         self._content = 0
 
+    def died(self, process: Process) -> None:
+        self._is_anew = self._is_anew or process in self.shards.values()
+        super().died(process)
+
     def plain_step(self) -> Step:
-        return Step("publish", rest_s=0.5)
+        return Step("publish", rest_s=0.5, claims=any(step.claims for step in self.replica.steps))
 
     def take(self, step: Step) -> None:
         if self.is_settling and self.phase == "rest":
             self.world.after(0.5, self.next_step)
+        elif self.replica.resumes and (self._is_anew or (step.back and not self.is_quiet)):
+            self.phase, self.claimed, self._is_anew = "resume", None, False
+            self.call_all("replicate", "latest")
         elif self.phase == "publish":
             self._publish(step)
         else:
             self.phase = "unpublish"
-            self.call_all("unpublish", "")
+            self.claimed = Version(self._next(step)) if step.claims and not self._has_failed_to_claim else None
+            self.call_all("unpublish", "", claim=self.claimed)
+
+    def _next(self, step: Step) -> int:
+        """The number that comes next; by mistake a former one, from an old checkpoint, say."""
+        if not self.is_quiet and step.back:
+            return max(0, self.version - step.back)
+        return max(self.version, self.cluster.watch.newest(self.replica.model)) + 1
 
     def _publish(self, step: Step) -> None:
-        if not self.is_quiet and step.back:
-            self.number = max(0, self.version - step.back)  # from an old checkpoint, say
-        else:
-            self.version = self.number = max(self.version, self.cluster.watch.newest(self.replica.model)) + 1
+        self.number = self.claimed if self.claimed is not None else self._next(step)
+        self.version = max(self.version, self.number)
         self._content += 1
         self._pin(step)
         if any(process.worker.held is not None for process in self.shards.values()):
-            self.phase = "unpublish"  # one failed here: the memory may not be changed
+            self.phase, self.claimed = "unpublish", None  # one failed here: the memory may not be changed
             self.call_all("unpublish", "")
             return
         roots = {}
@@ -237,10 +258,10 @@ class TrainerApp(App):
     def _fill(self, process: Process, root: Digest) -> None:
         """Good content. Who has spoiled its buffer with a call by mistake registers it again, as the error's hint says.
 
-        In the storm a program does not listen to hints.
+        In the storm a program does not always listen to hints.
         """
         is_spoiled = process.name in self._filled and isinstance(process.worker.buffer, Poisoned)
-        if is_spoiled and self.is_quiet:
+        if is_spoiled and (self.is_quiet or self.chance.random() < HEEDS):
             process.register("same")
         if process.worker.held is None:
             for chunk, value in enumerate(self.cluster.data.contents[root]):
@@ -276,10 +297,24 @@ class TrainerApp(App):
                 self.phase = "rest"
             else:
                 self.phase = "unpublish"
+            self.claimed = None
+        elif self.phase == "resume":
+            self.phase = "rest" if is_good else "unpublish"
         elif self.phase == "unpublish" and all(o.error is None for o in outcomes.values()):
-            self.phase = "publish"
+            self.phase, self._has_failed_to_claim = "publish", False
             self._train()
+            if self.step.breaks and not self.is_quiet:
+                self._drop_claim()
+        elif self.claimed is not None:
+            self._has_failed_to_claim = True
+            self._drop_claim()
         self.again(self.step.rest_s, self.next_step)
+
+    def _drop_claim(self) -> None:
+        """As `mutating` does where it does not come to the publish."""
+        self.claimed = None
+        for process in self.shards.values():
+            process.run(lambda p=process: p.tell(ClaimDropped()))  # type: ignore[misc]
 
     def _train(self) -> None:
         for process in self.shards.values():
@@ -304,6 +339,10 @@ class RolloutApp(App):
         return Step("update", "latest", rest_s=0.5)
 
     def take(self, step: Step) -> None:
+        for process in list(self.shards.values()):
+            fetches = process.hello.prefetch == "always" or process.worker.prefetch is not None
+            if step.spec == PREFETCHED and not fetches and self.chance.random() > VAIN:
+                process.wish("latest", ())
         self.call_all(step.verb, step.spec)
 
     def ended(self, outcomes: Outcomes) -> None:

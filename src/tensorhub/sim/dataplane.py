@@ -99,7 +99,11 @@ class SimRead:
                 return
             self._end(Failure("source-lost", f"{self.grant.source} does not serve version {self.grant.version}"))
             return
-        if self.is_only_opened:
+        if self.plane.layouts.get(self.root, self.reader.layout_digest) != self.reader.layout_digest:
+            self._end(
+                Failure("layout-mismatch", f"{self.reader.me} has other tensors than version {self.grant.version}")
+            )
+        elif self.is_only_opened:
             self.reader.has_opened(self)
         else:
             self._fetch()
@@ -268,6 +272,7 @@ class DataPlane:
         self.world, self.plan, self.fates, self.cluster = world, plan, fates, cluster
         self.is_stormy = True
         self.contents: dict[Digest, tuple[int, ...]] = {}
+        self.layouts: dict[Digest, Digest] = {}  # of what was published, by root: a manifest says it
         self._leaving: dict[str, int] = {}  # chunks on their way, by source; and by site, those that leave it
 
     @property

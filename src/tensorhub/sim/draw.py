@@ -14,6 +14,9 @@ STEPS = 40  # of one program, drawn ahead: more than a storm has time for
 FAIR = 0.08  # share of the seeds in which nothing bad happens
 WIDE, LONG, GREAT = 0.02, 0.02, 0.003  # shares of the seeds with eight shards, with sixteen rollouts, with both
 RESTARTS = 0.12  # share of the others in which the server is restarted, and little else happens
+CLAIMING = (0.0, 0.5, 1.0)  # shares of a trainer's steps that go by `mutating`
+BREAKING = 0.1  # share of these that raise
+RESUMING = 0.5  # share of the trainers that go on with what the fleet has after a death
 HASTY = 0.4  # share of the programs that call again at once after a failure
 MIXED = 0.12  # share of the seeds with two ways to cut the tensors
 UNEVEN = 0.5  # share of these in which the one way is of another number of shards
@@ -126,7 +129,9 @@ def _replicas(shape: Random, seed: int, *, most: int, is_fair: bool) -> tuple[Re
     for model in models:
         for name in trainers:
             steps = _trainer_steps(Random(f"{seed} app {model}/{name}"), pins, is_fair)
-            found.append(Replica(model, name, True, "site-0", f"host-{name}", steps=steps))
+            steps = _with_claims(Random(f"{seed} claims {model}/{name}"), steps, is_fair)
+            resumes = Random(f"{seed} resumes {model}/{name}").random() < RESUMING
+            found.append(Replica(model, name, True, "site-0", f"host-{name}", steps=steps, resumes=resumes))
         for index in range(rollouts):
             site, host = f"site-{shape.randrange(sites)}", shape.randrange(racks)
             steps = _rollout_steps(Random(f"{seed} app {model}/rollout-{index}"), ahead, is_fair)
@@ -184,6 +189,14 @@ def _trainer_steps(app: Random, pins: float, is_fair: bool) -> tuple[Step, ...]:
             wishes=app.random() < pins,
         )
         found.append(_mischief(app, step, is_fair))
+    return tuple(found)
+
+
+def _with_claims(claims: Random, steps: tuple[Step, ...], is_fair: bool) -> tuple[Step, ...]:
+    share, found = claims.choice(CLAIMING), []
+    for step in steps:
+        is_claimed, is_broken = claims.random() < share, claims.random() < BREAKING
+        found.append(replace(step, claims=is_claimed, breaks=is_claimed and is_broken and not is_fair))
     return tuple(found)
 
 

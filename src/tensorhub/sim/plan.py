@@ -61,6 +61,8 @@ class Step:
     canceller: int = -1
     registers: str = ""  # before the call: "same" or "other" tensors
     waits: bool = False  # a replicate of a number: until that is published
+    claims: bool = False  # a trainer takes its version back as `mutating` does: it claims the number that comes next
+    breaks: bool = False  # and its step raises, so that nothing is published under that number
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Replica:
     is_hasty: bool = False  # after a call that has failed it makes the next one at once
     steps: tuple[Step, ...] = ()
     starts_s: float = 0.0  # it comes only then
+    resumes: bool = False  # a trainer gets the latest version back after a process has died, and as a mistake
     cut: str = ""  # "a" or "b": its tensors have boxes, and are cut in that way
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..core.manifest import Layout, TensorSpec
 from ..core.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report
 from ..core.names import Version, WorkerId
+from ..core.version_spec import call_text
 from ..core.worker.events import (
     Called,
     Cancelled,
@@ -86,6 +87,7 @@ class Process:
         self._tick_at = inf
         self.hello, self.cut = self._introduce(replica), replica.cut
         self.layout = self._layout("same")
+        self.layout_digest = self.layout.digest()
         self.worker = Worker(me)
         self.is_paused = cluster.cuts.is_paused(self)
         cluster.watch.started(self)
@@ -347,9 +349,20 @@ class Process:
 
     def call(self, called: Called, on_finished: OnFinished) -> None:
         """As the user's code would: it waits until `on_finished`. The deadline of `called` counts from now."""
-        self.cluster.world.note(self.name, f"calls {called.verb}({called.spec!r}), timeout {called.deadline:.2f} s")
+        what = call_text(called.verb, called.spec, called.claim, waits=called.waits)
+        self.cluster.world.note(self.name, f"calls {what}, timeout {called.deadline:.2f} s")
         self.on_finished = on_finished
-        self.tell(replace(called, deadline=self.now + called.deadline))
+        if called.verb == "publish":
+            self.cluster.data.layouts[called.root] = self.layout_digest
+        called = replace(called, deadline=self.now + called.deadline)
+        known = self.worker.update_at_once(self.hello, called)
+        if known is None:
+            self.tell(called)
+            return
+        self.cluster.watch.told(self, called)
+        finished = Finished(0, error=known) if isinstance(known, Failure) else Finished(0, version=known)
+        self.cluster.watch.wants(self, finished)
+        self._finished(finished)
 
     def cancel(self) -> None:
         """The user's code gives up."""
@@ -374,8 +387,8 @@ class Process:
         return False
 
     def _register(self, layout: LayoutInfo) -> None:
-        self.layout = layout
+        self.layout, self.layout_digest = layout, layout.digest()
         self.memory[:] = [0] * len(self.memory)
         self.buffer.version, self.filled_version, self.opened = None, None, None
         size, copies = layout.decode().size_bytes, self.cluster.plan.conditions.host_copies
-        self.tell(Registered(layout, layout.digest(), size, copies))
+        self.tell(Registered(layout, self.layout_digest, size, copies))

@@ -12,6 +12,7 @@ from ..core.worker import events
 from ..core.worker.events import Finished
 from .across import SimAcross
 from .dataplane import SimRead
+from .judges.claims import ClaimJudge
 from .judges.crossings import CrossingJudge
 from .judges.drains import DrainJudge
 from .judges.errors import ErrorJudge
@@ -43,6 +44,7 @@ class Watch:
         self.truth = truth
         self.memory = MemoryJudge(truth, world)
         self.versions = VersionJudge(truth, world)
+        self.claims = ClaimJudge(truth, world)
         self.retention = RetentionJudge(truth, world)
         self.drains = DrainJudge(truth, world)
         self.crossings = CrossingJudge(truth, world)
@@ -100,6 +102,7 @@ class Watch:
         life = self.life(process)
         self.truth.ordered(life, orders)
         self.versions.ordered(life, orders)
+        self.claims.ordered(life, orders)
 
     def turned_away(self, process: "Process") -> None:
         """The server refuses what it has said, and closes its connection."""
@@ -170,6 +173,7 @@ class Watch:
         match effect:
             case events.StopServing(version):
                 self.memory.serving_stops(life, version, from_host=False)
+                self.claims.withdraws(life, call)
             case events.DropCopy(version):
                 self.memory.serving_stops(life, version, from_host=True)
             case events.StartServing(version, root):

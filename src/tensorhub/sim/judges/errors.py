@@ -5,7 +5,7 @@ from math import inf
 from ...core.messages import Failure
 from ...core.names import Version, WorkerId
 from ..truth.life import Call, Life
-from ..truth.record import Made
+from ..truth.made import Made
 from .drains import DrainJudge
 from .groups import GroupJudge
 
@@ -151,7 +151,13 @@ class ErrorJudge(GroupJudge):
         return any(c.is_cancelled or c.error is not None for c in calls)
 
     def _mismatch(self, life: Life, call: Call) -> str:
+        if call.claim is not None and self._is_apart(life):
+            return ""
         return "" if self._differs(life, call) else "all shards made the same call"
+
+    def _is_apart(self, life: Life) -> bool:
+        """Its replica's shards have held versions that differ."""
+        return len({c.had for c in self.step_of(life).calls() if c.had is not None}) > 1
 
     def _differs(self, life: Life, call: Call) -> bool:
         """Another shard makes another call where this one makes this: in the same step of their program."""
@@ -159,8 +165,9 @@ class ErrorJudge(GroupJudge):
 
     def _conflict(self, life: Life, call: Call) -> str:
         model, version = life.me.model, Version(int(call.spec)) if isinstance(call.spec, int) else Version(-1)
-        if call.verb != "publish":
+        if call.verb != "publish" and call.claim is None:
             return "" if self._has_other_content(life, call) else "it published nothing"
+        version = call.claim if call.claim is not None else version
         newest = self.truth.newest(model)
         if newest is not None and newest >= version:
             return ""
@@ -168,15 +175,32 @@ class ErrorJudge(GroupJudge):
             if name == model and number >= version and any(each.replica != life.me.replica for each in made.values()):
                 return ""
         since = self.truth.troubles.before_pauses(call.began - self.settings.lease_s)
-        others = [*self.truth.lives.values(), *self.truth.dead.values()]
-        for other in others:
-            calls = [c for c in [*other.past, other.call] if c is not None and c.ended >= since and c.verb == "publish"]
-            if calls and other.me.model == model and other.me.replica != life.me.replica:
-                return ""
+        if any(
+            self._publishes(other, version, since, life, call)
+            for other in [*self.truth.lives.values(), *self.truth.dead.values()]
+        ):
+            return ""
         made_here = self.truth.made.get((model, version), {}).get(life.me.replica)
         if made_here is not None and made_here.root_of(life.shard) not in (None, call.root):
             return ""  # a publish of its own failed half-way, with other content
         return f"no version from {version} on exists, and nobody else publishes"
+
+    def _publishes(self, other: Life, version: Version, since: float, life: Life, call: Call) -> bool:
+        """Another replica has published a number since then, or claimed this one. Who has claimed it minds only what is
+        published above it."""
+        if other.me.model != life.me.model or other.me.replica == life.me.replica:
+            return False
+        calls = [c for c in [*other.past, other.call] if c is not None and c.ended >= since]
+        if call.claimed == version and self._kept_its_claim(life, version):
+            return any(c.verb == "publish" and isinstance(c.spec, int) and c.spec > version for c in calls)
+        return other.claim == version or any(c.verb == "publish" or c.claim == version for c in calls)
+
+    def _kept_its_claim(self, life: Life, version: Version) -> bool:
+        """All shards of the replica have claimed that number, and the server could hear so ever since."""
+        group = list(self.truth.group(life))
+        calls = [c for c in (other.call or next(reversed(other.past), None) for other in group) if c is not None]
+        is_claimed = len(calls) == self.conditions.shards_in(life.cut) and all(c.claimed == version for c in calls)
+        return is_claimed and all(self.truth.troubles.hears(o, o.claimed - self.settings.lease_s) for o in group)
 
     def _has_other_content(self, life: Life, call: Call) -> bool:
         made = self.truth.exists(life.me.model, call.had) if call.had is not None else None
@@ -241,7 +265,11 @@ class ErrorJudge(GroupJudge):
         return "" if call.verb == "publish" and (life.held is not None or call.had is not None) else "it holds nothing"
 
     def _usage(self, life: Life, call: Call) -> str:
-        return "" if life.poisoned and call.verb == "publish" else "its caller did nothing wrong"
+        is_spoiled = call.claim is not None and any(other.poisoned for other in self.truth.group(life))
+        fetches = life.hello.prefetch == "always" or life.prefetch is not None
+        is_in_vain = (call.verb, call.spec) == ("update", "prefetched") and not fetches
+        is_wrong = is_spoiled or is_in_vain or (life.poisoned and call.verb == "publish")
+        return "" if is_wrong else "its caller did nothing wrong"
 
     def _closed(self, life: Life, call: Call) -> str:
         return "" if life.closing < inf else "nobody had closed it"

@@ -5,7 +5,7 @@ from math import inf
 from ...core.messages import Orders
 from ...core.names import Version
 from ..truth.life import Call, Life
-from ..truth.record import Made
+from ..truth.made import Made
 from ..truth.troubles import RECONNECT_S
 from .bench import Judge
 

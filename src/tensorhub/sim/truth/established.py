@@ -9,7 +9,8 @@ from ...core.names import Version
 from .life import Life
 
 if TYPE_CHECKING:
-    from .record import Made, Truth
+    from .made import Made
+    from .record import Truth
 
 
 @dataclass

@@ -95,6 +95,8 @@ class Call:
     is_cancelled: bool = False
     is_touched: bool = False  # a byte of the registered memory was written
     waits: bool = False  # for its number to be published
+    claim: Version | None = None  # of an unpublish: what it asks to publish next
+    claimed: Version | None = None  # what it might publish next when it was made
 
     @property
     def error(self) -> Failure | None:
@@ -141,6 +143,10 @@ class Life:
     bad_until: float = 0.0  # a message of its own was lost or is late
     layout: Digest = Digest("")
     pins: tuple[Version, ...] = ()
+    prefetch: int | str | None = None  # what its caller wants ahead
+    claim: Version | None = None  # what it may publish next, and nobody else
+    claimed: float = inf  # since when
+    claimed_by: int = 0  # by which life of the server it was granted
     released: dict[Version, None] = field(default_factory=dict)  # copies that a server has asked it to let go
     unfilled: dict[Version, None] = field(default_factory=dict)  # of those, what it had not heard to be whole
     was_unfilled: bool = False  # the copy that it has dropped last was such a one: nobody ever relied on it
@@ -157,7 +163,16 @@ class Life:
     starved_at: float = -inf  # when its open read last brought something after it had brought nothing for long
     stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had more: when its read last did
     failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
-    poisoned: bool = False  # a fill that had written ended badly
+    poisoned: bool = False  # a fill ended badly that may have written
+    is_torn: bool = False  # one that had
+
+    def has_in_place(self, held: Held | None) -> None:
+        """The registered memory is that version, or other memory: it is nothing that a fill has spoiled."""
+        self.held, self.poisoned, self.is_torn = held, False, False
+
+    def claims(self, version: Version | None, now: float, server: int) -> None:
+        """A call has ended well: from now on it may publish that next, or what it had claimed is over."""
+        self.claim, self.claimed, self.claimed_by = version, now, server
 
     def crosses_since(self, read: Read) -> float:
         """When it began to get that version from other sites, without one of its own between them."""

@@ -1,43 +1,20 @@
 """The truth of a cluster: who has which bytes, what was published, what each caller asked for, what was said."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from math import inf
 
 from ...core.messages import Holding, Orders, Report
-from ...core.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId
+from ...core.names import Digest, ReplicaName, Shard, Version, WorkerId
 from ...core.worker import events
 from ...core.worker.events_across import PartEnded
 from ..plan import Plan
 from ..world import World
-from .contents import derived
 from .established import Established
 from .life import BAR, MOST_OF_A_LEASE, Call, Copied, Held, Life, Read
+from .made import Made
 from .troubles import Troubles
 
 MOST_PAST = 20  # calls of one process that are remembered
-
-
-@dataclass(eq=False)
-class Made:
-    """What one replica has published under a number."""
-
-    model: ModelName
-    version: Version
-    replica: ReplicaName
-    roots: dict[int, Digest] = field(default_factory=dict)
-    layouts: dict[int, Digest] = field(default_factory=dict)
-    cut: str = ""
-    exists: float = inf  # since when all shards had it
-    known: float = inf  # since when a server had said so
-
-    def root_of(self, shard: tuple[str, int]) -> Digest | None:
-        """What it is in that shard of its own cut or of another one."""
-        cut = shard[0].partition(BAR)[2]
-        if cut == self.cut:
-            return self.roots.get(shard[1])
-        own = self.roots.get(shard[1], next(iter(self.roots.values()), None))  # another cut may have more shards
-        return derived(own, cut, shard[1]) if own is not None else None
 
 
 class Truth:
@@ -53,9 +30,7 @@ class Truth:
         self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
         self.lost: dict[tuple[str, Version], float] = {}  # when a shard had no holder, the last time that was so
         self.established = Established(self)
-        self.last_holder_gone: dict[
-            tuple[str, int, Version, bool], float
-        ] = {}  # when a holder, reliable or not, died or was told to go
+        self.last_holder_gone: dict[tuple[str, int, Version, bool], float] = {}  # reliable or not: died or told to go
         self.layouts: dict[tuple[str, int], dict[Digest, None]] = {}  # that somebody ever registered
         self.server_life = 0
 
@@ -209,13 +184,14 @@ class Truth:
     def told(self, life: Life, event: events.Event) -> None:
         """The shell tells the machine."""
         match event:
-            case events.Called(verb, spec, deadline, root, waits=waits):
+            case events.Called(verb, spec, deadline, root, claim, waits=waits):
                 left_s = deadline - life.clock()
                 held = life.held
                 had, root_had = (held.version, held.root) if held is not None else (None, Digest(""))
                 if life.call is None:
                     left = self.now, self.now + left_s
                     life.call = Call(verb, spec, root, *left, had, root_had, waits=waits)
+                    life.call.claim, life.call.claimed = claim, life.claim
             case events.Cancelled():
                 if life.call is not None:
                     life.call.is_cancelled = True
@@ -224,11 +200,14 @@ class Truth:
                 life.closing = min(life.closing, self.now)
                 life.close_deadline = self.now + event.deadline - life.clock()
             case events.Registered(digest=digest):
-                life.layout, life.held, life.poisoned, life.registered = digest, None, False, self.now
+                life.layout, life.registered = digest, self.now
+                life.has_in_place(None)
                 self.layouts.setdefault(life.shard, {})[digest] = None
-            case events.Wished(pins=pins):
+            case events.ClaimDropped():
+                life.claim = None
+            case events.Wished(prefetch, pins):
                 life.pinned_at = life.pinned_at if pins == life.pins else self.now
-                life.pins = pins
+                life.pins, life.prefetch = pins, prefetch
             case events.ReadEnded(complete=complete, failure=failure):
                 self._read_ended(life, complete, failure.code if failure is not None else "")
             case PartEnded(part=part, failure=failure):
@@ -258,7 +237,7 @@ class Truth:
             life.copies[version] = Copied(version, root, self.now, read.into, not read.shares, life.landed)
             self.established.note_whole(life, version)
         elif complete and life.call is not None:
-            life.held, life.poisoned = Held(version, root, self.now, landed=life.landed), False
+            life.has_in_place(Held(version, root, self.now, landed=life.landed))
             self.established.note_whole(life, version)
         elif code and not read.is_stopped:
             life.failures.append((self.now, read.grant.source, code))
@@ -268,7 +247,7 @@ class Truth:
         match effect:
             case events.StartServing(version, root):
                 is_published = life.call is not None and life.call.verb == "publish"
-                life.held, life.poisoned = Held(version, root, self.now, is_published), False
+                life.has_in_place(Held(version, root, self.now, is_published))
                 self.established.note_whole(life, version)
             case events.StopServing(version):
                 if life.held is not None and life.held.version == version:
@@ -305,9 +284,11 @@ class Truth:
         is_good = call.outcome is not None and call.outcome.error is None
         if is_good and call.verb == "unpublish":
             life.held = None
+        if is_good and call.outcome is not None and call.outcome.number:  # and not without a server
+            life.claims(call.claim, self.now, self.server_life)
         is_fill = call.verb in ("replicate", "update")
         if not is_good and is_fill and life.held is None and (call.is_touched or call.resolved is not None):
-            life.poisoned = True
+            life.poisoned, life.is_torn = True, life.is_torn or call.is_touched
         life.past = [*life.past, call][-MOST_PAST:]
         life.call = None
 

@@ -1,0 +1,30 @@
+"""What replicas have published, as the truth remembers it."""
+
+from dataclasses import dataclass, field
+from math import inf
+
+from ...core.names import Digest, ModelName, ReplicaName, Version
+from .contents import derived
+from .life import BAR
+
+
+@dataclass(eq=False)
+class Made:
+    """What one replica has published under a number."""
+
+    model: ModelName
+    version: Version
+    replica: ReplicaName
+    roots: dict[int, Digest] = field(default_factory=dict)
+    layouts: dict[int, Digest] = field(default_factory=dict)
+    cut: str = ""
+    exists: float = inf  # since when all shards had it
+    known: float = inf  # since when a server had said so
+
+    def root_of(self, shard: tuple[str, int]) -> Digest | None:
+        """What it is in that shard of its own cut or of another one."""
+        cut = shard[0].partition(BAR)[2]
+        if cut == self.cut:
+            return self.roots.get(shard[1])
+        own = self.roots.get(shard[1], next(iter(self.roots.values()), None))  # another cut may have more shards
+        return derived(own, cut, shard[1]) if own is not None else None
