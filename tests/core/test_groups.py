@@ -54,6 +54,8 @@ def test_who_waits_for_a_shard_that_could_not_make_the_call_hears_why() -> None:
     assert group.call.error is not None
     assert group.call.error.code == "group-incomplete"
     assert group.call.error.message.endswith("before all shards were done: no shard has 'w'[299:300]")
+    told = heard(group, ZERO, called(1, "publish", 7))
+    assert (told.error, told.instead) == (group.call.error, 0), "it is not left to wait in a call of its own"
     assert group.missed == (ONE, why)
     group.note_ended(ONE, 1, 0, missed=why)  # as it goes on to report
     assert group.missed == (ONE, why)

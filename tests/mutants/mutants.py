@@ -202,6 +202,12 @@ MUTANTS = (
         "nobody else publishes a number that is claimed",
     ),
     Mutant(
+        "who waits for a shard that could not make its call waits on",
+        '            call.arrived.setdefault(shard, Digest(""))\n',
+        "",
+        "a shard that cannot make a call costs its siblings nothing but that call",
+    ),
+    Mutant(
         "who has published half of a number stays its publisher",
         "        record.publishers = {name: None for name in record.publishers if name in still}\n",
         "",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Outcomes = dict[int, Finished]
 DIED = Finished(0, error=Failure("died", "the process was killed"))
+TORN = Failure("usage", "its tensors are torn")
 AT_ONCE_S = 0.001  # no time for the shards to hear of each other
 HEEDS = 0.3  # share of the programs in the storm that do what an error's hint says
 VAIN = 0.1  # share of the updates to what was fetched ahead where nothing is, by mistake
@@ -133,10 +134,12 @@ class App:
             own: tuple[str, int | str] = (verb, spec)
             if shard == step.stray and not self.is_quiet and self.shard_count > 1:
                 own = ("unpublish", "") if verb != "unpublish" else ("replicate", "latest")
+            misses = TORN if shard == step.misses and not self.is_quiet else None
             delay_s = self.chance.uniform(0, step.skew_s)
             root = roots.get(shard, Digest("")) if roots else Digest("")
             is_stray = own != (verb, spec)
-            call = Called(*own, timeout_s, root, None if is_stray else claim, waits=step.waits and not is_stray)
+            left_s, claims = 0.0 if misses else timeout_s, None if is_stray else claim
+            call = Called(*own, left_s, root, claims, waits=step.waits and not is_stray, missed=misses)
             self.world.after(delay_s, lambda p=process, s=shard, c=call: self._call(p, s, c))  # type: ignore[misc]
         if step.cancel_s and not self.is_quiet:
             waited_for = self._waiting_for

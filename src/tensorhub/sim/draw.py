@@ -16,6 +16,7 @@ WIDE, LONG, GREAT = 0.02, 0.02, 0.003  # shares of the seeds with eight shards, 
 RESTARTS = 0.12  # share of the others in which the server is restarted, and little else happens
 CLAIMING = (0.0, 0.5, 1.0)  # shares of a trainer's steps that go by `mutating`
 BREAKING = 0.1  # share of these that raise
+MISSING = 0.04  # share of a trainer's calls that one shard fails to make
 RESUMING = 0.5  # share of the trainers that go on with what the fleet has after a death
 HASTY = 0.4  # share of the programs that call again at once after a failure
 MIXED = 0.12  # share of the seeds with two ways to cut the tensors
@@ -196,7 +197,8 @@ def _with_claims(claims: Random, steps: tuple[Step, ...], is_fair: bool) -> tupl
     share, found = claims.choice(CLAIMING), []
     for step in steps:
         is_claimed, is_broken = claims.random() < share, claims.random() < BREAKING
-        found.append(replace(step, claims=is_claimed, breaks=is_claimed and is_broken and not is_fair))
+        misses = claims.randrange(8) if claims.random() < MISSING and not is_fair else -1
+        found.append(replace(step, claims=is_claimed, breaks=is_claimed and is_broken and not is_fair, misses=misses))
     return tuple(found)
 
 

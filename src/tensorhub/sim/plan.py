@@ -59,6 +59,7 @@ class Step:
     stray: int = -1  # this shard makes another call
     cancel_s: float = 0.0  # 0: nobody gives up; else the shard `canceller` does after so long
     canceller: int = -1
+    misses: int = -1  # this shard fails before it makes the call: its tensors are torn, say
     registers: str = ""  # before the call: "same" or "other" tensors
     waits: bool = False  # a replicate of a number: until that is published
     claims: bool = False  # a trainer takes its version back as `mutating` does: it claims the number that comes next

@@ -136,7 +136,7 @@ class Replica:
     ) -> None:
         """One shard's caller has got its answer for the calls up to `ended`. `seen`: the highest number heard.
 
-        `missed`: why the last of them was never made.
+        `missed`: why the last of them was never made. It belongs to the call that the others are in there all the same.
         """
         call = self.call
         if ended > self.ended:
@@ -148,7 +148,9 @@ class Replica:
             call.finish()  # as a server before this one had said
             return
         text = f"shard {shard} of {self.name} gave up {call} before all shards were done"
-        text = f"{text}: {missed.message}" if missed is not None else text
+        if missed is not None:
+            call.arrived.setdefault(shard, Digest(""))
+            text, seen = f"{text}: {missed.message}", ALL
         call.leave(shard, text, seen)
 
     def arrive(

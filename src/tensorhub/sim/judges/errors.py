@@ -71,7 +71,21 @@ class ErrorJudge(GroupJudge):
     def _deadline(self, life: Life, call: Call) -> str:
         if not self.is_at_deadline(call):
             return f"it had {call.deadline - self.now:.2f} s left"
-        return self._could_have_succeeded(life, call)
+        return self._is_told_nothing(life, call) or self._could_have_succeeded(life, call)
+
+    def _is_told_nothing(self, life: Life, call: Call) -> str:
+        """A shard that was in a call which a sibling then could not make hears so."""
+        step = self.step_of(life)
+        since, troubles = step.began - self.settings.lease_s, self.truth.troubles
+        if step.call_of(life) is not call or not troubles.hears(life, since) or not troubles.remembers(since):
+            return ""
+        for other in self.truth.group(life):
+            theirs = step.call_of(other)
+            if theirs is None or other is life or not theirs.is_missed or call.heard >= theirs.end_heard:
+                continue
+            if theirs.end_heard + self.spread_s < self.now:
+                return f"{other.name} could not make the call {self.now - theirs.began:.2f} s ago"
+        return ""
 
     def _unreachable(self, life: Life, call: Call) -> str:
         if not self.is_at_deadline(call):

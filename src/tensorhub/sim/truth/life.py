@@ -89,6 +89,7 @@ class Call:
     resolved_at: float = inf  # when a server first said so, wherever that got
     resolved_as: int = 0  # at which position: where that fails for want of the version, the library tries once more
     refused_at: float = inf  # when a server first answered it with an error, wherever that got
+    heard: float = inf  # when a server first took in that it is made
     ended: float = inf
     end_heard: float = inf  # when a server first took in that it had ended
     outcome: Finished | None = None
@@ -96,6 +97,7 @@ class Call:
     is_touched: bool = False  # a byte of the registered memory was written
     waits: bool = False  # for its number to be published
     claim: Version | None = None  # of an unpublish: what it asks to publish next
+    is_missed: bool = False  # it failed before it was made
     claimed: Version | None = None  # what it might publish next when it was made
 
     @property

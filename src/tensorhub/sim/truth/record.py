@@ -184,14 +184,14 @@ class Truth:
     def told(self, life: Life, event: events.Event) -> None:
         """The shell tells the machine."""
         match event:
-            case events.Called(verb, spec, deadline, root, claim, waits=waits):
+            case events.Called(verb, spec, deadline, root, claim, waits=waits, missed=missed):
                 left_s = deadline - life.clock()
                 held = life.held
                 had, root_had = (held.version, held.root) if held is not None else (None, Digest(""))
                 if life.call is None:
                     left = self.now, self.now + left_s
                     life.call = Call(verb, spec, root, *left, had, root_had, waits=waits)
-                    life.call.claim, life.call.claimed = claim, life.claim
+                    life.call.claim, life.call.claimed, life.call.is_missed = claim, life.claim, missed is not None
             case events.Cancelled():
                 if life.call is not None:
                     life.call.is_cancelled = True
@@ -282,6 +282,7 @@ class Truth:
         assert call is not None
         call.ended = self.now
         is_good = call.outcome is not None and call.outcome.error is None
+        call.number = call.number or (call.outcome.number if call.outcome is not None else 0)
         if is_good and call.verb == "unpublish":
             life.held = None
         if is_good and call.outcome is not None and call.outcome.number:  # and not without a server
@@ -346,6 +347,8 @@ class Truth:
         life.heard, life.heard_at, life.heard_by, life.is_connected = report, self.now, self.server_life, True
         life.is_turned_away = False
         self.established.heard(life)
+        if life.call is not None and report.call is not None and report.call.number == life.call.number:
+            life.call.heard = min(life.call.heard, self.now)
         for call in reversed(life.past):
             if call.end_heard < inf:
                 break

@@ -73,6 +73,8 @@ def _missing(replica: Replica) -> Failure | None:
         return None
     absent = [shard for shard in missing if Shard(shard) not in call.pending]
     text = f"{replica.name} waits for shard {some_shards(absent)} of {replica.shards} to call {call}"
+    if replica.missed is not None and replica.missed[0] in absent:
+        text = f"{text} again, since it could not before: {replica.missed[1].message}"
     if not absent:
         text = f"{replica.name} waits to hear that shard {some_shards(list(call.arrived))} is still in {call}"
     if call.differing:
