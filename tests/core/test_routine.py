@@ -53,6 +53,7 @@ NEWS: dict[str, Any] = {
     "closing": True,
     "leaving": True,
     "claim": ONE,
+    "claimed_in": Number(5),
     "stops": True,
     "across": Across(ONE),
     "over": (Ticket(4),),

@@ -202,6 +202,18 @@ MUTANTS = (
         "nobody else publishes a number that is claimed",
     ),
     Mutant(
+        "a claim that comes back is as good as a later one",
+        "        if name != replica.name and claimed_by(state, other).get(version, -1) >= mine:\n",
+        "        if name != replica.name and version in claimed_by(state, other):\n",
+        "who has claimed a number while nobody else could can publish it",
+    ),
+    Mutant(
+        "a worker does not say which orders granted its claim",
+        "        worker.claimed_in = orders.number if call.claim is not None else worker.claimed_in\n",
+        "",
+        "who has claimed a number while nobody else could can publish it, also after a restart of the server",
+    ),
+    Mutant(
         "who waits for a shard that could not make its call waits on",
         '            call.arrived.setdefault(shard, Digest(""))\n',
         "",

@@ -32,6 +32,7 @@ def shortened(text: str, most: int) -> str:
 
 
 SPOILED = "poisoned: its last fill failed half-way"  # what nobody may publish, nor begin a step on
+HIGHER = "publish a higher number, as next_version() names"
 SPOILED_HINT = "replicate a version, or register() again once good content is in the tensors"
 
 

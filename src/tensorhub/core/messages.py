@@ -27,7 +27,6 @@ MAX_CROSS_SITE_VERSIONS = 8  # versions for which a worker says how much came fr
 MAX_PINS = 64  # versions pinned by one worker
 MAX_OVER = 1024  # tickets that are over beside one that is still read
 MAX_PARTS = 256  # sources of one read across: no version is read out of more shards at once
-
 MAX_COMPANIONS = 15  # other models of a set
 Spec = int | str  # a version number, "latest" or "latest-N"; of an update, or a choice, also "prefetched"
 VERBS = ("publish", "unpublish", "replicate", "update", "choose")  # a choice only says what the spec means of a set
@@ -295,6 +294,7 @@ class Report(_Message, frozen=True, tag="report"):
     closing: bool = False
     leaving: bool = False  # close() was called, nobody reads any more: this worker may be forgotten
     claim: Version | None = None  # the number that its last unpublish has claimed
+    claimed_in: Number = Number(0)  # the number of the orders that granted it: of two claims the later one counts
     stops: bool = False
     roster: Roster | None = None
     across: Across | None = None

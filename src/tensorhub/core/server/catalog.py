@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from ..errors import HIGHER
 from ..messages import Failure, Spec
 from ..names import Digest, ModelName, ReplicaName, Version, WorkerId, is_partial
 from ..version_spec import parse_spec, steps_back
@@ -341,11 +342,8 @@ class Model:
         shards = [str(line.shard) for line in min(missing, key=len)]
         last = f"; {record.last_holder} held it last" if record.last_holder else ""
         text = f"version {record.version} of {self.name} is lost: nobody holds shard {', '.join(shards[:8])}{last}"
-        left = self.latest
-        hint = (
-            f"wait for a newer version, or replicate version {left}" if left is not None else "publish a newer version"
-        )
-        return Failure("version-unavailable", text, hint)
+        instead = f", or replicate version {self.latest}" if self.latest is not None else ""
+        return Failure("version-unavailable", text, f"wait until a newer version is published{instead}")
 
     def awaited(self, spec: Spec, companions: Names = ()) -> Version | None:
         """What somebody who waits for `spec` gets: that version or a newer one; None while there is none."""
@@ -361,9 +359,9 @@ class Model:
         is_same = record is not None and is_same_content(record.roots, roots)
         if self.newest is not None and version < self.newest:
             text = f"{name} is lower than the newest, {self.newest}"
-            return Failure("version-conflict", text, "versions only rise: publish a higher number")
+            return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
         if record is not None and record.exists and not is_same:
-            return Failure("version-conflict", f"{name} exists with other content", "publish a higher number")
+            return Failure("version-conflict", f"{name} exists with other content", HIGHER)
         if record is not None and not record.exists and not is_same:
             others = [str(name) for name in record.claims if name != replica.name]
             others += [str(w) for held in record.holders.values() for w in held if w.replica != replica.name]

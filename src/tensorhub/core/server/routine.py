@@ -146,7 +146,8 @@ def _is_same_beside(report: Report, before: Report) -> bool:
 def _is_same_else(report: Report, before: Report) -> bool:
     return (
         report.session == before.session
-        and (report.prefetch, report.claim, report.stops) == (before.prefetch, before.claim, before.stops)
+        and (report.prefetch, report.stops) == (before.prefetch, before.stops)
+        and (report.claim, report.claimed_in) == (before.claim, before.claimed_in)
         and (report.across, report.over, report.missed) == (before.across, before.over, before.missed)
         and (report.failures, report.copy_error, report.copies_left)
         == (before.failures, before.copy_error, before.copies_left)

@@ -22,6 +22,7 @@ def take(worker: WorkerState, orders: Orders) -> None:
     call = worker.call
     if call is not None and call.take(orders.answer):
         worker.note(f"{call} is version {call.resolved}")
+        worker.claimed_in = orders.number if call.claim is not None else worker.claimed_in
     is_answer = worker.memory.withdrawn_in <= orders.acknowledged
     if worker.memory.is_going(orders.drained) and is_answer and worker.copies.copying is None:
         worker.want(worker.memory.stop_serving())  # while a copy is made, this waits until the server says it again

@@ -29,7 +29,7 @@ def news_of(report: Report) -> Report:
     copies = tuple(replace(each, done=0, chunks=0) for each in report.copies)
     counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "cross_site_bytes": {}}
     carried = replace(report, newest=None, newest_receipt="", receipts={}, ceiling=Number(0), ceiling_receipt="")
-    carried = replace(carried, stops=False, roster=None)
+    carried = replace(carried, claimed_in=Number(0), stops=False, roster=None)
     return replace(carried, buffer=buffer, reading=reading, across=across, copies=copies, **counters)
 
 

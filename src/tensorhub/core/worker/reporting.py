@@ -39,6 +39,7 @@ def report_of(worker: WorkerState) -> Report:
         closing=departure is not None,
         leaving=departure is not None and departure.leaving_in > 0,
         claim=worker.claim if departure is None else None,
+        claimed_in=worker.claimed_in,
         stops=worker.memory.is_stopping,
         # When its own lease is over, the server may have given it up, and gone on with others.
         roster=proofs.roster if worker.now < worker.slot.trust_until else None,

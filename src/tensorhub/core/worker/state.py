@@ -40,6 +40,7 @@ class WorkerState:
     call: Call | None = None
     departure: Departure | None = None
     claim: Version | None = None  # what the last unpublish has claimed, until it is published
+    claimed_in: Number = Number(0)  # the number of the orders that granted it
     ended: int = 0  # position of the last call that ended here
     finished: int = 0  # and of the last one that ended well
     missed: Failure | None = None  # why the last one was never made

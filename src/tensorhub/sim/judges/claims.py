@@ -29,7 +29,12 @@ class ClaimJudge(Judge):
         what = "publish" if call.verb == "publish" else "claim"
         for other in self.truth.lives.values():
             is_rival = other.me.model == life.me.model and other.me.replica != life.me.replica
-            if is_rival and other.claim == answer.version and (self._is_known(other) or self._outlived(other)):
+            is_later = (
+                life.claim == answer.version and life.claimed > other.claimed
+            )  # as was judged when it was granted
+            if is_later or not is_rival or other.claim != answer.version:
+                continue
+            if self._is_known(other) or self._outlived(other):
                 self.broken(f"{life.name} may {what} version {answer.version}, which {other.name} has claimed")
         if call.claim is not None:
             self._is_free(life, call.claim)

@@ -6,6 +6,7 @@ from ...core.messages import Failure
 from ...core.names import Version, WorkerId
 from ..truth.life import Call, Life
 from ..truth.made import Made
+from ..truth.troubles import RECONNECT_S
 from .drains import DrainJudge
 from .groups import GroupJudge
 
@@ -214,7 +215,7 @@ class ErrorJudge(GroupJudge):
         group = list(self.truth.group(life))
         calls = [c for c in (other.call or next(reversed(other.past), None) for other in group) if c is not None]
         is_claimed = len(calls) == self.conditions.shards_in(life.cut) and all(c.claimed == version for c in calls)
-        return is_claimed and all(self.truth.troubles.hears(o, o.claimed - self.settings.lease_s) for o in group)
+        return is_claimed and all(self.truth.troubles.hears(o, max(o.claimed, o.started + RECONNECT_S)) for o in group)
 
     def _has_other_content(self, life: Life, call: Call) -> bool:
         made = self.truth.exists(life.me.model, call.had) if call.had is not None else None

@@ -5,7 +5,7 @@ The replica's workers remember the claim and repeat it in each report, so it out
 call of the replica that ends well, whatever that is; when it is given back; and with the last session of its workers.
 """
 
-from ...errors import SPOILED, SPOILED_HINT
+from ...errors import HIGHER, SPOILED, SPOILED_HINT
 from ...messages import Failure, Poisoned
 from ...names import ReplicaName, Version
 from ..catalog import Model
@@ -14,7 +14,7 @@ from ..groups import Replica
 from ..membership import Member
 from ..state import State
 
-HINT = "one replica publishes a number: see which other job uses this model name, or publish a higher number"
+HINT = "one replica publishes a number: see which other job uses this model name, or publish what next_version() names"
 
 
 def why_refuse(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
@@ -55,9 +55,13 @@ def _why_apart(state: State, replica: Replica) -> Failure | None:
 
 
 def conflict_with(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
-    """Somebody else has claimed that number."""
+    """Somebody else has claimed that number, and not before this replica has.
+
+    Of two claims the later one counts: it was granted when the session of who had the other was over.
+    """
+    mine = claimed_by(state, replica).get(version, 0)
     for name, other in model.replicas.items():
-        if name != replica.name and version in claimed_by(state, other):
+        if name != replica.name and claimed_by(state, other).get(version, -1) >= mine:
             text = f"version {version} of {model.name} is claimed by {name}, which is between its unpublish and publish"
             return Failure("version-conflict", text, HINT)
     return None
@@ -67,7 +71,7 @@ def _why_not_claim(model: Model, replica: Replica, version: Version) -> Failure 
     name, record = f"version {version} of {model.name}", model.versions.get(version)
     if model.newest is not None and version <= model.newest:
         text = f"{name} is not higher than the newest, {model.newest}: nothing was changed"
-        return Failure("version-conflict", text, "versions only rise: publish a higher number")
+        return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
     others: list[ReplicaName] = []
     if record is not None:
         others = [*record.claims, *[worker.replica for held in record.holders.values() for worker in held]]
@@ -77,20 +81,25 @@ def _why_not_claim(model: Model, replica: Replica, version: Version) -> Failure 
     return None
 
 
-def claimed_by(state: State, replica: Replica) -> dict[Version, None]:
-    """What the replica has claimed: by a call that is under way or has just ended well, or as its workers remember."""
-    found: dict[Version, None] = {}
+def claimed_by(state: State, replica: Replica) -> dict[Version, int]:
+    """What the replica has claimed: by a call that is under way or has just ended well, or as its workers remember.
+
+    Of each the number of the orders that granted it; they may be on their way yet.
+    """
+    found: dict[Version, int] = {}
     for worker in replica.members.values():
         member = state.members.get(worker)
         if member is None:
             continue
-        if member.report.claim is not None:
-            found[member.report.claim] = None
-        reported = member.report.call
+        report, reported = member.report, member.report.call
+        granted_in = min(report.claimed_in, report.seen)
+        if report.claim is not None:
+            found[report.claim] = max(granted_in, found.get(report.claim, 0))
         call = replica.find(reported.number) if reported is not None else None
         is_granted = call is not None and call.error is None and call.version is not None
         if call is not None and call.claim is not None and is_granted:
-            found[call.claim] = None
+            is_heard = reported is not None and reported.resolved is not None
+            found[call.claim] = max(granted_in if is_heard else state.numbers.last, found.get(call.claim, 0))
     return found
 
 
