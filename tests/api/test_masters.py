@@ -17,7 +17,7 @@ from tensorhub.memory.masters import Casts
 from tensorhub.memory.registration import register
 from tensorhub.runtime import dataplane
 from tensorhub.runtime.driver import Driver
-from tensorhub.runtime.mastering import Mastering
+from tensorhub.runtime.wholeness import Wholeness
 
 SIZE = 200_000
 
@@ -291,13 +291,13 @@ def test_other_content_under_the_number_that_the_masters_had_is_given_back():
     """As after a conflict, in which a call that held a version ends with another one of that number."""
     master = torch.zeros(100)
     registration = register({"w": master}, dtype="bfloat16")
-    mastering = Mastering(worker_id("m", "r", 0))
-    mastering.published(Digest("one"))
+    wholeness = Wholeness(worker_id("m", "r", 0))
+    wholeness.published(Digest("one"))
     registration.casts.fill()
     master.fill_(7)
 
     def give_back(root):
-        asyncio.run(mastering.give_back(registration, Holding(Version(1), Digest(root)), time.monotonic() + 20))
+        asyncio.run(wholeness.give_back(registration, Holding(Version(1), Digest(root)), time.monotonic() + 20))
         return master[0].item()
 
     assert [give_back("one"), give_back("other")] == [7, 0]

@@ -39,9 +39,9 @@ from .config import Options
 from .content import Known, changed_tensors
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .hashing import by, grid_of, hashed
-from .mastering import Mastering
 from .questions import check_held, wait_for_holders, wait_for_version
 from .suspending import Suspension
+from .wholeness import Wholeness
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Client:
         self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
         self.callers = Callers()
         self._behind = Behind(self.driver)
-        self._mastering = Mastering(self.me)
+        self._wholeness = Wholeness(self.me)
         self.suspension = Suspension(self.driver, self._behind)
         self.hello = hello
         self._calling = ""
@@ -102,7 +102,7 @@ class Client:
             hint = "register fewer tensors, with shorter names, or larger ones"
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
         most_copies = self.driver.data.register(registration)
-        self._mastering.registered(self.driver, is_resumed=is_resumed)
+        self._wholeness.registered(self.driver, is_resumed=is_resumed)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
@@ -122,25 +122,25 @@ class Client:
             await self._behind.over(deadline, f"{verb}()")
             called = Called(verb, spec, deadline, claim=claim, waits=waits, is_held_back=is_held_back)
             registration = self.driver.data.registration
-            self._mastering.check_whole(called, self.driver)
+            self._wholeness.check_whole(called, self.driver)
             if verb == "unpublish":
                 if registration is None or registration.casts is None:
                     return await self._carried(called)
                 await self._behind.begin(self._carried(called), deadline)
                 return None
             self._check_in_place()
-            self._mastering.check(registration, f"{verb}()")
+            self._wholeness.check(registration, f"{verb}()")
             if registration is not None:
                 registration.check_fillable()
             worker = self.driver.worker
             if worker.held is None:
-                self._mastering.forget()
+                self._wholeness.forget()
             known = worker.update_at_once(self.hello, called)
             if isinstance(known, Failure):
                 raise failed(known)
             version = known if known is not None else await self._carried(called)
             held = worker.buffer if isinstance(worker.buffer, Holding) else None
-            await self._mastering.give_back(registration, held, deadline)
+            await self._wholeness.give_back(registration, held, deadline)
             return version
 
     async def choose(self, spec: Spec, deadline: float, *, floor: Version | None, waits: bool) -> Version | None:
@@ -224,7 +224,7 @@ class Client:
         buffer = self.driver.worker.buffer
         root = buffer.root if isinstance(buffer, Holding) else Digest("")
         called = Called("publish", version, deadline, root)
-        self._mastering.check_whole(called, self.driver)
+        self._wholeness.check_whole(called, self.driver)
         self.driver.check(called)
         try:
             self._check_in_place()
@@ -244,7 +244,7 @@ class Client:
         self.driver.data.unserved = None
         root, words, grid = manifest.root(), digest_of_metadata(said), grid_of(manifest)
         if known is None:  # else nothing was cast
-            self._mastering.published(root)
+            self._wholeness.published(root)
         published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
         if self.driver.data.unserved is not None:
             raise self.driver.data.unserved
@@ -255,7 +255,7 @@ class Client:
         registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
         if held is None:
-            await self._mastering.cast(registration, deadline, f"publish of {self.me}")
+            await self._wholeness.cast(registration, deadline, f"publish of {self.me}")
         return await hashed(self.options, self.me, self.hello.shards, registration, held, metadata, deadline)
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
@@ -314,7 +314,7 @@ class Client:
     def version(self) -> Version | None:
         """The version held, whole and verified; None if there is none, or once this worker has gone."""
         is_written = self.driver.data.lease.is_touched and isinstance(self.driver.worker.buffer, Vacated)
-        is_none = self.driver.is_gone or is_written or self._mastering.why_torn(self.driver)
+        is_none = self.driver.is_gone or is_written or self._wholeness.why_torn(self.driver)
         return None if is_none else self.driver.worker.held
 
     @property

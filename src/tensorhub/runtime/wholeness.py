@@ -1,8 +1,8 @@
-"""When a worker's masters are cast into the buffer in which they are published, and when that is cast back.
+"""Whether a worker's tensors are a version, whole, or torn; and when masters are cast into the buffer and back.
 
-Casting happens in threads; none of them is left behind, however the call ends. It must never: cast into a buffer that
-somebody may read, write to masters that already are what the buffer is (their owner may have gone on with them), or let
-what is torn be published: tensors that are no version, which the worker's machine cannot know.
+What is torn is no version, which the worker's machine cannot know: it must not be published, nor a step begun on it.
+Casting happens in threads; none of them is left behind, however the call ends. It must never cast into a buffer that
+somebody may read, nor write to masters that already are what the buffer is: their owner may have gone on with them.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ NOT_BACK = "the version that is held was not cast back into them"
 SLEPT = f"before they were suspended they were {SPOILED}"
 
 
-class Mastering:
-    """What one worker's masters are. Used in the worker's loop only."""
+class Wholeness:
+    """Of one worker's tensors, or masters. Used in the worker's loop only."""
 
     def __init__(self, me: WorkerId) -> None:
         self._me = me
