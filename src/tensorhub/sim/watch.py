@@ -173,7 +173,7 @@ class Watch:
         match effect:
             case events.StopServing(version):
                 self.memory.serving_stops(life, version, from_host=False)
-                self.claims.withdraws(life, call)
+                self.claims.withdraws(life, version, call)
             case events.DropCopy(version):
                 self.memory.serving_stops(life, version, from_host=True)
             case events.StartServing(version, root):

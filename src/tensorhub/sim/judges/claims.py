@@ -61,9 +61,9 @@ class ClaimJudge(Judge):
         is_old = other.claimed < self.truth.troubles.server_died
         return is_old and other.clock() < other.trust_until and other.closing == inf
 
-    def withdraws(self, life: Life, call: Call | None) -> None:
-        """It serves a version no longer."""
-        if call is not None and call.claim is not None and call.resolved is None:
+    def withdraws(self, life: Life, version: Version, call: Call | None) -> None:
+        """It serves a version no longer, or what a failed fill has left of one."""
+        if call is not None and call.claim is not None and call.resolved is None and call.had == version:
             self.broken(
                 f"{life.name} withdraws before its claim of version {call.claim} is granted", "G8 loses nothing"
             )
