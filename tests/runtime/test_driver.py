@@ -2,6 +2,8 @@
 
 import logging
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,6 +12,7 @@ import pytest
 
 import tensorhub
 from tensorhub.core.errors import InvariantViolation
+from tensorhub.runtime import long_waits
 from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, SOON_RETRY_S, SOON_S, retry_delay_s
 from tensorhub.runtime.loops import in_thread, loop_thread
 from tensorhub.runtime.serving import ServerThread
@@ -56,6 +59,49 @@ def test_a_server_that_leaves_is_found_again():
         eventually(lambda: weights.statistics()["is_connected"])
         assert weights.publish(1, timeout=5) == 1
         weights.close(timeout=5)
+
+
+def test_that_the_server_is_away_and_that_it_is_back_are_both_said(caplog):
+    first = tensorhub.serve(lease_s=2, report_s=0.2)
+    host, port = first.address.split(":")
+    weights = worker(first)
+    with caplog.at_level(logging.WARNING, logger="tensorhub"):
+        first.close()
+        eventually(lambda: f"no reference server at {first.address}" in caplog.text)
+        with ServerThread(host, int(port), fresh=True):
+            eventually(lambda: f"the reference server at {first.address} is back after" in caplog.text)
+            weights.close(timeout=5)
+
+
+def test_a_call_that_waits_for_long_says_for_what_and_what_is_over_says_nothing(server, monkeypatch, caplog):
+    monkeypatch.setattr(long_waits, "SAYS_AFTER_S", (0.1, 0.2))
+    monkeypatch.setattr(long_waits, "EVERY_S", 0.2)
+    weights = worker(server, "reader")
+    with caplog.at_level(logging.WARNING, logger="tensorhub"):
+        with pytest.raises(tensorhub.DeadlineExceeded):
+            weights.replicate("latest", timeout=1.5)
+        said = [line for line in caplog.messages if line.startswith("replicate of m/reader[0] goes on after")]
+        assert len(said) >= 3
+        assert all("no version of m yet" in line for line in said)
+        weights.publish(1)
+        assert not [line for line in caplog.messages if "publish of" in line]
+    weights.close()
+
+
+def test_who_waits_for_the_place_of_a_former_life_says_so(server, caplog):
+    code = f"""
+import os, numpy as np, tensorhub
+weights = tensorhub.open("m", replica="trainer", server={server.address!r})
+weights.register({{"w": np.ones(1000)}})
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    with caplog.at_level(logging.WARNING, logger="tensorhub"):
+        again = worker(server, "trainer")
+    said = [line for line in caplog.messages if line.startswith("m/trainer[0] waits to be let in: ")]
+    assert len(said) == 1, "the lease of the former life lasts yet"
+    assert "its place is free in" in said[0]
+    again.close()
 
 
 def test_a_contradiction_ends_one_worker_and_tells_its_story(server, monkeypatch, caplog):

@@ -85,6 +85,8 @@ class Connection:
         self._report: Report | None = None
         self._has_mail = asyncio.Event()
         self._heard_at, self._silence_s = 0.0, SILENCE_S
+        self._away_since = 0.0  # that it is away was said
+        self._refused = ""  # what was said of a refusal that may pass
 
     def send(self, message: Report | LayoutInfo) -> None:
         """Send it if there is a line, a layout when asked for it; the newest replaces what still waits."""
@@ -145,7 +147,24 @@ class Connection:
         else:
             self.why = str(error) or type(error).__name__
         if is_first:
+            self._away_since = self._away_since or time.monotonic()
             _log.warning("%s: no reference server at %s: %s", self._hello.worker, self.address, self.why)
+
+    def _note_refusal(self, refusal: Refusal) -> None:
+        """Whoever waits for another one's place learns so at once, and once."""
+        if refusal.retry_s > 0 and refusal.code != "refused" and refusal.code != self._refused:
+            self._refused = refusal.code
+            hint = f" ({refusal.hint})" if refusal.hint else ""
+            _log.warning("%s waits to be let in: %s%s", self._hello.worker, refusal.message, hint)
+
+    def _note_back(self) -> None:
+        """It has a session."""
+        if self._away_since:
+            away_s = time.monotonic() - self._away_since
+            _log.warning(
+                "%s: the reference server at %s is back after %.1f s", self._hello.worker, self.address, away_s
+            )
+        self._away_since, self._refused = 0.0, ""
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> tuple[Refusal | None, bool]:
         """Carry messages until the line ends: (the refusal that ended it, whether anything was heard)."""
@@ -171,8 +190,10 @@ class Connection:
                         continue
                     if isinstance(message, Refusal):
                         refusal = message
+                        self._note_refusal(message)
                     else:
                         self._silence_s = SILENCE_S * max(1.0, message.report_s)
+                        self._note_back()
                     self._on_event(Received(message))
             except TimeoutError:
                 self.why = f"it was silent for {patience_s:.0f} s"

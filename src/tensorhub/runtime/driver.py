@@ -58,6 +58,7 @@ from .config import Options
 from .connection import Connection, LineEvent
 from .covering import Covering
 from .dataplane import DataPlane
+from .long_waits import LongWait
 from .loops import in_thread
 
 _log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class Driver:
         """One call, from here to its end. Cancelling it tells the machine so."""
         ended: asyncio.Future[Finished] = self._loop.create_future()
         self._finished = ended
+        waits = LongWait(f"{called.verb} of {self.me}", self._waits_for)
         try:
             self.feed(called)
             await asyncio.wait((ended,), timeout=called.deadline + AFTER_DEADLINE_S - self._loop.time())
@@ -154,9 +156,20 @@ class Driver:
             raise
         finally:
             self._finished = None
+            waits.end()
         if finished.error is not None:
             raise failed(self._with_circumstances(finished.error))
         return finished.version
+
+    def _waits_for(self) -> str:
+        """What the call that goes on waits for, as far as the server has said, or that it says nothing."""
+        call, refusal = self.worker.call, self.worker.refusal
+        if call is None:
+            return ""
+        if not self.worker.connected:
+            return f"the reference server at {self.line.address}: {refusal.message if refusal else self.line.why}"
+        waiting = call.answer.waiting if call.answer is not None else None
+        return waiting.message if waiting is not None else ""
 
     def check(self, called: Called) -> None:
         """Raises what the caller does wrong. Where it is for what is in the tensors, the siblings hear of it."""
