@@ -50,6 +50,14 @@ def test_the_next_number_of_a_server_that_is_away(server):
     assert time.monotonic() - began < 3
 
 
+def test_no_time_at_all_is_a_mistake_with_a_way_out(join):
+    rollout, _ = join("r")
+    with pytest.raises(tensorhub.UsageError, match="timeout=0 is not a number of seconds above 0") as raised:
+        rollout.update(timeout=0)
+    assert raised.value.hint is not None
+    assert 'update("prefetched")' in raised.value.hint
+
+
 def test_a_trainer_waits_for_its_rollouts(join):
     trainer, _ = join("t", 1.0)
     assert (trainer.publish(1), trainer.wait_held(1)) == (1, ()), "nobody follows it yet"
@@ -66,6 +74,10 @@ def test_a_trainer_waits_for_its_rollouts(join):
         tensorhub.DeadlineExceeded, match=r"1 of 2 replicas hold version 2 .* missing: slow \(holds 1\)"
     ):
         trainer.wait_held(2, timeout=0.5)
+    began = time.monotonic()
+    with pytest.raises(tensorhub.DeadlineExceeded):
+        trainer.wait_held(2, timeout=0.5)
+    assert time.monotonic() - began >= 0.5, "it waits for as long as it was told"
     updating = threading.Timer(0.3, slow.update)
     updating.start()
     assert trainer.wait_held(2, timeout=5) == ("fast", "slow")

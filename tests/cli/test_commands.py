@@ -51,7 +51,7 @@ def test_a_server_that_is_not_there_is_two_clear_lines(command: str) -> None:
     assert (status, out) == (1, "")
     assert "Traceback" not in err
     what, hint = err.strip().splitlines()
-    assert what.startswith("error (server-unreachable): no reference server at 127.0.0.1:1")
+    assert what == "error (server-unreachable): no reference server at 127.0.0.1:1: Connection refused"
     assert hint.startswith("hint: ")
 
 

@@ -122,6 +122,15 @@ def test_the_setting_orders_and_limits_what_the_doctor_says(monkeypatch: pytest.
 
 
 @pytest.mark.processes
+def test_it_asks_the_server_that_workers_here_would_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_SERVER", "127.0.0.1:1")
+    _, out, _ = run("doctor", "--json")
+    asked = [check for check in json.loads(out)["machine"] if check["name"] == "reference server"]
+    assert len(asked) == 1
+    assert "127.0.0.1:1" in asked[0]["says"]
+
+
+@pytest.mark.processes
 def test_as_a_command() -> None:
     status, out, err = run("doctor", "--json")
     assert (status, err) == (0, "")

@@ -124,7 +124,10 @@ def watch(
 @app.command()
 def doctor(
     server: Annotated[
-        str | None, typer.Option("--server", help="Also ask this reference server, host:port.", show_default=False)
+        str | None,
+        typer.Option(
+            "--server", envvar="TENSORHUB_SERVER", help="Also ask this reference server, host:port.", show_default=False
+        ),
     ] = None,
     token: TokenOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,

@@ -85,7 +85,9 @@ def parse_seconds(value: object, what: str) -> float:
     except ValueError:
         seconds = float("nan")
     if not isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
-        raise UsageError(f"{what}={value!r} is not a number of seconds above 0 and up to {MOST_SECONDS:.0f}")
+        text = f"{what}={value!r} is not a number of seconds above 0 and up to {MOST_SECONDS:.0f}"
+        hint = 'a call takes some milliseconds; update("prefetched") brings what is here already, or nothing'
+        raise UsageError(text, hint=hint if seconds == 0 and what == "timeout" else None)
     return seconds
 
 

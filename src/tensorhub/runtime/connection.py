@@ -57,6 +57,18 @@ def retry_delay_s(attempt: int, random_0_1: float, *, broken_s: float = inf) -> 
     return float(min(most_s, FIRST_RETRY_S * 2 ** min(attempt, 16)) * (1.0 - random_0_1 / 2))
 
 
+def why_away(error: Exception) -> str:
+    """What was wrong with a server that could not be asked, in the words of the system."""
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        code = error.os_error.errno
+        return os.strerror(code) if code and code > 0 else str(error.os_error)
+    if isinstance(error, aiohttp.WSServerHandshakeError):
+        return f"what answers there is no reference server (HTTP {error.status})"
+    return str(error) or type(error).__name__
+
+
 def _patience_s() -> float:
     return PATIENCE_S * (1.0 + JITTER * random.random())
 
@@ -136,16 +148,9 @@ class Connection:
         return socket
 
     def _note_failure(self, error: Exception, *, is_first: bool) -> None:
-        if isinstance(error, TimeoutError):
-            self.why = "it does not answer"
-        elif isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error, aiohttp.ClientConnectorError):
             shortages.note(error.os_error, did="it connected to the reference server")
-            code = error.os_error.errno
-            self.why = os.strerror(code) if code and code > 0 else str(error.os_error)
-        elif isinstance(error, aiohttp.WSServerHandshakeError):
-            self.why = f"what answers there is no reference server (HTTP {error.status})"
-        else:
-            self.why = str(error) or type(error).__name__
+        self.why = why_away(error)
         if is_first:
             self._away_since = self._away_since or time.monotonic()
             _log.warning("%s: no reference server at %s: %s", self._hello.worker, self.address, self.why)

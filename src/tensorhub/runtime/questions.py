@@ -27,7 +27,7 @@ from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status
 from ..core.version_spec import HIGHEST_VERSION, parse_spec
 from .config import Options
-from .connection import CONNECT_S, retry_delay_s
+from .connection import CONNECT_S, retry_delay_s, why_away
 
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
 ANSWER_S = 0.2  # before the deadline, so that what is missing is known when time runs out
@@ -181,8 +181,10 @@ class _Asked:
                     try:
                         found = decoder.decode(await _get(http, self._options, path, asked))
                         self.why, attempt = "", 0
-                        if is_final(found) or left_s <= 0.0:
+                        if is_final(found):
                             return found
+                        if left_s <= 0.0:
+                            await asyncio.sleep(answer_s / 2)  # what is missing is known; it may come yet
                     except (_Away, msgspec.MsgspecError) as error:
                         self.why, attempt = str(error), attempt + 1
                         await asyncio.sleep(retry_delay_s(attempt, random.random()))
@@ -209,7 +211,7 @@ async def _get(http: aiohttp.ClientSession, options: Options, path: str, params:
             while chunk := await answer.content.read(MOST_ANSWER_BYTES):
                 body += chunk
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise _Away(str(error) or type(error).__name__) from error
+        raise _Away(why_away(error)) from error
     if answer.status == 200:
         return body
     raise _error(answer.status, body, options)
