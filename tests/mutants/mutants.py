@@ -214,6 +214,12 @@ MUTANTS = (
         "who has claimed a number while nobody else could can publish it, also after a restart of the server",
     ),
     Mutant(
+        "what a former server ended well is believed whatever this one has answered",
+        "        if finished == call.number and call.is_inherited and (not call.is_resolved_here or call.version == held):\n",
+        "        if finished == call.number and call.is_inherited:\n",
+        "all shards of a call get one version, also where two servers have answered it",
+    ),
+    Mutant(
         "who waits for a shard that could not make its call waits on",
         '            call.arrived.setdefault(shard, Digest(""))\n',
         "",

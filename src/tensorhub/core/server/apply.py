@@ -180,7 +180,7 @@ def _advance(state: State, decision: Admit | Wait | Fail | Resolve | AcceptPubli
         case Fail(call, failure):
             call.fail(failure)
         case Resolve(call, version):
-            call.version = version
+            call.version, call.is_resolved_here = version, True
         case AcceptPublish(model, replica, call, version):
             _accept_publish(state, model, replica, call, version)
         case Promise(model, replica, version):

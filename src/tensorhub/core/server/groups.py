@@ -52,6 +52,7 @@ class GroupCall:
     is_finished: bool = False
     error: Failure | None = None
     is_over: bool = False  # it is finished, or has an error
+    is_resolved_here: bool = False  # by this life of the server
     waiting: Failure | None = None
     waits: bool = False  # of a replicate: for a number that nobody has published yet
     metadata: Digest = Digest("")  # of what a publish says beside its tensors
@@ -132,10 +133,18 @@ class Replica:
         return [shard for shard in range(self.shards) if Shard(shard) not in arrived]
 
     def note_ended(
-        self, shard: Shard, ended: int, finished: int, *, seen: int = ALL, missed: Failure | None = None
+        self,
+        shard: Shard,
+        ended: int,
+        finished: int,
+        *,
+        seen: int = ALL,
+        missed: Failure | None = None,
+        held: Version | None = None,
     ) -> None:
         """One shard's caller has got its answer for the calls up to `ended`. `seen`: the highest number heard.
 
+        `held`: what it has since. A server before this one may have answered another version than this one did.
         `missed`: why the last of them was never made. It belongs to the call that the others are in there all the same.
         """
         call = self.call
@@ -144,10 +153,12 @@ class Replica:
         self.ended, self.finished = max(self.ended, ended), max(self.finished, finished)
         if call is None or call.is_over or call.number > ended:
             return
-        if finished == call.number and call.is_inherited:
+        if finished == call.number and call.is_inherited and (not call.is_resolved_here or call.version == held):
             call.finish()  # as a server before this one had said
             return
         text = f"shard {shard} of {self.name} gave up {call} before all shards were done"
+        if finished == call.number:
+            text = f"shard {shard} of {self.name} had ended {call} with another version than {call.version}"
         if missed is not None:
             call.arrived.setdefault(shard, Digest(""))
             text, seen = f"{text}: {missed.message}", ALL

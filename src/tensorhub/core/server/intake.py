@@ -6,6 +6,7 @@ from math import inf
 from ..messages import (
     Filling,
     Grant,
+    Holding,
     HostCopy,
     LayoutInfo,
     Poisoned,
@@ -166,7 +167,9 @@ def take_call(state: State, replica: Replica, member: Member, *, is_first: bool)
     report = member.report
     former = replica.call
     was_over, was_ended = former is None or former.is_over, replica.ended
-    replica.note_ended(member.shard, report.ended, report.finished, seen=report.seen, missed=report.missed)
+    held = report.buffer.version if isinstance(report.buffer, Holding) else None
+    ended, seen, missed = (report.ended, report.finished), report.seen, report.missed
+    replica.note_ended(member.shard, *ended, seen=seen, missed=missed, held=held)
     if report.call is not None:
         is_put = report.ended != report.call.number - 1
         seen, last = report.seen, state.numbers.last

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import inf
 
-from ...core.names import Digest, ReplicaName, Version
+from ...core.names import Digest, ReplicaName, Shard, Version, WorkerId
 from ..truth.life import Call, Life
 from ..truth.record import Truth
 from ..world import World
@@ -193,7 +193,8 @@ class RetentionJudge(Judge):
 
     def _is_retained(self, life: Life, version: Version) -> bool:
         model = life.me.model
-        if version in self.truth.existing(model)[: max(1, self.conditions.retain)]:
+        newer = sum(self._may_count(model, other) for other in self.truth.numbers(model) if other > version)
+        if newer < max(1, self.conditions.retain):
             return True
         since = self.now - self.spread_s - self.settings.lease_s
         return any(
@@ -201,6 +202,19 @@ class RetentionJudge(Judge):
             for other in self.truth.lives.values()
             if other.me.model == model
         )
+
+    def _may_count(self, model: str, version: Version) -> bool:
+        """It exists; or each shard was published, and who has died since had a session yet when the last one was."""
+        if self.truth.exists(model, version) is not None:
+            return True
+        since = self._sessions_since(self.now)
+        for made in self.truth.made_as(model, version):
+            workers = [WorkerId(made.model, made.replica, Shard(shard)) for shard in made.roots]
+            dead = [self.truth.dead.get(me) for me in workers if me not in self.truth.lives]
+            is_recent = all(life is not None and life.died >= since for life in dead)
+            if is_recent and len(made.roots) == self.conditions.shards_in(made.cut):
+                return True
+        return False
 
     def call_ended(self, life: Life, call: Call) -> None:
         """A fill that ended badly before a byte was written gives the old version back."""

@@ -7,7 +7,7 @@ from math import inf
 
 from ...core.messages import Empty, Filling, Poisoned
 from ...core.names import Version
-from ..truth.life import Life
+from ..truth.life import Call, Life
 from .bench import Judge
 
 FILLS = ("replicate", "update")
@@ -83,6 +83,13 @@ class StallJudge(Judge):
         is_here = source.site == reader.site and source.closing == inf and source.layout == reader.layout
         if source is reader or not (is_held or is_copied) or not is_here or source.heard_since > since:
             return False
+        if any(call is not None and _leaves(call, version, since) for call in (source.call, *source.past[-1:])):
+            return False
         if not self.truth.said_to_have(source, version) or reader.failed_since(self._asked(reader), source.me):
             return False
         return self._can_talk(source, since) and troubles.serves(source, since)
+
+
+def _leaves(call: Call, version: Version, since: float) -> bool:
+    """Its caller wanted the memory back of what it held, at some time since then."""
+    return call.verb == "unpublish" and call.had == version and call.ended > since

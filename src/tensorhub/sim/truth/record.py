@@ -104,6 +104,10 @@ class Truth:
         found = [v for name, v in self.made if name == model and self.exists(model, v) is not None]
         return sorted(found, reverse=True)
 
+    def numbers(self, model: str) -> list[Version]:
+        """Under which somebody has published something, whatever came of it."""
+        return [version for name, version in self.made if name == model]
+
     def exists(self, model: str, version: Version) -> Made | None:
         """The first that came to be under that number: order is the server's, where it has said anything of it."""
         made = [m for m in self.made.get((model, version), {}).values() if m.exists < inf]
