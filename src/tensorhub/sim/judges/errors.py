@@ -55,6 +55,7 @@ class ErrorJudge(GroupJudge):
             "not-drained": self._not_drained,
             "usage": self._usage,
             "closed": self._closed,
+            "shard-taken": self._taken,
             "unavailable": self._recovering,
             "error": self._copy_error,
         }.get(code)
@@ -288,6 +289,13 @@ class ErrorJudge(GroupJudge):
 
     def _closed(self, life: Life, call: Call) -> str:
         return "" if life.closing < inf else "nobody had closed it"
+
+    def _taken(self, life: Life, call: Call) -> str:
+        """The life before it was thought to live when it came. (A real program cannot call before it is let in.)"""
+        former = self.truth.dead.get(life.me)
+        since = self.truth.troubles.before_pauses(self.now - 1.2 * self.settings.lease_s - self.spread_s)
+        is_recent = former is not None and former is not life and former.died >= since
+        return "" if is_recent and life.heard is None else "nobody else was that shard"
 
     def _copy_error(self, life: Life, call: Call) -> str:
         return "" if self.conditions.copy_error else "no copy had failed"
