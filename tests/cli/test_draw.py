@@ -98,3 +98,19 @@ def test_a_read_says_how_it_goes_and_why_not_a_better_way() -> None:
     assert "reads from rollout-1 by tcp, 128.0 MiB of 256.0 MiB at 3.0 GiB/s" in shown
     assert "2 streams" in shown
     assert "not by local: it is on another host" in shown
+
+
+def test_a_holder_that_is_cut_off_is_named_as_such() -> None:
+    well, away = (
+        ReplicaView(name, 1, (worker(0, connected=is_there),), None) for name, is_there in (("t", True), ("r", False))
+    )
+    held = VersionView(7, True, True, ("r", "t"), ())
+    text = words(drawn(Status("p", 1.0, 0.0, (ModelView("policy", 1, 7, 64, (held,), (well, away)),), (), {}), 160))
+    assert "version 7 held by r (cut off), t" in text
+
+
+def test_where_all_is_lost_nobody_reads_that_nothing_was_published() -> None:
+    lost = VersionView(7, False, True, (), (), last_holder="policy/t[0]", is_lost=True)
+    text = words(drawn(Status("p", 1.0, 0.0, (ModelView("policy", 1, None, 64, (lost,), ()),), (), {}), 160))
+    assert "policy all versions are lost" in text
+    assert "nothing published" not in text

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..core.snapshot import CallView, ModelView, ReplicaView, Status, Transfer, VersionView
+from ..core.snapshot import CallView, ModelView, ReplicaView, Status, Transfer
 from ..transport.choose import scheme_of
 from .rows import Row, bytes_done, rows_of, transfers_of
 from .words import count_text, shards_text, size_text, some_text, time_text
@@ -62,10 +62,9 @@ def _heading(status: Status, server: str) -> Text:
 
 
 def _model(status: Status, model: ModelView, width: int, bars: bool, rates: dict[int, float]) -> list[RenderableType]:
-    latest = f"latest is {model.latest}" if model.latest is not None else "nothing published yet"
-    facts = f"  {latest}, {count_text(model.shards, 'shard')}, {size_text(model.size_bytes)}"
+    facts = f"  {_latest(model)}, {count_text(model.shards, 'shard')}, {size_text(model.size_bytes)}"
     title = Text.assemble((model.name, "bold"), facts)
-    parts: list[RenderableType] = [title, *_versions(model.versions, model.latest)]
+    parts: list[RenderableType] = [title, *_versions(model)]
     if not model.replicas:
         return [*parts, Text("  no replica is here now", style="dim")]
     is_wide = width >= WIDE
@@ -85,12 +84,20 @@ def _model(status: Status, model: ModelView, width: int, bars: bool, rates: dict
     return [*parts, table]
 
 
-def _versions(versions: tuple[VersionView, ...], latest: int | None) -> list[RenderableType]:
-    lines: list[RenderableType] = []
+def _latest(model: ModelView) -> str:
+    if model.latest is not None:
+        return f"latest is {model.latest}"
+    return "all versions are lost" if any(version.is_lost for version in model.versions) else "nothing published yet"
+
+
+def _versions(model: ModelView) -> list[RenderableType]:
+    versions, latest, lines = model.versions, model.latest, list[RenderableType]()
+    cut_off = [each.name for each in model.replicas if any(not worker.connected for worker in each.workers)]
     for version in versions[:MOST_VERSIONS]:
         text = Text(f"version {version.version}", style="bold" if version.is_latest else "")
         if version.holders:
-            text.append(f" held by {some_text(version.holders, MOST_NAMES)}", style="not bold")
+            holders = [f"{name} (cut off)" if name in cut_off else name for name in version.holders]
+            text.append(f" held by {some_text(holders, MOST_NAMES)}", style="not bold")
         elif version.host_copies:
             text.append(" held in host memory only", style="not bold yellow")
         elif version.last_holder:
