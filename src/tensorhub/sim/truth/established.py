@@ -56,10 +56,10 @@ class Established:
         return shard in self._among_spot
 
     def note_whole(self, life: Life, version: Version) -> None:
-        """One more has all of its shard: perhaps the version is established by that."""
+        """One more has all of its shard: perhaps the version is established by that, if it is outside the publisher."""
         truth, model = self._truth, life.me.model
         made, newest = truth.exists(model, version), self._newest.get(model)
-        if made is None or (newest is not None and version < newest.version):
+        if made is None or made.replica == life.me.replica or (newest is not None and version < newest.version):
             return
         is_new = newest is None or version > newest.version
         ways = newest.ways if newest is not None and not is_new else {}
