@@ -220,6 +220,12 @@ MUTANTS = (
         "all shards of a call get one version, also where two servers have answered it",
     ),
     Mutant(
+        "who is cut off lets go what was fetched ahead",
+        "    if not copies or not model.roll.is_over or not facts.is_here(state, member):\n",
+        "    if not copies or not model.roll.is_over:\n",
+        "what was fetched ahead outlives a short silence, and counts as established",
+    ),
+    Mutant(
         "who waits for a shard that could not make its call waits on",
         '            call.arrived.setdefault(shard, Digest(""))\n',
         "",

@@ -42,6 +42,7 @@ class Established:
         self._truth = truth
         self._newest: dict[str, Newest] = {}
         self._known: dict[str, Newest] = {}  # the newest of which a server has been told, by holders of all shards
+        self._known_by: dict[str, tuple[Version, int]] = {}  # which life of the server has heard of it from all shards
         self._perhaps: dict[str, Version] = {}  # the newest of which a server may have been told by any holders
         self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
         self._belated: dict[tuple[str, Version], tuple[int, float]] = {}  # perhaps so, for which server and since when
@@ -108,6 +109,9 @@ class Established:
                     way.said.setdefault(place, life)
         if any(way.is_said for way in newest.ways.values()):
             self._known[life.me.model] = newest
+        known = self._known.get(life.me.model)
+        if known is not None and self._may_be_known(life.me.model, known, by=self._truth.server_life):
+            self._known_by[life.me.model] = known.version, self._truth.server_life
 
     def _note_perhaps(self, model: str) -> None:
         """Others than the first, or such as are in doubt, may have told a server of the newest one: that stays so."""
@@ -139,7 +143,8 @@ class Established:
 
         Not if a newer one has become it since: that may be known from others. Nor if a reliable worker of a shard that
         only spot workers have came before the server can have heard of them. The next server finds out anew what is
-        established, from those that it hears; and whoever has published it, and has gone on, it takes for any other.
+        established, from those that it hears: from one of each shard, or it does not. And whoever has published it, and
+        has gone on, it takes for any other.
         """
         known, newest, truth = self._known.get(model), self._newest.get(model), self._truth
         if known is None or newest is None or known.version != version or known.since > before:
@@ -147,6 +152,8 @@ class Established:
         if self._perhaps.get(model, version) > version or (newest is not known and self._may_be_known(model, newest)):
             return False
         is_next = truth.troubles.server_died >= known.since
+        if is_next and self._known_by.get(model) != (version, truth.server_life):
+            return False
         until = known.since + truth.plan.settings.report_s + 8 * truth.plan.conditions.delay_s
         for life in [*truth.lives.values(), *truth.dead.values()]:
             is_other = life.hello.reliable and life.me.model == model and life.shard in self._among_spot
@@ -154,8 +161,10 @@ class Established:
                 return False
         return True
 
-    def _may_be_known(self, model: str, newest: Newest) -> bool:
+    def _may_be_known(self, model: str, newest: Newest, by: int = 0) -> bool:
         """Each shard of a cut has somebody who has told a server of it, whether he was among the first or not.
+
+        `by`: that life of it.
 
         He may be on his way to another version, as long as no server has told him that he may give this one up.
         """
@@ -164,7 +173,7 @@ class Established:
 
         def has_told(life: Life) -> bool:
             is_said = truth.said_to_have(life, newest.version) or _said_to_wait(life, newest.version)
-            return life.me.replica != publisher and is_said
+            return life.me.replica != publisher and is_said and by in (0, life.heard_by)
 
         return any(all(any(map(has_told, truth.same_shard(shard))) for shard in cut) for cut in truth.cuts(model))
 

@@ -49,11 +49,12 @@ def host_copy_orders(state: State, model: Model, replica: Replica, member: Membe
 def copies_to_let_go(state: State, model: Model, replica: Replica, member: Member) -> tuple[int, ...]:
     """Its host copies, by number, that are not needed any more. What it was once told to let go never counts again.
 
+    Of one that is cut off it is not known what it still wants: nothing is fetched ahead for it, and all would go.
     There is no way back. So in the first lease after a restart only such may go as nobody can want who comes back by
     then: they are older than a version which those that have answered show to be established.
     """
     copies = member.content.copies
-    if not copies or not model.roll.is_over:
+    if not copies or not model.roll.is_over or not facts.is_here(state, member):
         return ()
     newest = model.newest_established
     old = [copy.number for copy in copies if newest is not None and copy.version < newest]
