@@ -222,7 +222,7 @@ class TrainerApp(App):
         return Step("publish", rest_s=0.5, claims=any(step.claims for step in self.replica.steps))
 
     def take(self, step: Step) -> None:
-        if self.is_settling and self.phase == "rest":
+        if self.is_settling and self.phase == "rest" and self.published is not None:
             self.world.after(0.5, self.next_step)
         elif self.replica.resumes and (self._is_anew or (step.back and not self.is_quiet)):
             self.phase, self.claimed, self._is_anew = "resume", None, False

@@ -201,8 +201,8 @@ class Established:
         relied_on = [o for o in others if o.hello.reliable and not _said_to_leave(o) and _is_laid_out(o)]
         needs_reliable = any(self._has_session(o) or self._is_awaited(o) for o in relied_on)
         return any(
-            truth.said_to_have(holder, version) and truth.may_be_in_session(holder) and _is_counted(holder, version)
-            for holder in truth.holders(shard, version)
+            truth.said_to_have(holder, version) and truth.may_be_believed(holder) and _is_counted(holder, version)
+            for holder in [*truth.holders(shard, version), *(other for other in others if not other.is_alive)]
             if holder in others and (holder.hello.reliable or not needs_reliable)
         )
 

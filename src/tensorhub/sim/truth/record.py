@@ -166,9 +166,13 @@ class Truth:
 
     def may_be_in_session(self, life: Life) -> bool:
         """This life of the server has heard it, and its lease may last: while a server stands still none ends."""
+        return life.is_alive and self.may_be_believed(life)
+
+    def may_be_believed(self, life: Life) -> bool:
+        """The same, dead or alive."""
         lease_s = self.plan.settings.lease_s / (1 - self.plan.conditions.drift)  # by a server whose clock is slow
         until = max(life.heard_at, self.troubles.server_back) + lease_s
-        return life.is_alive and life.is_heard_by(self.server_life) and self.now < until
+        return life.is_heard_by(self.server_life) and self.now < until
 
     def said_to_have(self, life: Life, version: Version) -> bool:
         """The latest report that a server took in says that it has the version, whole and to stay."""
