@@ -209,7 +209,9 @@ class ErrorJudge(GroupJudge):
         calls = [c for c in [*other.past, other.call] if c is not None and c.ended >= since]
         if call.claimed == version and self._kept_its_claim(life, version):
             return any(c.verb == "publish" and isinstance(c.spec, int) and c.spec > version for c in calls)
-        return other.claim == version or any(c.verb == "publish" or c.claim == version for c in calls)
+        claimed, until = other.former_claim
+        is_claimed = other.claim == version or (claimed == version and until >= since)
+        return is_claimed or any(c.verb == "publish" or c.claim == version for c in calls)
 
     def _kept_its_claim(self, life: Life, version: Version) -> bool:
         """All shards of the replica have claimed that number, and the server could hear so ever since."""

@@ -148,6 +148,7 @@ class Life:
     prefetch: int | str | None = None  # what its caller wants ahead
     claim: Version | None = None  # what it may publish next, and nobody else
     claimed: float = inf  # since when
+    former_claim: tuple[Version | None, float] = (None, -inf)  # the one before, and until when
     claimed_by: int = 0  # by which life of the server it was granted
     released: dict[Version, None] = field(default_factory=dict)  # copies that a server has asked it to let go
     unfilled: dict[Version, None] = field(default_factory=dict)  # of those, what it had not heard to be whole
@@ -174,6 +175,7 @@ class Life:
 
     def claims(self, version: Version | None, now: float, server: int) -> None:
         """A call has ended well: from now on it may publish that next, or what it had claimed is over."""
+        self.former_claim = self.claim, now
         self.claim, self.claimed, self.claimed_by = version, now, server
 
     def crosses_since(self, read: Read) -> float:

@@ -212,7 +212,7 @@ class Truth:
                 life.has_in_place(None)
                 self.layouts.setdefault(life.shard, {})[digest] = None
             case events.ClaimDropped():
-                life.claim = None
+                life.claims(None, self.now, self.server_life)
             case events.Wished(prefetch, pins):
                 life.pinned_at = life.pinned_at if pins == life.pins else self.now
                 life.pins, life.prefetch = pins, prefetch
