@@ -2,6 +2,7 @@
 
 import logging
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, SOON_RETRY
 from tensorhub.runtime.loops import in_thread, loop_thread
 from tensorhub.runtime.serving import ServerThread
 
-from .kit import eventually, in_threads, within
+from .kit import ServerProcess, eventually, in_threads, within
 
 
 @pytest.fixture
@@ -80,12 +81,35 @@ def test_a_call_that_waits_for_long_says_for_what_and_what_is_over_says_nothing(
     with caplog.at_level(logging.WARNING, logger="tensorhub"):
         with pytest.raises(tensorhub.DeadlineExceeded):
             weights.replicate("latest", timeout=1.5)
-        said = [line for line in caplog.messages if line.startswith("replicate of m/reader[0] goes on after")]
+        said = [line for line in caplog.messages if line.startswith("replicate of m/reader[0] goes on waiting after")]
         assert len(said) >= 3
         assert all("no version of m yet" in line for line in said)
         weights.publish(1)
         assert not [line for line in caplog.messages if "publish of" in line]
     weights.close()
+
+
+@pytest.mark.processes
+def test_a_call_that_waits_for_a_server_that_stands_still_says_that_and_not_what_it_said_before(monkeypatch, caplog):
+    monkeypatch.setattr(long_waits, "SAYS_AFTER_S", (0.1, 0.2))
+    monkeypatch.setattr(long_waits, "EVERY_S", 0.2)
+    with ServerProcess(lease_s=5.0) as server:
+        reader, trainer = worker(server, "reader"), worker(server, "trainer")
+
+        def wait():
+            return reader.replicate("latest", timeout=60)
+
+        def stop():
+            eventually(lambda: "no version of m yet" in caplog.text)
+            server.send(signal.SIGSTOP)
+            eventually(lambda: f"the reference server at {server.address} has not answered for" in caplog.text)
+            server.send(signal.SIGCONT)
+            return trainer.publish(1)
+
+        with caplog.at_level(logging.WARNING, logger="tensorhub"):
+            assert in_threads(wait, stop) == [1, 1]
+        trainer.close()
+        reader.close()
 
 
 def test_who_waits_for_the_place_of_a_former_life_says_so(server, caplog):

@@ -58,7 +58,7 @@ from .config import Options
 from .connection import Connection, LineEvent
 from .covering import Covering
 from .dataplane import DataPlane
-from .long_waits import LongWait
+from .long_waits import LongWait, why_waits
 from .loops import in_thread
 
 _log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class Driver:
         self._answered: asyncio.Future[Refusal | None] = self._loop.create_future()
         self._why_in_vain = why_in_vain
         self._finished: asyncio.Future[Finished] | None = None
+        self._waits: LongWait | None = None
         self._left: asyncio.Future[bool] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._awaited: dict[asyncio.Future[None], Callable[[], bool]] = {}
@@ -142,7 +143,7 @@ class Driver:
         """One call, from here to its end. Cancelling it tells the machine so."""
         ended: asyncio.Future[Finished] = self._loop.create_future()
         self._finished = ended
-        waits = LongWait(f"{called.verb} of {self.me}", self._waits_for)
+        self._waits = waits = LongWait(f"{called.verb} of {self.me}", self._waits_for)
         try:
             self.feed(called)
             await asyncio.wait((ended,), timeout=called.deadline + AFTER_DEADLINE_S - self._loop.time())
@@ -155,21 +156,14 @@ class Driver:
             self.feed(Cancelled())
             raise
         finally:
-            self._finished = None
+            self._finished = self._waits = None
             waits.end()
         if finished.error is not None:
             raise failed(self._with_circumstances(finished.error))
         return finished.version
 
     def _waits_for(self) -> str:
-        """What the call that goes on waits for, as far as the server has said, or that it says nothing."""
-        call, refusal = self.worker.call, self.worker.refusal
-        if call is None:
-            return ""
-        if not self.worker.connected:
-            return f"the reference server at {self.line.address}: {refusal.message if refusal else self.line.why}"
-        waiting = call.answer.waiting if call.answer is not None else None
-        return waiting.message if waiting is not None else ""
+        return why_waits(self.worker, self.line.address, self.line.why, time.monotonic())
 
     def check(self, called: Called) -> None:
         """Raises what the caller does wrong. Where it is for what is in the tensors, the siblings hear of it."""
@@ -312,7 +306,8 @@ class Driver:
                 if self._finished is not None and not self._finished.done():
                     self._finished.set_result(effect)
             case Delayed(why=why):
-                _log.warning("%s: its call goes on waiting: %s", self.me, why.message)
+                if self._waits is not None:
+                    self._waits.say(why.message)
                 wrong = self._why_in_vain()
                 if wrong is not None and self._finished is not None and not self._finished.done():
                     self._finished.set_exception(wrong)
