@@ -97,7 +97,7 @@ class Connection:
         self._report: Report | None = None
         self._has_mail = asyncio.Event()
         self._heard_at, self._silence_s = 0.0, SILENCE_S
-        self._away_since = 0.0  # that it is away was said
+        self._away_since = 0.0  # when it was last heard, once it was said that it is away
         self._refused = ""  # what was said of a refusal that may pass
 
     def send(self, message: Report | LayoutInfo) -> None:
@@ -128,7 +128,7 @@ class Connection:
                         socket = await self._connect(http)
                 except (aiohttp.ClientError, OSError, ValueError, TimeoutError, RuntimeError) as error:
                     # a RuntimeError: no thread could be started to resolve the name
-                    self._note_failure(error, is_first=attempt == 0)
+                    self._note_failure(error)
                 else:
                     refusal, has_heard = await self._converse(socket)
                 if refusal is not None and refusal.retry_s <= 0:
@@ -147,12 +147,13 @@ class Connection:
         await socket.send_bytes(encode(self._hello))
         return socket
 
-    def _note_failure(self, error: Exception, *, is_first: bool) -> None:
+    def _note_failure(self, error: Exception) -> None:
+        """That it is away is said once, until there is a session again."""
         if isinstance(error, aiohttp.ClientConnectorError):
             shortages.note(error.os_error, did="it connected to the reference server")
         self.why = why_away(error)
-        if is_first:
-            self._away_since = self._away_since or time.monotonic()
+        if not self._away_since:
+            self._away_since = self._heard_at or time.monotonic()  # a host that is gone takes its time to be missed
             _log.warning("%s: no reference server at %s: %s", self._hello.worker, self.address, self.why)
 
     def _note_refusal(self, refusal: Refusal) -> None:
