@@ -109,6 +109,15 @@ def test_a_holder_that_is_cut_off_is_named_as_such() -> None:
     assert "version 7 held by r (cut off), t" in text
 
 
+def test_a_host_copy_of_who_is_cut_off_is_named_as_such() -> None:
+    away = ReplicaView("r", 2, (worker(0, connected=False, copies=(6,)), worker(1, copies=(7,))), None)
+    well = ReplicaView("s", 1, (worker(0, copies=(6,)),), None)
+    kept = tuple(VersionView(n, n == 7, True, (), (), host_copies=who) for n, who in ((7, ("r",)), (6, ("r", "s"))))
+    text = words(drawn(Status("p", 1.0, 0.0, (ModelView("policy", 1, 7, 64, kept, (away, well)),), (), {}), 160))
+    assert "version 7 held in host memory only; host copies: r version 6" in text, "its other shard has that copy"
+    assert "version 6 held in host memory only; host copies: r (cut off), s" in text
+
+
 def test_where_all_is_lost_nobody_reads_that_nothing_was_published() -> None:
     lost = VersionView(7, False, True, (), (), last_holder="policy/t[0]", is_lost=True)
     text = words(drawn(Status("p", 1.0, 0.0, (ModelView("policy", 1, None, 64, (lost,), ()),), (), {}), 160))

@@ -6,6 +6,7 @@ workers are, and where their bytes came from.
 """
 
 import json
+from collections.abc import Collection, Sequence
 
 import msgspec
 from rich import box
@@ -92,12 +93,12 @@ def _latest(model: ModelView) -> str:
 
 def _versions(model: ModelView) -> list[RenderableType]:
     versions, latest, lines = model.versions, model.latest, list[RenderableType]()
-    cut_off = [each.name for each in model.replicas if any(not worker.connected for worker in each.workers)]
+    silent = [(each.name, worker) for each in model.replicas for worker in each.workers if not worker.connected]
+    cut_off = {name for name, _ in silent}
     for version in versions[:MOST_VERSIONS]:
         text = Text(f"version {version.version}", style="bold" if version.is_latest else "")
         if version.holders:
-            holders = [f"{name} (cut off)" if name in cut_off else name for name in version.holders]
-            text.append(f" held by {some_text(holders, MOST_NAMES)}", style="not bold")
+            text.append(f" held by {_some(version.holders, cut_off)}", style="not bold")
         elif version.host_copies:
             text.append(" held in host memory only", style="not bold yellow")
         elif version.last_holder:
@@ -105,7 +106,8 @@ def _versions(model: ModelView) -> list[RenderableType]:
         else:
             text.append(" held whole by nobody", style="yellow")
         if version.host_copies:
-            text.append(f"; host copies: {some_text(version.host_copies, MOST_NAMES)}", style="not bold cyan")
+            keep_it = {name for name, worker in silent if version.version in worker.copies}
+            text.append(f"; host copies: {_some(version.host_copies, keep_it)}", style="not bold cyan")
         if version.filling:
             text.append(f"; filling {some_text(version.filling, MOST_NAMES)}", style="not bold cyan")
         for site, size_bytes in sorted(version.cross_site_bytes.items()):
@@ -120,6 +122,11 @@ def _versions(model: ModelView) -> list[RenderableType]:
     if len(versions) > MOST_VERSIONS:
         lines.append(Padding(Text(f"and {len(versions) - MOST_VERSIONS:,} older ones", style="dim"), (0, 0, 0, 2)))
     return lines
+
+
+def _some(names: Sequence[str], cut_off: Collection[str]) -> str:
+    """The first few of them; of which the server hears nothing, it cannot know whether they live."""
+    return some_text([f"{name} (cut off)" if name in cut_off else name for name in names], MOST_NAMES)
 
 
 # --- one replica ------------------------------------------------------------------------------------------------------
