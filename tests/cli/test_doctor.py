@@ -128,6 +128,11 @@ def test_it_asks_the_server_that_workers_here_would_ask(monkeypatch: pytest.Monk
     asked = [check for check in json.loads(out)["machine"] if check["name"] == "reference server"]
     assert len(asked) == 1
     assert "127.0.0.1:1" in asked[0]["says"]
+    assert "the address is from TENSORHUB_SERVER" in asked[0]["says"]
+    _, out, _ = run("doctor", "--json", "--server", "127.0.0.1:2")
+    asked = [check for check in json.loads(out)["machine"] if check["name"] == "reference server"]
+    assert "127.0.0.1:2" in asked[0]["says"], "who names one means that one"
+    assert "TENSORHUB_SERVER" not in asked[0]["says"]
 
 
 @pytest.mark.processes

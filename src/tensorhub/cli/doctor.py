@@ -109,24 +109,26 @@ def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool,
     return replace(check, reason=f"{check.reason}. Not taken anyway: {why}", remedy="", is_taken=False)
 
 
-def check_server(address: str, token: str = "", *, deadline_s: float = DEADLINE_S) -> Check:
-    """Ask it how it is."""
+def check_server(address: str, token: str = "", *, named_by: str = "", deadline_s: float = DEADLINE_S) -> Check:
+    """Ask it how it is. `named_by`: the setting that its address came from."""
     with _Child("server", address, environ={"TENSORHUB_TOKEN": token}) as asking:
         found = asking.answer(deadline_s)
+    origin = f" (the address is from {named_by})" if named_by else ""
     if "protocol" not in found:
         remedy = str(found.get("hint") or "start one with `tensorhub serve`")
-        return Check("reference server", "bad", str(found.get("error") or f"{address} gave no answer"), remedy)
+        why = str(found.get("error") or f"{address} gave no answer")
+        return Check("reference server", "bad", f"{why}{origin}", remedy)
     facts = f"{address} speaks {found['protocol']}, {found['workers']} workers, answers in {found['took_ms']:.0f} ms"
-    return Check("reference server", "good", facts)
+    return Check("reference server", "good", f"{facts}{origin}")
 
 
-def examine(server: str | None, token: str = "", *, size_bytes: int = SIZE_BYTES) -> Findings:
-    """Everything, one after the other, so that no measurement disturbs another."""
+def examine(server: str | None, token: str = "", *, named_by: str = "", size_bytes: int = SIZE_BYTES) -> Findings:
+    """Everything, one after the other, so that no measurement disturbs another. `named_by` as in `check_server`."""
     from .machine import machine_checks
 
     machine = machine_checks()
     if server is not None:
-        machine.append(check_server(server, token))
+        machine.append(check_server(server, token, named_by=named_by))
     named, nixl = worker_options().transports, nixl_path.advantage()
     checks = [with_choice(check_transport(name, size_bytes=size_bytes), named, nixl) for name in PREFERENCE]
     return Findings(sorted(checks, key=lambda check: [*named, *PREFERENCE].index(check.name)), machine)

@@ -123,6 +123,7 @@ def watch(
 
 @app.command()
 def doctor(
+    context: typer.Context,
     server: Annotated[
         str | None,
         typer.Option(
@@ -139,13 +140,15 @@ def doctor(
     from .doctor import examine
     from .doctor_draw import draw_findings
 
+    source = context.get_parameter_source("server")
+    named_by = "TENSORHUB_SERVER" if source is not None and source.name == "ENVIRONMENT" else ""
     if as_json:
-        found = examine(server, token)
+        found = examine(server, token, named_by=named_by)
         typer.echo(found.as_json())
     else:
         console = Console()
         with console.status("moving 256 MiB between two processes, once for each transport"):
-            found = examine(server, token)
+            found = examine(server, token, named_by=named_by)
         console.print(draw_findings(found, is_long=all_))
     raise typer.Exit(0 if found.is_well else 1)
 
