@@ -1,19 +1,26 @@
-"""A worker's line: what its log says of a server that is away and comes back."""
+"""A worker's line: what its log says of a server that is away and comes back, and in which words."""
 
 import asyncio
+import contextlib
 import logging
 import re
+import socket
+import threading
 import time
 
 import aiohttp
+import pytest
 from aiohttp import web
 
+import tensorhub
 from tensorhub.core.messages import Orders
 from tensorhub.core.names import Number
 from tensorhub.runtime.codec import encode
-from tensorhub.runtime.connection import Connection
+from tensorhub.runtime.config import worker_options
+from tensorhub.runtime.connection import Connection, why_away
+from tensorhub.runtime.questions import wait_for_version
 
-from .kit import PATIENCE_S, hello
+from .kit import PATIENCE_S, eventually, hello
 
 AWAY = "m/r[0]: no reference server at "
 
@@ -48,12 +55,6 @@ class Server:
         await self._runner.cleanup()
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def test_a_server_that_hung_up_before_it_said_a_word_is_missed_too(caplog):
     async def story():
         server = Server(answers=False)
@@ -61,10 +62,10 @@ def test_a_server_that_hung_up_before_it_said_a_word_is_missed_too(caplog):
         line = asyncio.create_task(Connection(f"127.0.0.1:{port}", hello(), lambda _: None).run())
         await server.called.wait()
         await server.end()
-        await until(lambda: AWAY in caplog.text)
+        await asyncio.to_thread(eventually, lambda: AWAY in caplog.text)
         again = Server(answers=True)
         await again.start(port)
-        await until(lambda: "is back after" in caplog.text)
+        await asyncio.to_thread(eventually, lambda: "is back after" in caplog.text)
         line.cancel()
         await again.end()
 
@@ -87,3 +88,53 @@ def test_it_was_away_since_it_was_last_heard(caplog):
     found = re.search(r"is back after (\S+) s", back)
     assert found is not None
     assert 40.0 <= float(found[1]) < 40.0 + PATIENCE_S
+
+
+@contextlib.contextmanager
+def answering(reply: bytes | None):
+    """Who accepts whoever comes, reads a little, and says that; None: nothing, for as long as the block lasts."""
+    listener, accepted = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                accepted.append(listener.accept()[0])
+                if reply is not None:
+                    accepted[-1].recv(4096)
+                    accepted[-1].sendall(reply)
+                    accepted[-1].close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(PATIENCE_S)
+    for each in (listener, *accepted):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (None, "it does not answer"),
+        (b"", "it closed the connection"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers there is no reference server"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", "its answer broke off"),
+    ],
+)
+def test_what_is_wrong_is_said_in_plain_words(reply, says):
+    with answering(reply) as address:
+        with pytest.raises(tensorhub.ServerUnreachable) as raised:
+            tensorhub.connect(address, timeout=1.0).status()
+        assert str(raised.value) == f"no reference server at {address}: {says}"
+        with pytest.raises(tensorhub.DeadlineExceeded) as late:
+            asyncio.run(wait_for_version(worker_options(server=address), "m", 1, time.monotonic() + 1.0))
+        assert str(late.value).endswith(f" s: no reference server at {address}: {says}")
+
+
+def test_a_name_that_is_not_found_has_no_number():
+    nowhere = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    assert why_away(aiohttp.ClientConnectorError(None, nowhere)) == "Name or service not known"
+    refused = ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)")
+    assert why_away(aiohttp.ClientConnectorError(None, refused)) == "Connection refused"
+    assert why_away(aiohttp.ClientOSError(104, "any other text")) == "Connection reset by peer"

@@ -59,14 +59,22 @@ def retry_delay_s(attempt: int, random_0_1: float, *, broken_s: float = inf) -> 
 
 def why_away(error: Exception) -> str:
     """What was wrong with a server that could not be asked, in the words of the system."""
-    if isinstance(error, TimeoutError):
-        return "it does not answer"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        code = error.os_error.errno
-        return os.strerror(code) if code and code > 0 else str(error.os_error)
-    if isinstance(error, aiohttp.WSServerHandshakeError):
-        return f"what answers there is no reference server (HTTP {error.status})"
-    return str(error) or type(error).__name__
+    match error:
+        case TimeoutError():
+            return "it does not answer"
+        case aiohttp.WSServerHandshakeError(status=status):
+            return f"what answers there is no reference server (HTTP {status})"
+        case aiohttp.ClientResponseError():
+            return "what answers there is no reference server"
+        case aiohttp.ServerDisconnectedError():
+            return "it closed the connection"
+        case aiohttp.ClientPayloadError():
+            return "its answer broke off"
+        case aiohttp.ClientConnectorError(os_error=system) | (OSError() as system):
+            number = system.errno or 0  # that of a name which is not found is below 0, and not the system's
+            return os.strerror(number) if number > 0 else system.strerror or str(system)
+        case _:
+            return str(error) or type(error).__name__
 
 
 def _patience_s() -> float:

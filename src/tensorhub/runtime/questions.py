@@ -64,7 +64,7 @@ async def fetch_status(options: Options, *, model: str, deadline: float) -> Stat
             async with asyncio.timeout_at(deadline):
                 return _status.decode(await _get(http, options, "/v1/status", params))
         except (_Away, TimeoutError, msgspec.MsgspecError) as error:
-            text = f"no reference server at {options.server}: {error or 'it does not answer'}"
+            text = f"no reference server at {options.server}: {str(error) or 'it does not answer'}"
             raise ServerUnreachable(text, hint=START) from error
 
 
@@ -189,6 +189,8 @@ class _Asked:
                         self.why, attempt = str(error), attempt + 1
                         await asyncio.sleep(retry_delay_s(attempt, random.random()))
         except TimeoutError:
+            if found is None:
+                self.why = self.why or "it does not answer"
             return found
 
     def late(self, missing: str, hint: str) -> DeadlineExceeded:
