@@ -112,7 +112,12 @@ def test_a_call_that_waits_for_a_server_that_stands_still_says_that_and_not_what
         reader.close()
 
 
-def test_who_waits_for_the_place_of_a_former_life_says_so(server, caplog):
+def test_who_waits_for_the_place_of_a_former_life_says_so(caplog):
+    with tensorhub.serve(lease_s=8, report_s=0.5) as server:  # it outlasts a machine that stands still
+        _wait_for_a_place(server, caplog)
+
+
+def _wait_for_a_place(server, caplog):
     code = f"""
 import os, numpy as np, tensorhub
 weights = tensorhub.open("m", replica="trainer", server={server.address!r})

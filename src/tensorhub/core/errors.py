@@ -31,8 +31,8 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+HIGHER = "publish a higher number, as next_version() names"  # what to do after a VersionConflict
 SPOILED = "poisoned: its last fill failed half-way"  # what nobody may publish, nor begin a step on
-HIGHER = "publish a higher number, as next_version() names"
 SPOILED_HINT = "replicate a version, or register() again once good content is in the tensors"
 
 

@@ -29,9 +29,7 @@ class ClaimJudge(Judge):
         what = "publish" if call.verb == "publish" else "claim"
         for other in self.truth.lives.values():
             is_rival = other.me.model == life.me.model and other.me.replica != life.me.replica
-            is_later = (
-                life.claim == answer.version and life.claimed > other.claimed
-            )  # as was judged when it was granted
+            is_later = life.claim == answer.version and life.claimed > other.claimed  # judged when it was granted
             if is_later or not is_rival or other.claim != answer.version:
                 continue
             if self._is_known(other) or self._outlived(other):

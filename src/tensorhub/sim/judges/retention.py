@@ -204,17 +204,21 @@ class RetentionJudge(Judge):
         )
 
     def _may_count(self, model: str, version: Version) -> bool:
-        """It exists; or each shard was published, and who has died since had a session yet when the last one was."""
+        """It exists; or each shard was published and is held yet, or was by one who died and may be thought to live."""
         if self.truth.exists(model, version) is not None:
             return True
         since = self._sessions_since(self.now)
         for made in self.truth.made_as(model, version):
-            workers = [WorkerId(made.model, made.replica, Shard(shard)) for shard in made.roots]
-            dead = [self.truth.dead.get(me) for me in workers if me not in self.truth.lives]
-            is_recent = all(life is not None and life.died >= since for life in dead)
-            if is_recent and len(made.roots) == self.conditions.shards_in(made.cut):
-                return True
+            if len(made.roots) == self.conditions.shards_in(made.cut):
+                workers = [WorkerId(made.model, made.replica, Shard(shard)) for shard in made.roots]
+                if all(self._may_hold(me, version, since) for me in workers):
+                    return True
         return False
+
+    def _may_hold(self, me: WorkerId, version: Version, since: float) -> bool:
+        life, dead = self.truth.lives.get(me), self.truth.dead.get(me)
+        is_held = life is not None and life.held is not None and life.held.version == version
+        return is_held or (dead is not None and dead.died >= since)
 
     def call_ended(self, life: Life, call: Call) -> None:
         """A fill that ended badly before a byte was written gives the old version back."""

@@ -174,7 +174,7 @@ class Life:
         self.held, self.poisoned, self.is_torn = held, False, False
 
     def claims(self, version: Version | None, now: float, server: int) -> None:
-        """A call has ended well: from now on it may publish that next, or what it had claimed is over."""
+        """From now on it may publish that next, and nobody else. None: it has no claim any more."""
         self.former_claim = self.claim, now
         self.claim, self.claimed, self.claimed_by = version, now, server
 
