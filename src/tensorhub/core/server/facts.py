@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..messages import Filling, Holding, Withdrawing
+from ..messages import Buffer, Filling, Holding, Poisoned, Withdrawing
 from ..names import Digest, Version, WorkerId
 from .catalog import Model
 from .groups import GroupCall, Replica
@@ -28,6 +28,11 @@ def is_here(state: State, member: Member) -> bool:
 def is_doubtful(state: State, source: Member) -> bool:
     """There is reason to doubt that anybody can read from it. What one reader has learned helps the others."""
     return source.is_doubted or not is_here(state, source)
+
+
+def is_read_though_poisoned(buffer: Buffer) -> bool:
+    """A fill has failed there, and others may still read what it had brought: nobody may change that yet."""
+    return isinstance(buffer, Poisoned) and buffer.version is not None
 
 
 def members_of(state: State, model: Model, line: Line) -> Iterator[Member]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..messages import Failure, Filling, Holding, Vacated, Withdrawing
+from ..messages import Failure, Filling, Holding, Poisoned, Vacated, Withdrawing
 from .call import Call
 from .state import WorkerState
 
@@ -38,7 +38,7 @@ def _how_far(worker: WorkerState, call: Call) -> Iterator[str]:
     if worker.copies.copying is not None:
         way, version = worker.copies.copying
         yield f"version {version} was being copied {'to' if way == 'out' else 'from'} host memory"
-    elif isinstance(buffer, Withdrawing):
+    elif isinstance(buffer, Withdrawing) or (isinstance(buffer, Poisoned) and buffer.version is not None):
         yield f"version {buffer.version} still has readers"
     elif isinstance(buffer, Holding) and call.fills and call.resolved not in (None, buffer.version):
         yield f"no source of version {call.resolved} has answered; version {buffer.version} is still held"

@@ -170,7 +170,7 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
             if call.version is None or (replica.shards > 1 and not _knows_what_it_is(member)):
                 return False  # each knows the number before one ends: a server after this one has it of them alone
         elif call.verb == "unpublish":
-            if not isinstance(buffer, (Empty, Vacated, Poisoned)):
+            if not isinstance(buffer, (Empty, Vacated, Poisoned)) or facts.is_read_though_poisoned(buffer):
                 return False
         elif not isinstance(buffer, Holding) or buffer.version != call.version:
             return False

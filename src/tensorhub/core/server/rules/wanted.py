@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from ...messages import Poisoned
 from ...names import Version
 from .. import facts
 from ..catalog import Model
@@ -32,6 +31,4 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
     is_coming = current is not None and current.version == version and current.grant.to_host
     if is_coming and not member.loses_copy(version):
         return Wanted(version, True)  # which is about to begin
-    buffer = member.content.buffer
-    is_read = isinstance(buffer, Poisoned) and buffer.version is not None
-    return None if is_read else Wanted(version, False)
+    return None if facts.is_read_though_poisoned(member.content.buffer) else Wanted(version, False)
