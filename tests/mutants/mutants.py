@@ -251,8 +251,8 @@ MUTANTS = (
     ),
     Mutant(
         "a step begins on shards of different versions",
-        "    return conflict or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
-        "    return conflict or _why_spoiled(state, replica)\n",
+        "    return taken or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
+        "    return taken or _why_spoiled(state, replica)\n",
         "no step mixes two versions after an update that has succeeded on some shards only",
     ),
     Mutant(
@@ -263,8 +263,8 @@ MUTANTS = (
     ),
     Mutant(
         "a claim is granted to who cannot publish",
-        "    return conflict or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
-        "    return conflict or _why_apart(state, replica)\n",
+        "    return taken or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
+        "    return taken or _why_apart(state, replica)\n",
         "what is poisoned is refused before the step that would publish it",
     ),
     Mutant(
@@ -420,8 +420,8 @@ MUTANTS = (
     ),
     Mutant(
         "the newest established version is not kept",
-        "        if newest_established is not None:\n            retained[newest_established] = None\n",
-        "",
+        "            retained[version] = None\n            if version == newest_established:\n",
+        "            if version == newest_established:\n",
         "the last usable version is never given up for one that may not come",
     ),
     Mutant(
@@ -1463,10 +1463,34 @@ MUTANTS = (
         "update never goes back, whatever is lost meanwhile",
     ),
     Mutant(
-        "what is established is forgotten while all who have it are away",
-        "        retained.update(dict.fromkeys(established[:1]))",
-        "        retained.update({})",
+        "what is established is not kept while all who have it are away",
+        "        for version in established:  # what",
+        "        for version in ([newest_established] if newest_established is not None else []):  # what",
         "who comes back first keeps its share of what is established",
+    ),
+    Mutant(
+        "of what is established only the newest is kept while all who have it are away",
+        "            if version == newest_established:\n                break\n",
+        "            break\n",
+        "an older one that comes back in parts is better than a newer one that may never come",
+    ),
+    Mutant(
+        "what is established is forgotten where few versions are remembered",
+        "self.newest, *[v for v in self._ascending if self.versions[v].is_established][-1:]\n",
+        "self.newest\n",
+        "who comes back first keeps its share of what is established",
+    ),
+    Mutant(
+        "a claim that was lost before its mutating began is not judged again",
+        "    elif call.claim is not None and call.waiting is None and not call.is_resolved_here:\n",
+        "    elif call.claim is not None and call.waiting is None and False:\n",
+        "who would get a VersionConflict after a step gets it before",
+    ),
+    Mutant(
+        "what a failed fill has left is taken back while it is read",
+        " or facts.is_read_though_poisoned(buffer)",
+        "",
+        "unpublish returns only when nobody reads",
     ),
     Mutant(
         "what was told to go before it was whole counts as whole",
@@ -1589,9 +1613,15 @@ MUTANTS = (
         "who waits for a version of the set hears of it when the last of its models has it",
     ),
     Mutant(
+        "a host copy gives way while a shard of its replica is away",
+        "covered.is_whole(state, model, record) or len(replica.members) < replica.shards\n",
+        "covered.is_whole(state, model, record)\n",
+        "a shard that is away may have the rest of the version",
+    ),
+    Mutant(
         "a publisher is refused for what only a set needs",
-        "not is_squeezed or (not model.is_of_a_set_only(version) and covered.is_whole(state, model, record))\n",
-        "not is_squeezed or covered.is_whole(state, model, record)\n",
+        "not is_squeezed or (not model.is_of_a_set_only(version) and is_there)\n",
+        "not is_squeezed or is_there\n",
         "where there is no room the newest version comes before one that a set needs",
     ),
     Mutant(

@@ -69,7 +69,8 @@ class Model:
             self._changes += 1
             insort(self._ascending, version)
             if len(self.versions) > self.most_versions:
-                idle = [v for v in self._ascending if self.versions[v].is_idle and v not in (version, self.newest)]
+                kept = version, self.newest, *[v for v in self._ascending if self.versions[v].is_established][-1:]
+                idle = [v for v in self._ascending if self.versions[v].is_idle and v not in kept]
                 for v in idle[: len(self.versions) - self.most_versions]:
                     del self.versions[v]
                     self.lost.pop(v, None)
@@ -266,9 +267,10 @@ class Model:
         retained = dict(newest)
         for _, versions in together:
             retained.update(dict.fromkeys(versions[: self.retain]))
-        if newest_established is not None:
-            retained[newest_established] = None
-        retained.update(dict.fromkeys(established[:1]))  # it may be lost only because all who have it were away
+        for version in established:  # what is lost may be so only because all who have it were away
+            retained[version] = None
+            if version == newest_established:
+                break
         for pins in self.pins.values():
             retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
         return Glance(key, available, together, newest_established, newest, retained)

@@ -128,6 +128,7 @@ class Life:
     is_copying_in: bool = False  # from host memory, which nothing stops
     full_until: float = -inf  # when it last had as many copies as it may have, and let one go
     read: Read | None = None
+    read_for: Call | None = None  # in which call it began: what has ended by then has no part in what it brings
     crossed: tuple[Version, float] | None = None  # the read that ended last crossed sites: of what, and since when
     stopped: dict[Ticket, None] = field(default_factory=dict)  # that it was told to end
     call: Call | None = None

@@ -244,7 +244,7 @@ class Truth:
         if complete and read.grant.to_host:
             life.copies[version] = Copied(version, root, self.now, read.into, not read.shares, life.landed)
             self.established.note_whole(life, version)
-        elif complete and life.call is not None:
+        elif complete and life.call is not None and life.call is life.read_for:
             life.has_in_place(Held(version, root, self.now, landed=life.landed))
             self.established.note_whole(life, version)
         elif code and not read.is_stopped:
@@ -302,7 +302,7 @@ class Truth:
         life.call = None
 
     def begins(self, life: Life, read: Read) -> None:
-        life.read, life.fed_at, life.starved_at = read, self.now, -inf
+        life.read, life.read_for, life.fed_at, life.starved_at = read, life.call, self.now, -inf
         filling = read.grant.version, read.grant.to_host
         if life.filling != filling or not read.done:
             life.filling, life.landed = filling, {}

@@ -56,6 +56,8 @@ def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> It
         yield from _advance_fill(state, model, replica, call)
     elif call.claim is not None and call.version is None and call.waiting is None:
         yield from _advance_claim(state, model, replica, call, call.claim)
+    elif call.claim is not None and call.waiting is None and not call.is_resolved_here:
+        yield from _judge_former_claim(state, model, replica, call, call.claim)
     elif call.verb == "publish":
         yield from _advance_publish(state, model, replica, call)
     elif call.verb == "choose":
@@ -210,6 +212,15 @@ def _advance_claim(
         return
     conflict = claims.why_refuse(state, model, replica, version)
     yield Resolve(call, version) if conflict is None else Fail(call, conflict)
+
+
+def _judge_former_claim(
+    state: State, model: Model, replica: Replica, call: GroupCall, version: Version
+) -> Iterator[Decision]:
+    """A claim of a session that is over. Nothing has been changed for it yet: who has lost the number hears so now."""
+    conflict = claims.why_taken(state, model, replica, version)
+    if conflict is not None:
+        yield Fail(call, conflict)
 
 
 # --- replicate and update ---------------------------------------------------------------------------------------------

@@ -19,8 +19,13 @@ HINT = "one replica publishes a number: see which other job uses this model name
 
 def why_refuse(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
     """Why the replica may not claim the number, or None. All its shards have come, and the server knows who lives."""
-    conflict = _why_not_claim(model, replica, version) or conflict_with(state, model, replica, version)
-    return conflict or _why_spoiled(state, replica) or _why_apart(state, replica)
+    taken = why_taken(state, model, replica, version)
+    return taken or _why_spoiled(state, replica) or _why_apart(state, replica)
+
+
+def why_taken(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
+    """Somebody else has published the number, or may publish it. Or a newer one is there."""
+    return _why_not_claim(model, replica, version) or conflict_with(state, model, replica, version)
 
 
 def why_wait(state: State, replica: Replica) -> Failure | None:

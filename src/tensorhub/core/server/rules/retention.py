@@ -347,7 +347,8 @@ def _is_needed(
         return False
     is_kept = _is_kept_elsewhere(state, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
     is_last = _counts(state, model, member, version) and not is_kept
-    is_firm = not is_squeezed or (not model.is_of_a_set_only(version) and covered.is_whole(state, model, record))
+    is_there = covered.is_whole(state, model, record) or len(replica.members) < replica.shards
+    is_firm = not is_squeezed or (not model.is_of_a_set_only(version) and is_there)
     if is_last and is_firm:
         return not member.report.closing or heirs.are_there(state, model, record, member)
     if not record.promised or unread:
