@@ -1481,6 +1481,18 @@ MUTANTS = (
         "who comes back first keeps its share of what is established",
     ),
     Mutant(
+        "what spot workers have is not looked at when the last worker that is relied on has gone",
+        "        places.note_leaver(model, member.line)\n    model.leave_place",
+        "    model.leave_place",
+        "what spot workers have is established once nobody else is relied on",
+    ),
+    Mutant(
+        "what spot workers have is not looked at when the last worker that is relied on closes",
+        "        member.closing_since = state.now\n        places.note_leaver(model, member.line)\n",
+        "        member.closing_since = state.now\n",
+        "who closes waits for no heir of what spot workers make needless",
+    ),
+    Mutant(
         "a claim that was lost before its mutating began is not judged again",
         "    elif call.claim is not None and call.waiting is None and not call.is_resolved_here:\n",
         "    elif call.claim is not None and call.waiting is None and False:\n",

@@ -21,7 +21,7 @@ from ..messages import (
 )
 from ..names import Digest, Version
 from ..sums import add_up
-from . import evidence, facts
+from . import evidence, facts, places
 from .catalog import Model
 from .content import WHOLE, Content, are_other_copies, version_in
 from .groups import Replica
@@ -181,6 +181,7 @@ def _take_wishes(state: State, model: Model, member: Member, before: Report) -> 
     if report.closing and not before.closing:
         model.closing[member.worker] = None
         member.closing_since = state.now
+        places.note_leaver(model, member.line)
     return is_news
 
 

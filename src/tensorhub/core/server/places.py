@@ -6,6 +6,8 @@ from .lines import Cut, Line, plain_cut
 from .membership import Member
 from .state import State
 
+MOST_PUBLISHERS = 8  # replicas that publish one version: where more workers are relied on, some are no publishers
+
 
 def note_line(state: State, member: Member) -> None:
     """What it has registered is not what it was: it may belong to another line, and its replica to another cut."""
@@ -61,3 +63,13 @@ def note_company(state: State, model: Model, line: Line) -> None:
     member = state.members.get(next(iter(reliable))) if len(reliable) == 1 else None
     if member is not None and (member.content.copies or member.report.copies_left):
         state.mark_dirty(member.worker)
+
+
+def note_leaver(model: Model, line: Line) -> None:
+    """A worker of the line leaves. If it was the last that one relied on, what spot workers have may be enough now."""
+    reliable = [worker for worker in model.reliable.get(line, {}) if worker not in model.closing]
+    if len(reliable) > MOST_PUBLISHERS:
+        return
+    for version, record in model.versions.items():
+        if not record.is_established and all(worker.replica in record.publishers for worker in reliable):
+            model.changed[version] = None

@@ -79,8 +79,9 @@ def _take_place(state: State, model: Model, member: Member) -> None:
 def _leave_place(state: State, model: Model, member: Member) -> None:
     if model.companions.leave(member.worker, member.hello.companions):
         _note_sets(state, model)
-    model.reliable.get(member.line, {}).pop(member.worker, None)
-    places.note_company(state, model, member.line)
+    if model.reliable.get(member.line, {}).pop(member.worker, 0) is None:
+        places.note_company(state, model, member.line)
+        places.note_leaver(model, member.line)
     model.leave_place(member.worker, member.hello.site, member.hello.host)
 
 
