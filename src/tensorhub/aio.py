@@ -164,22 +164,23 @@ class Weights:
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> AsyncIterator[None]:
         """Claim the number and unpublish, let the block change the tensors, publish them unless it raised."""
-        if metadata is not None:
-            encode_metadata(metadata)
-        await self._claim(version, timeout=timeout)
+        await self._claim(version, timeout, metadata)
         try:
-            yield
+            with self._client.block_of(version):
+                yield
         except BaseException:
             self._drop_claim()
             raise
         await self.publish(version, metadata=metadata, timeout=timeout)
 
-    async def _claim(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
+    async def _claim(self, version: int, within: float | None, metadata: Mapping[str, object] | None = None) -> None:
         """The beginning of `mutating`: unpublish, and let nobody else take the number until it is published."""
+        if metadata is not None:
+            encode_metadata(metadata)  # what cannot be published is said before the step
         claimed = parse_spec(version)
         if claimed is None:
             raise UsageError(f"mutating() of {self._client.me} needs a version number, not {version!r}")
-        claiming = self._client.operate("unpublish", "", self._deadline(timeout), claim=claimed)
+        claiming = self._client.operate("unpublish", "", self._deadline(within), claim=claimed)
         await self._here(claiming, undo=self._unclaim)
 
     async def _unclaim(self, _: object) -> None:

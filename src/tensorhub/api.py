@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from . import aio
 from .core.boxes import Box
 from .core.messages import Spec
-from .core.metadata import Json, encode_metadata
+from .core.metadata import Json
 from .core.snapshot import LayoutView, ReplicaView, Status, Transfer, VersionView
 from .memory.registration import register as register_tensors
 from .runtime.config import parse_seconds, server_settings, worker_options
@@ -196,15 +196,15 @@ class Weights:
         claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run; so it is with
         tensors that a failed fill may have begun to write, a `UsageError`. Nobody else can take the number meanwhile.
         If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's again, and the
-        exception goes on. With masters readers of the version before are awaited after the block, not before it.
-        `metadata` is that of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
+        exception goes on. In the block no call may fill, publish or withdraw them: a `UsageError`. With masters readers
+        of the version before are awaited after the block, not before it. `metadata` is that of `publish`, as it is when
+        the block has ended. `timeout` is for each of the two calls.
         """
-        if metadata is not None:
-            encode_metadata(metadata)  # what cannot be published is said before the step, not after it
-        what, unclaim = f"mutating(version={version!r})", self._aio._unclaim
-        self._aio._block_on(self._aio._claim(version, timeout=timeout), timeout, what, undo=unclaim)
+        what, claiming = f"mutating(version={version!r})", self._aio._claim(version, timeout, metadata)
+        self._aio._block_on(claiming, timeout, what, undo=self._aio._unclaim)
         try:
-            yield
+            with self._aio._client.block_of(version):
+                yield
         except BaseException:
             self._aio._drop_claim()
             raise

@@ -63,7 +63,10 @@ class Several:
             encode_metadata(metadata)
         try:
             self._claim(version, timeout)
-            yield
+            with ExitStack() as blocks:
+                for member in self._members:
+                    blocks.enter_context(member._client.block_of(version))
+                yield
         except BaseException:
             for member in self._members:
                 member._drop_claim()
@@ -108,7 +111,7 @@ class Several:
 
     def _claim(self, version: int, timeout: float | None) -> None:
         """The beginning of `mutating`."""
-        self._all(lambda m: m._claim(version, timeout=timeout), timeout, f"mutating(version={version!r})")
+        self._all(lambda m: m._claim(version, timeout), timeout, f"mutating(version={version!r})")
 
     def _all(
         self, call: Callable[[aio.Weights], Coroutine[object, object, T]], timeout: float | None, what: str

@@ -135,3 +135,35 @@ def test_update_to_a_number(join):
         rollout.update(99, timeout=5)
     assert rollout.version == 6
     assert [rollout.update(version) for version in (6, 3)] == [6, 6]
+
+
+INSIDE = {
+    "publish": lambda weights: weights.publish(2),
+    "another mutating": lambda weights: weights.mutating(version=3).__enter__(),
+    "unpublish": lambda weights: weights.unpublish(),
+    "replicate": lambda weights: weights.replicate(),
+    "update": lambda weights: weights.update(),
+}
+
+
+@pytest.mark.parametrize("call", INSIDE.values(), ids=INSIDE)
+def test_no_call_of_its_own_block_may_give_the_tensors_another_meaning(join, call):
+    """What the block had done would be overwritten, or published in the middle of it."""
+    trainer, array = join("t", 1.0)
+    trainer.publish(1)
+    with trainer.mutating(version=2):
+        array += 1
+        with pytest.raises(tensorhub.UsageError, match=r"inside the block of its mutating\(version=2\)"):
+            call(trainer)
+        array += 1
+    assert trainer.version == 2
+    reader, read = join("r")
+    reader.replicate()
+    assert (read == 3.0).all()
+
+
+def test_after_a_block_that_raised_it_may_be_published(join):
+    trainer, _ = join("t", 1.0)
+    with pytest.raises(ZeroDivisionError), trainer.mutating(version=1):
+        raise ZeroDivisionError
+    assert trainer.publish(1) == 1

@@ -71,12 +71,42 @@ def test_masters_change_while_the_version_is_held_and_read(masters, engine):
         assert torch.equal(target, expected)
         rollout.close()
     trainer.check()
-    assert trainer.publish(1) == 1  # it is held: nothing is cast
+    with pytest.raises(tensorhub.VersionConflict, match="holds version 1, but these tensors were changed since: 'w'"):
+        trainer.publish(1)
+    assert trainer.version == 1
     trainer.unpublish()
     assert trainer.publish(2) == 2
     rollout, target = engine("late")
     assert rollout.replicate() == 2
     assert torch.equal(target, master.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
+def test_the_same_masters_may_be_published_again(masters, dtype):
+    """Also what is no number, of which a cast may change the payload."""
+    trainer, master = masters(dtype=dtype)
+    master[5], master[7] = float("nan"), float("inf")
+    assert trainer.publish(1) == 1
+    assert trainer.publish(1) == 1
+    master[6] = float("nan")
+    with pytest.raises(tensorhub.VersionConflict, match="'w'"):
+        trainer.publish(1)
+
+
+def test_masters_outside_of_all_boxes_may_differ(join):
+    padded = np.ones((4, 100), np.float32)
+    weights, _ = join("t", tensors={"only": np.zeros(1)})
+    weights.register(
+        {"w": padded},
+        dtype="float16",
+        boxes={"w": [tensorhub.Box("w", (4, 60), at=(0, 0), size=(4, 60), strides=(100, 1))]},
+    )
+    weights.publish(1)
+    padded[:, 60:] = 7
+    assert weights.publish(1) == 1
+    padded[3, 59] = 7
+    with pytest.raises(tensorhub.VersionConflict, match="'w'"):
+        weights.publish(1)
 
 
 def test_a_higher_number_wants_an_unpublish_first_as_ever(masters):

@@ -413,6 +413,40 @@ def test_a_number_that_one_model_refuses_leaves_all_as_they_were(server, reader,
         assert numbers(mine) == {6.0}
 
 
+@pytest.mark.parametrize("kind", ["metadata", "masters"])
+def test_what_is_published_again_is_what_it_was(server, trainer, kind):
+    """With the words that it had; and with masters, which may have changed since."""
+    is_cast = kind == "masters"
+    both = tensorhub.open_set(("target", "draft"), replica="t", server=server.address, call_timeout=20)
+    with both:
+        trained = arrays(1.0)
+        both.register(trained, dtype="float16" if is_cast else None)
+        with both.mutating(version=1, metadata={"step": 1}):
+            pass
+        if is_cast:
+            trained["target"]["target.w"] += 1
+            trained["draft"]["draft.w"] += 1
+        trainer("target", replica="other")(5)
+        with pytest.raises(tensorhub.VersionConflict), both.mutating(version=5):
+            pytest.fail("the block ran")
+        assert both.version == 1
+        assert both.metadata == {name: {"step": 1} for name in MODELS}
+        target = np.zeros(SIZES["draft"], np.float16 if is_cast else np.float32)
+        with tensorhub.open("draft", replica="r", server=server.address, call_timeout=20) as rollout:
+            rollout.register({"draft.w": target})
+            assert rollout.replicate(1) == 1
+        assert (target == 1.0).all()
+
+
+def test_no_call_is_made_in_the_block(server):
+    both = tensorhub.open_set(("target", "draft"), replica="t", server=server.address, call_timeout=20)
+    with both:
+        both.register(arrays(1.0))
+        with both.mutating(version=1), pytest.raises(tensorhub.UsageError, match=r"inside the block of its mutating"):
+            both.publish(1)
+        assert both.version == 1
+
+
 def test_a_pin_that_one_model_cannot_have_is_none(trainer, reader):
     target, draft = trainer("target"), trainer("draft")
     rollout, _ = reader()

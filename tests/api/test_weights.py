@@ -231,6 +231,21 @@ def test_content_without_digests_is_taken_by_name_only(join):
         trainer.check()
 
 
+@pytest.mark.parametrize("host_bytes", [0, 1000])
+def test_what_has_no_room_to_fetch_ahead_is_told_so(join, caplog, host_bytes):
+    """Else it would keep its first version for ever, without a word."""
+    trainer, _ = join("t", 1.0)
+    trainer.publish(1)
+    rollout, array = join("r", prefetch="always", host_bytes=host_bytes)
+    said = f"fetches nothing ahead: its limit on host memory has no room for a copy of {array.nbytes} B"
+    assert said in caplog.text
+    rollout.replicate()
+    with pytest.raises(tensorhub.UsageError, match="would never find a version") as raised:
+        rollout.update("prefetched")
+    assert "host_bytes" in raised.value.hint
+    assert rollout.update() == 1
+
+
 def test_an_update_to_what_was_prefetched_never_waits(join):
     trainer, source = join("t", 1.0)
     rollout, array = join("r", prefetch="never")

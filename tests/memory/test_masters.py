@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tensorhub.core.boxes import Box
 from tensorhub.core.errors import Closed, HostMemoryFull, UsageError
-from tensorhub.memory import casting, masters, room
+from tensorhub.memory import blocks, casting, room
 from tensorhub.memory.casting import FORMS, keeps_all
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.masters import PART_ELEMENTS, Casts
@@ -253,7 +253,7 @@ def test_a_cast_that_is_given_up_ends_at_its_next_piece_and_closing_waits_for_it
     registration = register({"w": torch.zeros(4 * PART_ELEMENTS)}, dtype="bfloat16")
     casts = casts_of(registration)
     begun, go_on, looks = threading.Event(), threading.Event(), []
-    real = masters.copy
+    real = blocks.copy
 
     def slowly(*arguments: object) -> None:
         begun.set()
@@ -264,7 +264,7 @@ def test_a_cast_that_is_given_up_ends_at_its_next_piece_and_closing_waits_for_it
         looks.append(1)
         return len(looks) > 2
 
-    monkeypatch.setattr(masters, "copy", slowly)
+    monkeypatch.setattr(blocks, "copy", slowly)
     ended: list[Exception] = []
 
     def fill() -> None:

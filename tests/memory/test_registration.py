@@ -5,6 +5,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,6 +225,34 @@ def test_tensors_given_other_memory_are_noticed(image: Image) -> None:
     linear.weight.data = torch.zeros(5, 3)
     assert registration.moved() == ["weight"]
     assert image(registration)[:80] == before, "the registered memory is still there"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.ones(3, 4), lambda: np.ones((3, 4), np.float32)], ids=["torch", "numpy"]
+)
+def test_a_name_of_a_dict_that_means_another_tensor_is_noticed(make: Callable[[], Any]) -> None:
+    """`tensors["w"] = tensors["w"] + 1`: what was registered is not what its owner trains from then on."""
+    tensors = {"w": make(), "b": make()}
+    registration = register(tensors)
+    registration.check_in_place("m/t[0]")
+    tensors["w"] += 1
+    del tensors["b"]
+    tensors["new"] = make()
+    registration.check_in_place("m/t[0]")
+    kept = tensors["w"]
+    tensors["w"] = tensors["w"] + 1
+    with pytest.raises(
+        UsageError, match=r"the dict of m/t\[0\] no longer holds what was registered: 'w' lies in other"
+    ):
+        registration.check_in_place("m/t[0]")
+    tensors["w"] = kept[:, :2]
+    with pytest.raises(UsageError, match=r"'w' has shape \[3, 2\] and had \[3, 4\]"):
+        registration.check_in_place("m/t[0]")
+    tensors["w"] = kept.reshape(3, 4)
+    registration.check_in_place("m/t[0]")
+    tensors["w"] = None
+    with pytest.raises(UsageError, match="'w' is gone"):
+        registration.check_in_place("m/t[0]")
 
 
 def test_a_storage_that_was_shrunk_is_noticed_and_not_registered() -> None:

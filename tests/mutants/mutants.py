@@ -1252,8 +1252,8 @@ MUTANTS = (
     ),
     Mutant(
         "an update is resolved before all shards are here",
-        '    missing = _missing(replica) if call.verb == "update" and not resolving.is_known(state, replica, call) else None\n',
-        "    missing = None\n",
+        "    if missing is not None and not resolving.is_known(state, replica, call):\n",
+        "    if missing is not None and False:\n",
         "no update goes back, after a cut either",
     ),
     Mutant(
@@ -1673,9 +1673,9 @@ MUTANTS = (
         "nobody waits for a number that can never come",
     ),
     Mutant(
-        "who was cut short and has not come to the call had nothing",
-        "    return not is_made_again or not any(_lost_what_it_had(call, member) for member in members)\n",
-        "    return True\n",
+        "what a shard had is taken for known before it has come",
+        "    if missing is not None and version is not None and resolving.is_older(state, replica, call, version):\n",
+        "    if missing is not None and version is not None and False:\n",
         "an update that is made once more does not go back because a shard comes late to it",
     ),
 )

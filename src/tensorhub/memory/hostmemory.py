@@ -204,7 +204,7 @@ def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, .
         devices=("cpu",),
         _in_place=ours,
         casts=None,
-        _module=None,
+        _held=None,
         given=None,
     )
 

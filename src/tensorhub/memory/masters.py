@@ -3,9 +3,10 @@
     registration = register(tensors, dtype="bfloat16")
     registration.casts.fill()        masters, rounded as torch does it, into the buffer: at every publish
     registration.casts.give_back()   what was read into the buffer, back into the masters: exactly, or not at all
+    registration.casts.changed()     which masters are not what is in the buffer: a number is published once
 
 Rules:
-1. What is registered, hashed, served, filled and copied is the buffer; nobody but these two calls touches the masters.
+1. What is registered, hashed, served, filled and copied is the buffer; nobody but these calls touches the masters.
 2. The buffer has the layout that the tensors would have in that dtype: masters that share memory share it there too. So
    whoever registers tensors of that dtype reads it.
 3. On the host it is memory that readers of this host can map, and all of it is taken at registration, step by step,
@@ -19,18 +20,16 @@ Never: cast while somebody may read the buffer. Whoever calls `fill` sees to tha
 import ctypes
 import os
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..core.errors import Closed, HostMemoryFull, UsageError
 from ..transport.sealed import Sealed, Unmappable
-from ..transport.vectors import Addresses
-from .casting import FORMS, keeps_all, mover, targets_of
+from .blocks import Block, Piece, cast_on_device, clipped, flat_of, on_device, settle
+from .casting import FORMS, are_same, is_same_tensor, keeps_all, mover, targets_of
 from .describe import Described
-from .guarded import Freed, copy
 from .host import host_view
 from .in_place import InPlace
 from .parallel import in_parallel
@@ -44,31 +43,6 @@ PART_ELEMENTS = 1 << 18  # copied at once: 1 MiB of float32, which a cache has w
 RUN_ELEMENTS = 1 << 22  # for a thread, from one answer to the next
 MOST_THREADS = 4  # more only fight for the memory bus
 HINT = "name only some tensors in dtype=, give this process more memory, or register tensors of that dtype"
-
-
-class Block(NamedTuple):
-    """Masters that share memory, or one: a range of theirs, and one of the buffer."""
-
-    masters: tuple[Described, ...]
-    address: int  # of the first byte of the masters
-    elements: int
-    dtype: str
-    target: str
-    at: int  # where it begins in the buffer, on the host
-
-    @property
-    def device(self) -> str:
-        return self.masters[0].device
-
-    @property
-    def names(self) -> str:
-        """As errors show them."""
-        shown = ", ".join(repr(master.name) for master in self.masters[:3])
-        return shown + (f" and {len(self.masters) - 3} more" if len(self.masters) > 3 else "")
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.elements * FORMS[self.target].size_bytes
 
 
 class Casts:
@@ -87,7 +61,7 @@ class Casts:
         self._address, self._owner = _memory(self.host_bytes)
         self._casting = threading.Lock()
         self._is_closed = threading.Event()
-        self._devices = {index: _on_device(block) for index, block in enumerate(blocks) if block.device != "cpu"}
+        self._devices = {index: on_device(block) for index, block in enumerate(blocks) if block.device != "cpu"}
 
     def keep_to(self, ranges: Sequence[tuple[int, int]], offsets: Mapping[str, int]) -> None:
         """From now on only these bytes of the registered stream are given back. `offsets` are the tensors' in it."""
@@ -95,7 +69,7 @@ class Casts:
             old, new = FORMS[block.dtype].size_bytes, FORMS[block.target].size_bytes
             master = block.masters[0]
             base = offsets[master.name] - (master.address - block.address) // old * new
-            near = _clipped(ranges, base, base + block.buffer_bytes)
+            near = clipped(ranges, base, base + block.buffer_bytes)
             inside = [((first - base) // new, (last - base) // new) for first, last in near]
             if inside != [(0, block.elements)]:
                 self._kept_to[index] = inside
@@ -134,12 +108,27 @@ class Casts:
 
     def fill(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Masters into the buffer. Blocks. Raises `UsageError` naming what was freed, `Closed` once it is over."""
-        self._run(is_over, to_buffer=True)
+        self._run(is_over, self._fill, to_buffer=True)
 
     def give_back(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """The buffer into the masters, exactly. Blocks; raises as `fill` does."""
         assert not self.why_not_back, "a loss that was not refused"
-        self._run(is_over, to_buffer=False)
+        self._run(is_over, self._give_back, to_buffer=False)
+
+    def changed(self, is_over: Callable[[], bool] = lambda: False) -> list[str]:
+        """Names of the masters that would be cast to something else than what is in the buffer. As `fill` otherwise."""
+        found: dict[str, None] = {}
+
+        def look(piece: Piece) -> None:
+            scratch = memoryview(bytearray(len(piece.buffer)))
+            piece.read()
+            self._there[piece.block.dtype, piece.block.target](piece.masters, scratch)
+            found.update(dict.fromkeys(self._differing(piece, scratch)))
+
+        self._run(is_over, look, to_buffer=None)
+        for index, memory in self._devices.items():
+            found.update(dict.fromkeys(self._differing_on_device(index, memory)))
+        return [master.name for block in self._blocks for master in block.masters if master.name in found]
 
     def close(self) -> None:
         """Blocks until nothing is cast any more. Any thread may call it."""
@@ -147,7 +136,8 @@ class Casts:
         with self._casting:
             pass
 
-    def _run(self, is_over: Callable[[], bool], *, to_buffer: bool) -> None:
+    def _run(self, is_over: Callable[[], bool], work: "Callable[[Piece], None]", *, to_buffer: bool | None) -> None:
+        """`to_buffer`: which way devices cast; None: not at all."""
         runs = [
             (index, start, min(start + RUN_ELEMENTS, block.elements))
             for index, block in enumerate(self._blocks)
@@ -163,51 +153,48 @@ class Casts:
             for first in range(start, stop, PART_ELEMENTS):
                 if is_over() or self._is_closed.is_set():
                     raise Closed("the cast was given up")
-                self._cast(index, first, min(first + PART_ELEMENTS, stop), rooms.mine, to_buffer=to_buffer)
+                work(self._piece(index, first, min(first + PART_ELEMENTS, stop), rooms.mine))
 
         devices = sorted({block.device for block in self._blocks if block.device != "cpu"})
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with self._casting:
-            _settle(devices)
-            for index, memory in self._devices.items():
+            settle(devices)
+            for index, memory in self._devices.items() if to_buffer is not None else ():
                 kept_to = None if to_buffer else self._kept_to.get(index)
-                _cast_on_device(self._blocks[index], memory, kept_to, to_buffer=to_buffer)
+                cast_on_device(self._blocks[index], memory, kept_to, to_buffer=bool(to_buffer))
             in_parallel(one, runs, threads=max(1, min(cores, MOST_THREADS, len(runs))), name="cast")
-            _settle(devices)
+            settle(devices)
 
-    def _cast(self, index: int, first: int, last: int, room: bytearray, *, to_buffer: bool) -> None:
-        """Elements [first, last) of a block on the host, by way of a room in which nothing is freed."""
+    def _piece(self, index: int, first: int, last: int, room: bytearray) -> "Piece":
         block = self._blocks[index]
-        old, new = FORMS[block.dtype].size_bytes, FORMS[block.target].size_bytes
-        there = Addresses.of_ranges([(block.address, block.elements * old)])
-        here, view = ctypes.addressof(ctypes.c_char.from_buffer(room)), memoryview(room)
+        new = FORMS[block.target].size_bytes
         buffer = host_view(self._address + block.at + first * new, (last - first) * new, self._owner)
-        move = (self._there if to_buffer else self._back)[block.dtype, block.target]
-        ours = Addresses.of_ranges([(here, (last - first) * old)], first * old)
-        masters = view[: (last - first) * old]
-        try:
-            if to_buffer:
-                copy(there, ours, first * old, last * old)
-                move(masters, buffer)
-            else:
-                move(buffer, masters)
-                for start, stop in _clipped(self._kept_to.get(index, [(first, last)]), first, last):
-                    copy(ours, there, start * old, stop * old)
-        except Freed as error:
-            text = f"the memory of these tensors was freed while they were cast: {block.names}"
-            raise UsageError(text, hint="register() again what was given other memory") from error
+        return Piece(block, first, last, clipped(self._kept_to.get(index, [(first, last)]), first, last), room, buffer)
 
+    def _fill(self, piece: "Piece") -> None:
+        piece.read()
+        self._there[piece.block.dtype, piece.block.target](piece.masters, piece.buffer)
 
-def _clipped(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """What of these sorted ranges is in [first, last)."""
-    found = []
-    for at in range(max(0, bisect_right(ranges, (first, first)) - 1), len(ranges)):
-        start, stop = ranges[at]
-        if start >= last:
-            break
-        if max(start, first) < min(stop, last):
-            found.append((max(start, first), min(stop, last)))
-    return found
+    def _give_back(self, piece: "Piece") -> None:
+        self._back[piece.block.dtype, piece.block.target](piece.buffer, piece.masters)
+        piece.write()
+
+    def _differing(self, piece: "Piece", cast: memoryview) -> Iterator[str]:
+        new, target = FORMS[piece.block.target].size_bytes, piece.block.target
+        for name, start, stop in piece.block.parts_in(piece.kept_to):
+            span = slice((start - piece.first) * new, (stop - piece.first) * new)
+            if not are_same(target, cast[span], piece.buffer[span]):
+                yield name
+
+    def _differing_on_device(self, index: int, memory: "torch.Tensor") -> Iterator[str]:
+        block = self._blocks[index]
+        flat = flat_of(block)
+        for first in range(0, block.elements, RUN_ELEMENTS):
+            last = min(first + RUN_ELEMENTS, block.elements)
+            kept_to = clipped(self._kept_to.get(index, [(first, last)]), first, last)
+            for name, start, stop in block.parts_in(kept_to):
+                if not is_same_tensor(flat[start:stop].detach().to(memory.dtype), memory[start:stop]):
+                    yield name
 
 
 # --- making them ------------------------------------------------------------------------------------------------------
@@ -292,53 +279,3 @@ def _memory(size_bytes: int) -> tuple[int, object]:
         footing.step(length)
         ctypes.memset(address + first, 0, length)
     return address, owner
-
-
-# --- on a device ------------------------------------------------------------------------------------------------------
-
-
-def _on_device(block: Block) -> "torch.Tensor":
-    import torch
-
-    try:
-        return torch.empty(block.elements, dtype=getattr(torch, block.target), device=block.device)
-    except torch.OutOfMemoryError as error:
-        text = f"{block.device} has no {size_text(block.buffer_bytes)} for tensor {block.names} in {block.target}"
-        raise UsageError(text, hint="name fewer tensors in dtype=, or register tensors of that dtype") from error
-
-
-def _cast_on_device(
-    block: Block, memory: "torch.Tensor", kept_to: Sequence[tuple[int, int]] | None, *, to_buffer: bool
-) -> None:
-    import torch
-
-    with torch.no_grad():
-        masters = _flat(block)
-        target, source = (memory, masters) if to_buffer else (masters, memory)
-        for start, stop in [(0, block.elements)] if kept_to is None else kept_to:
-            target[start:stop].copy_(source[start:stop], non_blocking=True)
-
-
-def _flat(block: Block) -> "torch.Tensor":
-    """The block's memory as one tensor. Raises `UsageError` if its storage was freed."""
-    import torch
-
-    size_bytes = block.elements * FORMS[block.dtype].size_bytes
-    for master in block.masters:
-        assert isinstance(master.owner, torch.Tensor), "device memory is owned by tensors"
-        storage = master.owner.untyped_storage()
-        inside = block.address - storage.data_ptr()
-        if inside >= 0 and inside + size_bytes <= storage.nbytes():
-            empty = torch.empty(0, dtype=getattr(torch, block.dtype), device=block.device)
-            at = inside // FORMS[block.dtype].size_bytes
-            return empty.set_(storage, at, (block.elements,), (1,))
-    text = f"the memory of these tensors on {block.device} was freed before they were cast: {block.names}"
-    raise UsageError(text, hint="register() again what was given other memory")
-
-
-def _settle(devices: Sequence[str]) -> None:
-    """Wait until all that was launched so far is done."""
-    for device in devices:
-        from .cuda import synchronize
-
-        synchronize(device)

@@ -1,19 +1,21 @@
-"""A module's tensors by name, and whether it still holds those that were registered.
+"""A module's tensors by name, and whether it, or a dict of tensors, still holds those that were registered.
 
 A tensor in a `state_dict()` is an alias: when its parameter is replaced (`module.weight = Parameter(...)`,
 `load_state_dict(assign=True)`, `half()`, a tie that was undone) the alias goes on naming the old memory, and nothing
-about it tells. Only the module knows what it holds now, so it is asked at every publish and before every fill.
+about it tells. Only the module knows what it holds now, so it is asked at every publish and before every fill. So is a
+dict that was registered: who writes `tensors["w"] = tensors["w"] + 1` means that tensor from then on.
 
 Rules:
 1. The tensors are the parameters and persistent buffers, with the names and in the order of `state_dict()`; of a
    `DTensor` (FSDP2, tensor parallelism) its local shard. No hook of the module runs, and nothing is gathered.
 2. The same tensor is one at the same address with the same dtype, shape and strides, whatever object names it.
+3. What is taken out of a dict, or put into it under another name, changes nothing of what was registered.
 
 Never: import torch, run an operation on a parameter, or call what an engine may have put in place of `state_dict`.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from msgspec.structs import replace
@@ -96,8 +98,8 @@ class Facts(NamedTuple):
     """What makes a tensor the same one."""
 
     address: int
-    dtype: "torch.dtype"
-    shape: "torch.Size"
+    dtype: object  # of torch's or numpy's
+    shape: Sequence[int]
     strides: tuple[int, ...]
 
 
@@ -118,12 +120,38 @@ class Held:
         return [each for each in wrong if each]
 
 
+class HeldDict:
+    """A dict whose tensors are registered, and which those were."""
+
+    def __init__(self, tensors: "dict[str, object]") -> None:
+        self._tensors = tensors
+        self._known = dict(tensors)
+        self._facts = {name: _facts_of_any(tensor) for name, tensor in tensors.items()}
+
+    def replaced(self) -> list[str]:
+        """Each name that means another tensor by now, and what that is."""
+        found = []
+        for name, known in self._known.items():
+            now = self._tensors.get(name, known)
+            if now is not known and _facts_of_any(now) != self._facts[name]:
+                found.append(_difference(name, self._facts[name], _facts_of_any(now)))
+        return found
+
+
+def _facts_of_any(tensor: Any) -> "Facts | None":
+    """Of an array too. None: it is no tensor at all."""
+    if hasattr(tensor, "__array_interface__") and not hasattr(tensor, "data_ptr"):
+        address = tensor.__array_interface__["data"][0] if tensor.size else 0
+        return Facts(address, tensor.dtype, tuple(tensor.shape), tuple(tensor.strides))
+    return _facts(_local(tensor)) if hasattr(tensor, "data_ptr") else None
+
+
 def _facts(tensor: "torch.Tensor") -> Facts:
     return Facts(tensor.data_ptr() if tensor.numel() else 0, tensor.dtype, tensor.shape, tensor.stride())
 
 
-def _difference(name: str, known: Facts, now: Facts | None) -> str:
-    if now is None:
+def _difference(name: str, known: Facts | None, now: Facts | None) -> str:
+    if now is None or known is None:
         return f"{name!r} is gone"
     if now.dtype != known.dtype:
         return f"{name!r} is {_named(now.dtype)} and was {_named(known.dtype)}"
@@ -134,5 +162,5 @@ def _difference(name: str, known: Facts, now: Facts | None) -> str:
     return f"{name!r} lies in other memory" if now.address != known.address else ""
 
 
-def _named(dtype: "torch.dtype") -> str:
+def _named(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")

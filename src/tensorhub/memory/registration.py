@@ -28,7 +28,7 @@ from .describe import Described, describe_all
 from .host import HostStream, Piece
 from .in_place import NAMES_SHOWN, InPlace, some
 from .masters import Casts, cast
-from .modules import Held, boxes_of_module, is_dtensor, is_module, parts_of, tensors_of_module
+from .modules import Held, HeldDict, boxes_of_module, is_dtensor, is_module, parts_of, tensors_of_module
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +59,7 @@ class Registration:
     boxes: bytes = b""  # the same, encoded
     is_partial: bool = False  # they leave some of the model out, and whoever registered them knows
     shares: tuple[str, str] | None = None  # which boxes share memory, so that nothing can fill them; and a hint
-    _module: Held | None = None  # whose tensors they are, where that is known
+    _held: Held | HeldDict | None = None  # whose tensors they are, where that is known
     given: tuple[object, object, object] | None = None  # by the caller: a module or mapping, dtypes, boxes
 
     def __repr__(self) -> str:
@@ -83,8 +83,8 @@ class Registration:
         return self._in_place.moved()
 
     def replaced(self) -> list[str]:
-        """What the registered module holds by now in place of a registered tensor, in words that name the tensor."""
-        return self._module.replaced() if self._module is not None else []
+        """What the registered module, or dict, has by now in place of a registered tensor, in words that name it."""
+        return self._held.replaced() if self._held is not None else []
 
     def took(self, size_bytes: int) -> None:
         """A transport has written so much by itself. Raises `HostMemoryFull` where it may not go on."""
@@ -92,11 +92,12 @@ class Registration:
             self.stream.took(size_bytes)
 
     def check_in_place(self, whose: str) -> None:
-        """The module still holds, and the tensors still are, what was registered, else `UsageError` names them."""
+        """The module, or dict, and the tensors still are what was registered, else `UsageError` names them."""
         replaced = self.replaced()
         if replaced:
             more = f"; and {len(replaced) - NAMES_SHOWN} more" if len(replaced) > NAMES_SHOWN else ""
-            text = f"the module of {whose} no longer holds what was registered: {'; '.join(replaced[:NAMES_SHOWN])}"
+            what = "dict" if isinstance(self._held, HeldDict) else "module"
+            text = f"the {what} of {whose} no longer holds what was registered: {'; '.join(replaced[:NAMES_SHOWN])}"
             raise UsageError(text + more, hint=IN_PLACE)
         moved = self.moved() + (self.casts.moved() if self.casts is not None else [])
         if moved:
@@ -155,7 +156,7 @@ def register(
         if boxes is not None:
             boxes = {**boxes_of_module(tensors), **boxes}
         registered = register(found, dtype, boxes, partial=partial)
-        return replace(registered, _module=Held(tensors, found), given=(tensors, dtype, given_boxes))
+        return replace(registered, _held=Held(tensors, found), given=(tensors, dtype, given_boxes))
     if not isinstance(tensors, Mapping):
         raise UsageError(
             f"register takes a module, or a mapping from names to tensors, not a {type(tensors).__name__}",
@@ -196,6 +197,7 @@ def register(
         devices=tuple(sorted({facts.device for facts in described})),
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
+        _held=HeldDict(tensors) if isinstance(tensors, dict) else None,
         given=(tensors, dtype, given_boxes),
         table=table,
         boxes=encoded,

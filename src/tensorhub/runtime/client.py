@@ -15,7 +15,6 @@ from weakref import WeakSet
 
 from ..core.errors import (
     Closed,
-    DeadlineExceeded,
     GroupIncomplete,
     HostMemoryFull,
     InvariantViolation,
@@ -23,11 +22,11 @@ from ..core.errors import (
     UsageError,
     VersionConflict,
 )
-from ..core.messages import MAX_LAYOUT_BYTES, MAX_PINS, Failure, Hello, Holding, LayoutInfo, Spec, Vacated
+from ..core.messages import MAX_LAYOUT_BYTES, Failure, Hello, Holding, LayoutInfo, Spec, Vacated
 from ..core.metadata import Json, decode_metadata, digest_of_metadata
 from ..core.names import Digest, Version
-from ..core.version_spec import PREFETCHED, parse_spec
-from ..core.worker.events import Called, ClaimDropped, Registered, Wished
+from ..core.version_spec import PREFETCHED
+from ..core.worker.events import Called, ClaimDropped, Registered
 from ..memory.in_place import some
 from ..memory.registration import Registration
 from ..memory.room import HINT
@@ -39,9 +38,10 @@ from .config import Options
 from .content import Known, changed_tensors
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .hashing import by, grid_of, hashed
-from .questions import check_held, wait_for_holders, wait_for_version
+from .questions import wait_for_holders, wait_for_version
 from .suspending import Suspension
 from .wholeness import Wholeness
+from .wishes import Wishes
 
 _log = logging.getLogger(__name__)
 
@@ -63,10 +63,12 @@ class Client:
         self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
         self.callers = Callers()
         self._behind = Behind(self.driver)
+        self._wishes = Wishes(self.me, self.driver)
         self._wholeness = Wholeness(self.me)
         self.suspension = Suspension(self.driver, self._behind)
         self.hello = hello
         self._calling = ""
+        self._block = ""  # of a `mutating`, that is being run
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self, deadline: float) -> None:
@@ -102,6 +104,9 @@ class Client:
             hint = "register fewer tensors, with shorter names, or larger ones"
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
         most_copies = self.driver.data.register(registration)
+        if not most_copies and self.hello.prefetch == "always":
+            text = "%s fetches nothing ahead: its limit on host memory has no room for a copy of %d B; raise host_bytes"
+            _log.warning(text, self.me, registration.size_bytes)
         self._wholeness.registered(self.driver, is_resumed=is_resumed)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
@@ -118,7 +123,7 @@ class Client:
         is_held_back: bool = False,
     ) -> Version | None:
         """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
-        with self._one_call(verb):
+        with self._one_call("mutating" if claim is not None else verb):
             await self._behind.over(deadline, f"{verb}()")
             called = Called(verb, spec, deadline, claim=claim, waits=waits, is_held_back=is_held_back)
             registration = self.driver.data.registration
@@ -167,7 +172,7 @@ class Client:
         if verb == "unpublish" and copies.spoiled is not None:
             raise self._lost(before, copies.spoiled)
         if verb != "unpublish" and worker.prefetch is not None and (called.spec != PREFETCHED or version != before):
-            self._wish(prefetch=None)  # what was fetched ahead has served its purpose
+            self._wishes.wish(prefetch=None)  # what was fetched ahead has served its purpose
         return version
 
     def _lost(self, version: Version | None, why: Failure) -> NotDrained:
@@ -183,44 +188,38 @@ class Client:
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
         self._check_usable()
-        parse_spec(spec)
-        if not self.driver.worker.is_registered:
-            raise UsageError(f"prefetch on {self.me} before register()", hint="register the tensors first")
-        self._wish(prefetch=spec)
+        self._wishes.prefetch(spec)
 
     async def pin(self, version: Version, deadline: float) -> None:
         """Keep a version, however new others are. Raises `VersionUnavailable` if nobody has it."""
         self._check_usable()
-        pins = self.driver.worker.pins
-        if version in pins:
-            return
-        if len(pins) >= MAX_PINS:
-            raise UsageError(f"{self.me} has pinned {len(pins)} versions, which is the most", hint="unpin() some")
-        await self._wish_heard((*pins, version), deadline)
-        try:
-            await check_held(self.options, self.me.model, version, deadline)
-        except BaseException:
-            self._wish(pins=tuple(pin for pin in self.driver.worker.pins if pin != version))
-            raise
+        await self._wishes.pin(version, self.options, deadline)
 
     async def unpin(self, version: Version, deadline: float) -> None:
         """Take a pin back. Does nothing where there was none."""
         self._check_usable()
-        await self._wish_heard(tuple(pin for pin in self.driver.worker.pins if pin != version), deadline)
+        await self._wishes.unpin(version, deadline)
 
-    async def publish(self, version: Spec, deadline: float, metadata: bytes | None = None) -> Version | None:
-        """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own."""
+    async def publish(
+        self, version: Spec, deadline: float, metadata: bytes | None = None, *, again: Known | None = None
+    ) -> Version | None:
+        """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own.
+
+        `again`: what this number was here until a moment ago. It is to be just that, and nothing is cast.
+        """
         with self._one_call("publish"):
             await self._behind.over(deadline, f"publish({version!r})")
             for more in range(MOST_CUTS - 1, -1, -1):
                 try:
-                    return await self._publish(version, deadline, metadata)
+                    return await self._publish(version, deadline, metadata, again)
                 except GroupIncomplete as error:
                     if not more or CUT_OTHERWISE not in str(error):
                         raise  # else all shards hear so: somebody registered while they asked who there is
         raise InvariantViolation("the last try returns or raises")
 
-    async def _publish(self, version: Spec, deadline: float, metadata: bytes | None) -> Version | None:
+    async def _publish(
+        self, version: Spec, deadline: float, metadata: bytes | None, again: Known | None
+    ) -> Version | None:
         buffer = self.driver.worker.buffer
         root = buffer.root if isinstance(buffer, Holding) else Digest("")
         called = Called("publish", version, deadline, root)
@@ -232,9 +231,11 @@ class Client:
             if registration is not None and registration.is_partial:
                 text = f"publish of {self.me}, which has registered some of the model only"
                 raise UsageError(text, hint="register all of it, without partial=True")
-            said = self._metadata_of(version, metadata)
+            said = self._metadata_of(version, metadata) if again is None else again.metadata
             content, held = self.driver.data.content, self.driver.worker.held
-            known = content.manifest if content is not None and held == content.version else None
+            known = content.manifest if content is not None and held == content.version else again
+            if registration is not None and held is not None and known is not None:
+                await self._wholeness.check_cast(registration, held, deadline)
             manifest = await self._hashed(known, deadline, said)
             self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
         except BaseException as error:
@@ -260,7 +261,7 @@ class Client:
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
         """What is to be said of that version. Raises `VersionConflict` if it is held here with other words."""
-        held = self._manifest_held()
+        held = self.manifest_held
         if held is None:
             return metadata or b""
         if metadata is not None and metadata != held.metadata:
@@ -268,7 +269,8 @@ class Client:
             raise VersionConflict(text, hint="unpublish(), then publish a higher number with the new metadata")
         return held.metadata
 
-    def _manifest_held(self) -> Known | None:
+    @property
+    def manifest_held(self) -> Known | None:
         """Of the version held."""
         content, held = self.driver.data.content, None if self.driver.is_gone else self.driver.worker.held
         if held is None:
@@ -320,7 +322,7 @@ class Client:
     @property
     def metadata(self) -> dict[str, Json] | None:
         """What its publisher said of the version held; None if there is none."""
-        manifest = self._manifest_held() if self.version is not None else None
+        manifest = self.manifest_held if self.version is not None else None
         return decode_metadata(manifest.metadata) if manifest is not None else None
 
     @property
@@ -332,20 +334,6 @@ class Client:
         return self.driver.statistics()
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _wish(self, **wishes: object) -> None:
-        worker = self.driver.worker
-        known = {"prefetch": worker.prefetch, "pins": worker.pins, **wishes}
-        self.driver.feed(Wished(**known))  # type: ignore[arg-type]
-
-    async def _wish_heard(self, pins: tuple[Version, ...], deadline: float) -> None:
-        """Returns once the server knows of the pins."""
-        self._wish(pins=pins)
-        worker = self.driver.worker
-        number = worker.reported
-        if not await self.driver.until(lambda: worker.acknowledged >= number, deadline):
-            text = f"{self.me}: the reference server has not heard of the pins {list(pins)} in time"
-            raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
 
     def _why_in_vain(self) -> UsageError | None:
         """A call has waited long for shards that do not come: the mistake, where it waits for its own thread."""
@@ -372,12 +360,24 @@ class Client:
             _log.warning("%s left without the server's word that nobody reads from it any more", self.me)
 
     @contextlib.contextmanager
+    def block_of(self, version: int) -> Iterator[None]:
+        """The block of a `mutating`. Its end publishes: no call may give these tensors another meaning meanwhile."""
+        self._block = f"mutating(version={version!r})"
+        try:
+            yield
+        finally:
+            self._block = ""
+
+    @contextlib.contextmanager
     def _one_call(self, verb: str) -> Iterator[None]:
         """One call at a time: hashing belongs to the call, but the machine hears of it only afterwards."""
         self._check_usable()
         if self._calling:
             text = f"{verb} on {self.me} while its {self._calling} has not ended"
             raise UsageError(text, hint="one call at a time on one Weights: wait for the first")
+        if self._block:
+            hint = "the block only changes the tensors; its end publishes them, and an exception in it does not"
+            raise UsageError(f"{verb} on {self.me} inside the block of its {self._block}", hint=hint)
         self.suspension.check(verb)
         self._calling = verb
         try:

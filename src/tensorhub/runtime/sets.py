@@ -19,6 +19,7 @@ from ..core.names import Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, MayWithdraw
 from .client import Client
+from .content import Known
 from .driver import failed
 
 BACK_S = 30.0  # to publish once more what was withdrawn in vain: it is hashed again
@@ -59,19 +60,19 @@ class SetCalls:
             text = f"mutating() of the set of {self._clients[0].me} needs a version number, not {spec!r}"
             raise UsageError(text, hint="mutating(version=7)")
         self._check_of_one_version()
-        deadline, left = until(), dict[Client, Version]()
+        deadline, left = until(), dict[Client, tuple[Version, Known | None]]()
         try:
             for client in self._clients:
-                held = client.version
+                held, known = client.version, client.manifest_held
                 await client.operate("unpublish", "", deadline, claim=version)
                 if held is not None:
-                    left[client] = held
+                    left[client] = held, known
         except BaseException:
             for client in self._clients:
                 client.drop_claim()
-            for client, held in left.items():
+            for client, (held, known) in left.items():
                 with contextlib.suppress(TensorHubError):  # the cause is said
-                    await client.publish(held, max(deadline, time.monotonic() + BACK_S))
+                    await client.publish(held, max(deadline, time.monotonic() + BACK_S), again=known)
             raise
 
     def _check_of_one_version(self) -> None:

@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..core.errors import SPOILED, SPOILED_HINT, DeadlineExceeded, UsageError
+from ..core.errors import SPOILED, SPOILED_HINT, DeadlineExceeded, UsageError, VersionConflict
 from ..core.messages import Failure, Holding, Poisoned, Vacated, Withdrawing
-from ..core.names import Digest, WorkerId
+from ..core.names import Digest, Version, WorkerId
 from ..core.worker.events import Called
+from ..memory.in_place import some
 from ..memory.registration import Registration
 from .driver import Driver
 from .loops import in_thread
@@ -75,6 +76,22 @@ class Wholeness:
         casts = registration.casts
         if casts is not None:
             await self._run(casts.fill, deadline, f"{what}: casting its tensors")
+
+    async def check_cast(self, registration: Registration, version: Version, deadline: float) -> None:
+        """Raises `VersionConflict`, naming masters, if a cast would not be what the buffer is and is held as.
+
+        Not of torn ones, which are no version whatever they are: what is held was never cast from them.
+        """
+        if registration.casts is None or self._torn:
+            return
+        found: list[str] = []
+        look = registration.casts.changed
+        await self._run(lambda is_over: found.extend(look(is_over)), deadline, f"publish of {self._me}: comparing")
+        if found:
+            text = f"{self._me} holds version {version}, but these tensors were changed since: {some(found)}"
+            raise VersionConflict(
+                text, hint="unpublish(), then publish a higher number; mutating(version=...) does both"
+            )
 
     def published(self, root: Digest) -> None:
         """The masters have been cast, and that is what is about to be published."""

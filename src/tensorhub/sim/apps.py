@@ -5,6 +5,7 @@ and makes the next step of its plan, as a real SPMD program would. A shard that 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..core.messages import Failure, Poisoned
@@ -342,6 +343,9 @@ class RolloutApp(App):
         return Step("update", "latest", rest_s=0.5)
 
     def take(self, step: Step) -> None:
+        may_fetch = self.cluster.plan.conditions.host_copies > 0
+        if step.spec == PREFETCHED and not may_fetch and self.chance.random() > VAIN:
+            step = replace(step, spec="latest")
         for process in list(self.shards.values()):
             fetches = process.hello.prefetch == "always" or process.worker.prefetch is not None
             if step.spec == PREFETCHED and not fetches and self.chance.random() > VAIN:

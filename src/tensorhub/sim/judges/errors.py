@@ -284,7 +284,8 @@ class ErrorJudge(GroupJudge):
 
     def _usage(self, life: Life, call: Call) -> str:
         is_spoiled = call.claim is not None and any(other.poisoned for other in self.truth.group(life))
-        fetches = life.hello.prefetch == "always" or life.prefetch is not None
+        wants_ahead = life.hello.prefetch == "always" or life.prefetch is not None
+        fetches = wants_ahead and self.conditions.host_copies > 0
         is_in_vain = (call.verb, call.spec) == ("update", "prefetched") and not fetches
         is_wrong = is_spoiled or is_in_vain or (life.poisoned and call.verb == "publish")
         return "" if is_wrong else "its caller did nothing wrong"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from math import inf
 
-from ...core.messages import Holding, Orders, Report
+from ...core.messages import Holding, Orders, Poisoned, Report
 from ...core.names import Digest, ReplicaName, Shard, Version, WorkerId
 from ...core.worker import events
 from ...core.worker.events_across import PartEnded
@@ -338,6 +338,8 @@ class Truth:
     def said(self, life: Life, report: Report) -> None:
         """A report goes out, wherever it gets."""
         life.said = report
+        if isinstance(report.buffer, Poisoned) and life.held is not None and not life.held.is_served:
+            life.held, life.poisoned = None, True  # all had come, by a read that it had told to stop
         reported, call = report.call, life.call
         if reported is not None and call is not None:  # it may have been numbered anew
             call.number = reported.number

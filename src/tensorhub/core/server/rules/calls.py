@@ -252,10 +252,12 @@ def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> Decision:
 def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> Decision:
     if not witness.is_whole(state, model, replica):
         return Wait(call, witness.recovering(state))
-    missing = _missing(replica) if call.verb == "update" and not resolving.is_known(state, replica, call) else None
-    if missing is not None:
+    missing = _missing(replica) if call.verb == "update" else None
+    if missing is not None and not resolving.is_known(state, replica, call):
         return Wait(call, missing)  # an update never goes back, and what they all hold is not known yet
     version, failure = resolving.meant_by(state, model, replica, call)
+    if missing is not None and version is not None and resolving.is_older(state, replica, call, version):
+        return Wait(call, missing)  # nor is it known yet what they all had
     if version is None:
         assert failure is not None
         if isinstance(call.spec, int) and not (call.waits and resolving.may_come(model, call.spec)):

@@ -4,7 +4,7 @@ What was held before counts where a call is made once more: the version that it 
 had been written over the former one. Its caller still waits in one and the same call.
 """
 
-from ...messages import Failure, Filling, Holding, Poisoned, Spec, Vacated, Withdrawing
+from ...messages import Failure, Filling, Holding, Spec, Vacated, Withdrawing
 from ...names import Version
 from ...version_spec import PREFETCHED
 from ..catalog import Model
@@ -47,21 +47,19 @@ def is_known(state: State, replica: Replica, call: GroupCall) -> bool:
     """What each shard of the replica holds, or can hold again, is known.
 
     It is not where one is gone, or still fills its buffer for a call before this one: when it has heard how that one
-    ended, it may have all of the version after all. Nor where a call is made once more, and one whose fill was cut
-    short has not come to it yet: only then it says what it had.
+    ended, it may have all of the version after all.
     """
     members = [state.members.get(worker) for worker in replica.members.values()]
-    if len(members) < replica.shards or any(_still_fills(call, member) for member in members):
-        return False
-    asked = [member.report.call for member in members if member is not None]
-    is_made_again = any(each is not None and each.number == call.number and each.floor is not None for each in asked)
-    return not is_made_again or not any(_lost_what_it_had(call, member) for member in members)
+    return len(members) == replica.shards and not any(_still_fills(call, member) for member in members)
 
 
-def _lost_what_it_had(call: GroupCall, member: Member | None) -> bool:
-    told = member.report.call if member is not None else None
-    is_there = told is not None and told.number >= call.number
-    return member is not None and not is_there and isinstance(member.content.buffer, Poisoned)
+def is_older(state: State, replica: Replica, call: GroupCall, version: Version) -> bool:
+    """The version is older than what some shard had. All must have come before it is sure that they had different ones.
+
+    Who is about to make its call once more holds what that call has brought until it comes, or nothing; only then it
+    says what it had.
+    """
+    return any(each is not None and each > version for each in _had(state, replica, call))
 
 
 def _still_fills(call: GroupCall, member: Member | None) -> bool:
@@ -113,9 +111,15 @@ def _held(replica: Replica, call: GroupCall, member: Member) -> Version | None:
 
 
 def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | None:
-    """The version that each shard of the replica held when its caller began to wait, if it is one.
+    """The version that each shard of the replica held when its caller began to wait, if it is one."""
+    had = _had(state, replica, call)
+    return had[0] if len(had) == replica.shards and had.count(had[0]) == len(had) else None
 
-    Who has not come yet will have held what it holds now.
+
+def _had(state: State, replica: Replica, call: GroupCall) -> list[Version | None]:
+    """What each of its shards held when its caller began to wait. Who has not come yet will have held what it holds.
+
+    Unless it makes its call once more: see `is_known`.
     """
     had = []
     for worker in replica.members.values():
@@ -125,7 +129,7 @@ def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | No
             had.append(asked.floor)
         else:
             had.append(_held(replica, call, member) if member is not None else None)
-    return had[0] if len(had) == replica.shards and had.count(had[0]) == len(had) else None
+    return had
 
 
 def may_come(model: Model, number: int) -> bool:

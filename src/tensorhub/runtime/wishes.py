@@ -1,0 +1,57 @@
+"""What a caller wishes beside its calls: versions that are kept, and one that is fetched ahead."""
+
+from ..core.errors import DeadlineExceeded, UsageError
+from ..core.messages import MAX_PINS, Spec
+from ..core.names import Version, WorkerId
+from ..core.version_spec import parse_spec
+from ..core.worker.events import Wished
+from .config import Options
+from .driver import Driver
+from .questions import check_held
+
+
+class Wishes:
+    """Of one worker. Used in the worker's loop only."""
+
+    def __init__(self, me: WorkerId, driver: Driver) -> None:
+        self._me, self._driver = me, driver
+
+    def wish(self, **wishes: object) -> None:
+        """The other wishes stay as they are."""
+        worker = self._driver.worker
+        known = {"prefetch": worker.prefetch, "pins": worker.pins, **wishes}
+        self._driver.feed(Wished(**known))  # type: ignore[arg-type]
+
+    def prefetch(self, spec: Spec) -> None:
+        """A host copy of that version, and of newer ones as they come if it is "latest"."""
+        parse_spec(spec)
+        if not self._driver.worker.is_registered:
+            raise UsageError(f"prefetch on {self._me} before register()", hint="register the tensors first")
+        self.wish(prefetch=spec)
+
+    async def pin(self, version: Version, options: Options, deadline: float) -> None:
+        """Raises `VersionUnavailable` if nobody has it."""
+        pins = self._driver.worker.pins
+        if version in pins:
+            return
+        if len(pins) >= MAX_PINS:
+            raise UsageError(f"{self._me} has pinned {len(pins)} versions, which is the most", hint="unpin() some")
+        await self._heard((*pins, version), deadline)
+        try:
+            await check_held(options, self._me.model, version, deadline)
+        except BaseException:
+            self.wish(pins=tuple(pin for pin in self._driver.worker.pins if pin != version))
+            raise
+
+    async def unpin(self, version: Version, deadline: float) -> None:
+        """Does nothing where there was no such pin."""
+        await self._heard(tuple(pin for pin in self._driver.worker.pins if pin != version), deadline)
+
+    async def _heard(self, pins: tuple[Version, ...], deadline: float) -> None:
+        """Returns once the server knows of the pins."""
+        self.wish(pins=pins)
+        worker = self._driver.worker
+        number = worker.reported
+        if not await self._driver.until(lambda: worker.acknowledged >= number, deadline):
+            text = f"{self._me}: the reference server has not heard of the pins {list(pins)} in time"
+            raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
