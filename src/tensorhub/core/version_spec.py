@@ -41,6 +41,7 @@ def steps_back(spec: str) -> int:
 def call_text(verb: str, spec: Spec, claim: Version | None, *, waits: bool = False) -> str:
     """A call as its caller would write it. What a set's replicate or update begins with is no call of its own."""
     if verb == "choose":
-        return f"choose({spec!r}) for its set"
-    said = f"{verb}({spec!r}{', wait=True' if waits else ''})" if spec != "" else f"{verb}()"
-    return said if claim is None else f"{said} for mutating(version={claim})"
+        return f"replicate or update({spec!r}) on a set"
+    if claim is not None:
+        return f"mutating(version={claim})"
+    return f"{verb}({spec!r}{', wait=True' if waits else ''})" if spec != "" else f"{verb}()"

@@ -12,9 +12,10 @@ UNANSWERED = 3  # reports: a server that has answered none of them is no help no
 def deadline_failure(worker: WorkerState, call: Call) -> Failure:
     """Always that time ran out, whatever was waited for: a longer timeout, or a retry, may be all that is needed."""
     text = f"{call} of {worker.me} did not end within {call.deadline - call.started:.3g} s"
-    missing = [*_how_far(worker, call)]
     waiting = call.answer.waiting if call.answer is not None else None
     unanswered_s = worker.book.unanswered_s(call.deadline)
+    is_unheard = not worker.connected or unanswered_s > UNANSWERED * worker.book.every_s
+    missing = [*_how_far(worker, call, is_unheard=is_unheard)]
     hint = "retry, or give it a longer timeout"
     if not worker.connected and worker.refusal is not None:
         missing.append(f"the reference server refuses this worker for now: {worker.refusal.message}")
@@ -22,7 +23,7 @@ def deadline_failure(worker: WorkerState, call: Call) -> Failure:
     elif not worker.connected:
         missing.append("the reference server does not answer")
         hint = "is it running?"
-    elif unanswered_s > UNANSWERED * worker.book.every_s:
+    elif is_unheard:
         missing.append(f"the reference server has not answered for {unanswered_s:.3g} s")
         hint = "has it too much to do, or does it stand still?"
     elif waiting is not None:
@@ -33,13 +34,14 @@ def deadline_failure(worker: WorkerState, call: Call) -> Failure:
     return Failure("deadline-exceeded", f"{text}: {'; '.join(missing)}" if missing else text, hint)
 
 
-def _how_far(worker: WorkerState, call: Call) -> Iterator[str]:
+def _how_far(worker: WorkerState, call: Call, *, is_unheard: bool) -> Iterator[str]:
     buffer = worker.buffer
     if worker.copies.copying is not None:
         way, version = worker.copies.copying
         yield f"version {version} was being copied {'to' if way == 'out' else 'from'} host memory"
     elif isinstance(buffer, Withdrawing) or (isinstance(buffer, Poisoned) and buffer.version is not None):
-        yield f"version {buffer.version} still has readers"
+        who = "nobody has said that nobody reads it any more" if is_unheard else "it still has readers"
+        yield f"version {buffer.version} is being withdrawn, and {who}"
     elif isinstance(buffer, Holding) and call.fills and call.resolved not in (None, buffer.version):
         yield f"no source of version {call.resolved} has answered; version {buffer.version} is still held"
     elif isinstance(buffer, Vacated) and call.fills:
