@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from benchmarks.fleet import Fleet
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
 from tensorhub.core.snapshot import Status
 from tensorhub.runtime import showing
 from tensorhub.runtime.showing import encode_status, take_status
@@ -26,7 +28,7 @@ def fleet():
 
 def test_in_steps_it_is_the_same_picture(fleet):
     async def both():
-        status = await take_status(fleet.server)
+        status = await take_status(fleet.server, fleet.now)
         return status, await encode_status(status)
 
     whole = fleet.server.status(now=fleet.now)
@@ -55,7 +57,7 @@ def test_the_others_run_meanwhile(fleet, monkeypatch):
                 turns += 1
 
         counting = asyncio.create_task(count())
-        status = await take_status(fleet.server)
+        status = await take_status(fleet.server, fleet.now)
         taken, turns = turns, 0
         await encode_status(status)
         counting.cancel()
@@ -72,7 +74,7 @@ def test_what_changes_between_two_steps_is_no_mistake(fleet):
     fleet.join()
 
     async def story():
-        taking = asyncio.create_task(take_status(fleet.server))
+        taking = asyncio.create_task(take_status(fleet.server, fleet.now))
         await asyncio.sleep(0)
         for thin in (fleet.rollouts[0], fleet.rollouts[-1]):
             fleet.kill(thin)
@@ -81,3 +83,10 @@ def test_what_changes_between_two_steps_is_no_mistake(fleet):
 
     status = asyncio.run(story())
     assert len(status.models[0].replicas) == 4
+
+
+def test_it_is_of_the_moment_when_it_is_asked_for():
+    """Also where nobody has come yet, and nothing else moves the machine's clock."""
+    machine = Server(Settings(), 100.0, 1, fresh=True)
+    status = asyncio.run(take_status(machine, 107.5))
+    assert status.uptime_s == pytest.approx(7.5)

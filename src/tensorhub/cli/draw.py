@@ -95,6 +95,7 @@ def _versions(model: ModelView) -> list[RenderableType]:
     versions, latest, lines = model.versions, model.latest, list[RenderableType]()
     silent = [(each.name, worker) for each in model.replicas for worker in each.workers if not worker.connected]
     cut_off = {name for name, _ in silent}
+    pins = [(each.name, worker.pins) for each in model.replicas for worker in each.workers if worker.pins]
     for version in versions[:MOST_VERSIONS]:
         text = Text(f"version {version.version}", style="bold" if version.is_latest else "")
         if version.holders:
@@ -116,6 +117,9 @@ def _versions(model: ModelView) -> list[RenderableType]:
             text.append("; lost", style="not bold red")
         if version.is_retained and not version.is_latest:
             text.append("; kept", style="not bold")
+        pinned_by = dict.fromkeys(name for name, pinned in pins if version.version in pinned)
+        if pinned_by:
+            text.append(f"; pinned by {some_text(list(pinned_by), MOST_NAMES)}", style="not bold")
         if not version.is_complete:
             text.append("; being published", style="not bold yellow")
         lines.append(Padding(text, (0, 0, 0, 2)))
@@ -144,6 +148,8 @@ def _add_replica(
         does: list[RenderableType] = []
         if number == 0 and (doing := _call(replica.call)) is not None:
             does.append(doing)
+        if number == 0 and (claims := sorted({each.claim for each in replica.workers if each.claim is not None})):
+            does.append(Text(f"is to publish {', '.join(map(str, claims))}", style="cyan"))
         does += [_reading(transfer, rates) for transfer in row.transfers]
         worker = row.worker
         cells: list[RenderableType] = [

@@ -90,11 +90,15 @@ def status(
     from .. import connect
     from .draw import draw_status, status_json
 
-    found = connect(server, token=token, timeout=PATIENCE_S).status(model=model)
+    view = connect(server, token=token, timeout=PATIENCE_S)
+    found = view.status(model=model)
     if as_json:
         typer.echo(status_json(found))
         return
     console = Console()
+    if model and not found.models:
+        others = ", ".join(view.models()) or "none at all"
+        console.print(f"There is no model {model!r} here, but {others}.", markup=False)
     console.print(draw_status(found, server=server, width=console.width))
 
 

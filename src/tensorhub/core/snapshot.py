@@ -53,6 +53,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     copies_filling: tuple[int, ...] = ()
     copies_left: int = 0  # that its limit on host memory still allows
     pins: tuple[int, ...] = ()
+    claim: int | None = None  # the number that it may publish next, and nobody else
 
 
 class CallView(msgspec.Struct, frozen=True):

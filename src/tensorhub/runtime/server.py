@@ -236,7 +236,7 @@ class ServerShell:
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         self._authorise(request)
-        status = await take_status(self.machine)
+        status = await take_status(self.machine, self.intake.now)
         model = request.query.get("model")
         if model is not None:
             models = tuple(each for each in status.models if each.name == model)

@@ -10,15 +10,14 @@ from collections.abc import Iterable
 import msgspec
 
 from ..core.server import Server
-from ..core.server.snapshot import status_steps
 from ..core.snapshot import ModelView, Status
 
 SLICE_S = 0.002  # at a stretch, as the intake's
 
 
-async def take_status(machine: Server) -> Status:
-    """The whole picture; each replica as it was when it was looked at."""
-    steps = status_steps(machine.state)
+async def take_status(machine: Server, now: float) -> Status:
+    """The whole picture; each replica as it was when it was looked at. `now`: by the machine's clock."""
+    steps = machine.status_steps(now=now)
     until = time.monotonic() + SLICE_S
     while True:
         try:

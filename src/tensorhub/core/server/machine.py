@@ -34,7 +34,7 @@ from .receipts import Notary
 from .rules import admission, calls, draining, grants, retention, witness
 from .rules.interests import interests_of
 from .rules.wanted import wanted_read
-from .snapshot import statistics, status_of
+from .snapshot import Steps, statistics, status_of, status_steps
 from .state import State
 
 Outbox = list[tuple[str, ToWorker]]
@@ -137,6 +137,11 @@ class Server:
         """What there is, for people; changes nothing but the time."""
         self._advance_clock(now)
         return status_of(self.state)
+
+    def status_steps(self, *, now: float) -> Steps:
+        """The same in small steps, between which the server may go on."""
+        self._advance_clock(now)
+        return status_steps(self.state)
 
     def check_invariants(self) -> None:
         """Raise `InvariantViolation` if this machine contradicts itself. Looks at every table."""

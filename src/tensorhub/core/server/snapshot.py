@@ -195,6 +195,7 @@ def _worker(state: State, member: Member) -> WorkerView:
         copies_filling=tuple(copy.version for copy in content.copies if not copy.whole),
         copies_left=report.copies_left,
         pins=report.pins[:MAX_PINS],
+        claim=report.claim,
     )
 
 
