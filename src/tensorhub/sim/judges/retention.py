@@ -34,8 +34,7 @@ class RetentionJudge(Judge):
             return
         if "host" in where and life.was_unfilled:
             return  # its last chunk came when it had been told to go
-        decided = self._decided(life, where)  # when it was told that it may go
-        told = life.let_go_at if life.let_go_at < inf and "host" not in where else self.now  # and when at the latest
+        decided, told = self._decided(life, version, where)
         had_room = self._had_room(life, where) and life.full_until <= decided
         kept_on = self._last_without_room(life, version)  # so long somebody else had it who could not keep it
         if not had_room:
@@ -131,10 +130,16 @@ class RetentionJudge(Judge):
         begun = sum(not copy.whole for copy in life.said.copies) if life.said is not None else 0
         return self.conditions.host_copies > len(life.copies) + 1 + begun
 
-    def _decided(self, life: Life, where: str) -> float:
-        """When it was decided that it may give a version up. The rest takes so long at most, unless it was away."""
+    def _decided(self, life: Life, version: Version, where: str) -> tuple[float, float]:
+        """(when it was decided at the earliest that it may give a version up, when it was told so at the latest).
+
+        The rest takes so long at most, unless it was away. Its buffer may have been let go as it had a host copy too.
+        """
         lately = self.now - FLEETING_S - 8 * self.conditions.delay_s
-        return lately if "host" in where else min(lately, life.let_go_at)
+        if "host" in where or life.let_go_at == inf:
+            return lately, self.now
+        told = max(life.let_go_at, life.released_at.get(version, -inf))
+        return min(lately, told), told
 
     def _other_shards(self, life: Life) -> list[tuple[str, int]]:
         return [(life.shard[0], n) for n in range(self.conditions.shards_in(life.cut)) if n != life.me.shard]

@@ -46,6 +46,7 @@ class Established:
         self._perhaps: dict[str, Version] = {}  # the newest of which a server may have been told by any holders
         self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
         self._belated: dict[tuple[str, Version], tuple[int, float]] = {}  # perhaps so, for which server and since when
+        self._looked: dict[str, float] = {}  # when that was last asked
 
     def version(self, model: str) -> Version | None:
         """The newest one of the model."""
@@ -180,44 +181,50 @@ class Established:
     def look(self, model: str) -> None:
         """What only spot workers have is established once no reliable worker of their shard has a session any more.
 
-        When the last of it became whole, some had: so it is not the newest of which `version` tells. A server finds
-        that out when it next looks at that version. Noted is which life of it may, and since when. Asked before and
-        after each report that a server takes in: between two of them sessions only end.
+        When the last of it became whole, some had: so it is not the newest of which `version` tells. Noted is for which
+        life of the server that may be so, and since when at the earliest. Asked before and after each report that a
+        server takes in: between two of them sessions only end.
         """
-        truth, newest = self._truth, self._newest.get(model)
+        truth, newest, before = self._truth, self._newest.get(model), self._looked.get(model, -inf)
+        self._looked[model] = truth.now
         for version in truth.existing(model):
             if newest is not None and version <= newest.version:
                 return
             made = truth.exists(model, version)
             if made is None or self._belated.get((model, version), (0, 0.0))[0] == truth.server_life:
                 continue
-            if any(all(self._is_said_outside(shard, version, made) for shard in cut) for cut in truth.cuts(model)):
-                self._belated[model, version] = truth.server_life, truth.now
+            found = [max(self._outside_since(shard, version, made) for shard in cut) for cut in truth.cuts(model)]
+            if min(found) <= truth.now:
+                self._belated[model, version] = truth.server_life, max(before, min(found))
 
-    def _is_said_outside(self, shard: tuple[str, int], version: Version, made: "Made") -> bool:
-        """By reliable workers, where any is in session for sure, or the server waits for one before it decides."""
+    def _outside_since(self, shard: tuple[str, int], version: Version, made: "Made") -> float:
+        """Since when at the earliest a server may hold that those who count have it outside its publisher; inf: not so.
+
+        Reliable workers count; others once no reliable one has a session, nor is waited for before anything is decided.
+        """
         truth = self._truth
         others = [other for other in self._ever_there(shard) if other.me.replica != made.replica]
         relied_on = [o for o in others if o.hello.reliable and not _said_to_leave(o) and _is_laid_out(o)]
-        needs_reliable = any(self._has_session(o) or self._is_awaited(o) for o in relied_on)
-        return any(
-            truth.said_to_have(holder, version) and truth.may_be_believed(holder) and _is_counted(holder, version)
-            for holder in [*truth.holders(shard, version), *(other for other in others if not other.is_alive)]
-            if holder in others and (holder.hello.reliable or not needs_reliable)
-        )
+        sessions = [self._session_end(o) for o in relied_on if o.heard_by == truth.server_life]
+        over = inf if any(map(self._is_awaited, relied_on)) else max(sessions, default=truth.now)
+        found = []
+        for holder in [*truth.holders(shard, version), *(other for other in others if not other.is_alive)]:
+            is_one = holder in others and truth.said_to_have(holder, version) and _is_counted(holder, version)
+            since = truth.now if holder.hello.reliable else over
+            if is_one and holder.heard_by == truth.server_life and since < truth.believed_until(holder):
+                found.append(since)
+        return min(found, default=inf)
 
     def _ever_there(self, shard: tuple[str, int]) -> list[Life]:
         """The living, and the dead, whom a server may believe to live."""
         dead = [other for other in self._truth.dead.values() if other.shard == shard]
         return [*self._truth.same_shard(shard), *dead]
 
-    def _has_session(self, life: Life) -> bool:
-        """With this life of the server, for sure, dead or alive."""
+    def _session_end(self, life: Life) -> float:
+        """Until then it has its session with this life of the server for sure, dead or alive."""
         truth, plan = self._truth, self._truth.plan
-        if not life.is_heard_by(truth.server_life):
-            return False
-        silent_s = truth.now - life.heard_at - truth.troubles.stood_still_s(life.heard_at, truth.now)
-        return silent_s < plan.settings.lease_s / (1 + plan.conditions.drift)
+        lease_s = plan.settings.lease_s / (1 + plan.conditions.drift)
+        return life.heard_at + lease_s + truth.troubles.stood_still_s(life.heard_at, truth.now)
 
     def _is_awaited(self, life: Life) -> bool:
         """It is on the roll of a server before this one, and its own lease lasts: nothing is decided yet.

@@ -152,6 +152,7 @@ class Life:
     former_claim: tuple[Version | None, float] = (None, -inf)  # the one before, and until when
     claimed_by: int = 0  # by which life of the server it was granted
     released: dict[Version, None] = field(default_factory=dict)  # copies that a server has asked it to let go
+    released_at: dict[Version, float] = field(default_factory=dict)  # the same, and of those that have gone: when, last
     unfilled: dict[Version, None] = field(default_factory=dict)  # of those, what it had not heard to be whole
     was_unfilled: bool = False  # the copy that it has dropped last was such a one: nobody ever relied on it
     let_go_at: float = inf  # since when a server says that nobody reads what it withdraws

@@ -170,9 +170,12 @@ class Truth:
 
     def may_be_believed(self, life: Life) -> bool:
         """The same, dead or alive."""
+        return life.is_heard_by(self.server_life) and self.now < self.believed_until(life)
+
+    def believed_until(self, life: Life) -> float:
+        """Until then the server that has heard it last may take it for alive."""
         lease_s = self.plan.settings.lease_s / (1 - self.plan.conditions.drift)  # by a server whose clock is slow
-        until = max(life.heard_at, self.troubles.server_back) + lease_s
-        return life.is_heard_by(self.server_life) and self.now < until
+        return max(life.heard_at, self.troubles.server_back) + lease_s
 
     def said_to_have(self, life: Life, version: Version) -> bool:
         """The latest report that a server took in says that it has the version, whole and to stay."""
@@ -388,4 +391,5 @@ class Truth:
                 if copy.version not in life.released and copy.number in heard and not heard[copy.number].whole:
                     life.unfilled[copy.version] = None
                 life.released[copy.version] = None
+                life.released_at[copy.version] = self.now
                 self.established.released(life, copy.version)
