@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -62,12 +63,28 @@ def test_a_bad_address_is_an_error_not_a_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["simulate"], ["simulate", "--seed", "1", "--storm"], ["simulate", "--seeds", "9..3"], ["nonsense"]]
+    "arguments",
+    [
+        ["simulate"],
+        ["simulate", "--seed", "1", "--storm"],
+        ["simulate", "--seeds", "9..3"],
+        ["simulate", "--seeds", "0", "--mixed"],
+        ["simulate", "--plan", "not/there.plan"],
+        ["nonsense"],
+    ],
 )
 def test_misuse_has_status_2(arguments: list[str]) -> None:
     status, _, err = run(*arguments)
     assert status == 2
     assert "Traceback" not in err
+
+
+def test_a_plan_with_a_misspelt_call_is_named_and_not_run(tmp_path: Path) -> None:
+    plan = tmp_path / "a.plan"
+    plan.write_text("seed 1\ntrainer policy/trainer\n  publih 1\n", encoding="utf-8")
+    status, _, err = run("simulate", "--plan", str(plan))
+    assert status == 1
+    assert err.startswith("error (usage): line 3 of the plan: 'publih 1': no call is named 'publih'")
 
 
 def test_error_text_is_one_line_and_a_hint() -> None:

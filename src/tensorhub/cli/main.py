@@ -261,7 +261,10 @@ def simulate(
     shrink: Annotated[
         int | None, typer.Option(help="Make the plan of a seed that fails as small as it can be.", min=0)
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Run the plan in a file, as --shrink writes it.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Run the plan in a file, as --shrink writes it.", exists=True, dir_okay=False, readable=True),
+    ] = None,
 ) -> None:
     """Run whole clusters on virtual time, under faults drawn from a seed. Exit status 1 if a promise was broken."""
     if (seed is not None) + bool(seeds) + storm + (shrink is not None) + (plan is not None) != 1:
@@ -318,6 +321,7 @@ def _simulate_many(text: str, *, seconds: float | None, jobs: int, mixed: bool) 
 
     from ..sim.draw import is_mixed
     from .seeds import parse_seeds, show_seeds
+    from .words import count_text
 
     console = Console(stderr=True)
     if text:
@@ -327,13 +331,15 @@ def _simulate_many(text: str, *, seconds: float | None, jobs: int, mixed: bool) 
             raise typer.BadParameter("use A..B, for example 0..2000", param_hint="--seeds") from error
         total = None if mixed else len(seeds)
         tally = show_seeds(filter(is_mixed, seeds) if mixed else seeds, console, total=total, jobs=jobs)
+        if not tally.done:
+            raise typer.BadParameter(f"none of {text} has two ways to cut tensors, so nothing was run")
     else:
         first = SystemRandom().randrange(10**6, 10**9)
         console.print(f"storm: new seeds from {first} on", highlight=False)
         new = itertools.count(first)
         tally = show_seeds(filter(is_mixed, new) if mixed else new, console, total=None, jobs=jobs, seconds=seconds)
     typer.echo(
-        f"{tally.done} seeds, {tally.events:,} events, {tally.virtual_s / 3600:.1f} h of virtual time: "
+        f"{count_text(tally.done, 'seed')}, {tally.events:,} events, {tally.virtual_s / 3600:.1f} h of virtual time: "
         + (f"{len(tally.failed)} failed" if tally.failed else "every promise kept")
     )
     if tally.failed:

@@ -21,6 +21,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from ..core.errors import UsageError
+from ..core.messages import VERBS
 from ..core.settings import Settings
 from .plan import KINDS, Conditions, Fate, Misfortune, Plan, Replica, Step
 
@@ -81,6 +82,8 @@ def parse(text: str) -> Plan:
         word, _, rest = line.strip().partition(" ")
         try:
             if line.startswith(" "):
+                if word not in VERBS:
+                    raise ValueError(f"no call is named {word!r}; one of {', '.join(VERBS)}")
                 spec, _, more = rest.partition(" ")
                 step = _changed(Step(verb=word, spec=int(spec) if spec.isdigit() else spec), more)
                 replicas[-1] = replace(replicas[-1], steps=(*replicas[-1].steps, step))
