@@ -190,6 +190,11 @@ def test_a_server_with_a_token_answers_nobody_without_it():
             tensorhub.open("m", replica="r", server=server.address)
         with pytest.raises(tensorhub.Refused):
             tensorhub.connect(server.address).models()
+        for wrong, said in (("guess", "this token|not the server's"), ("", "wants a token, and none was given")):
+            with pytest.raises(tensorhub.Refused, match=said):
+                tensorhub.connect(server.address, token=wrong).models()
+            with pytest.raises(tensorhub.Refused, match=said):
+                tensorhub.open("m", replica="r", server=server.address, token=wrong)
         with tensorhub.open("m", replica="r", server=server.address, token="s3cret") as weights:
             assert tensorhub.connect(server.address, token="s3cret").models() == ["m"]
             with pytest.raises(tensorhub.DeadlineExceeded):

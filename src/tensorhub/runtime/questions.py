@@ -222,7 +222,8 @@ async def _get(http: aiohttp.ClientSession, options: Options, path: str, params:
 def _error(status: int, body: bytes, options: Options) -> Exception:
     text = body[:500].decode(errors="replace").strip()
     if status == 401:
-        return Refused(f"{options.server} does not accept this token", hint="set token= or TENSORHUB_TOKEN")
+        wrong = "does not accept this token" if options.token else "wants a token, and none was given"
+        return Refused(f"{options.server} {wrong}", hint="set token= or TENSORHUB_TOKEN")
     if status == 400:
         return UsageError(f"{options.server} does not understand the question: {text}")
     if status == 404:
