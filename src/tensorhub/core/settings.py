@@ -20,12 +20,8 @@ class Settings:
     drift: float = 0.1  # a worker trusts its lease for (1 - drift) of it: clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
     rebalance_s: float = 5.0  # a better source is looked for so often: a move costs a chunk, which it must earn back
-    stalled_s: float = (
-        2.0  # nothing came for so long: 4 measurements, 2 reports; a GC or 3 lost packets in a row take less
-    )
-    slow_s: float = (
-        3.0  # a rate counts over so long: 6 measurements, 3 reports; a burst or a gap of 1 s is a third of it
-    )
+    stalled_s: float = 2.0  # nothing came for so long: 4 measurements; a GC or 3 lost packets in a row take less
+    slow_s: float = 3.0  # a rate counts over so long: 6 measurements, 3 reports; a burst or gap of 1 s is a third of it
     slow_times: float = 3.0  # a source is left at less than a third: to share its link with one more reader is a half
     leave_s: float = 30.0  # a source that was left is the reader's last choice: 10 times what it took to find out
     most_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
