@@ -200,6 +200,16 @@ def test_an_error_in_a_mutating_block_publishes_nothing(join):
     assert trainer.version == 2
 
 
+def test_what_this_process_has_open_already_is_said_so(join, server):
+    """A notebook cell that is run twice."""
+    first, _ = join("t", 1.0)
+    with pytest.raises(tensorhub.ShardTaken, match=r"m/t\[0\] is open in this process already") as raised:
+        tensorhub.open("m", replica="t", server=server.address, timeout=5)
+    assert "close()" in raised.value.hint
+    first.close()
+    tensorhub.open("m", replica="t", server=server.address, timeout=5).close()
+
+
 def test_publishing_the_same_again_is_fine(join):
     trainer, _ = join("t", 1.0)
     assert trainer.publish(1) == 1

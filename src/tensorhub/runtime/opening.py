@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from ..core.errors import ServerUnreachable, TensorHubError, TransportMissing, Unavailable, UsageError
+from ..core.errors import ServerUnreachable, ShardTaken, TensorHubError, TransportMissing, Unavailable, UsageError
 from ..core.messages import PROTOCOL, Hello
 from ..core.names import ModelName, ReplicaName, Shard
 from ..transport import nixl_path, sealed
@@ -68,6 +68,13 @@ async def open_client(
         others = tuple(map(ModelName, companions))
         client = Client(replace(hello, is_passing=is_passing, companions=others), options, transports)
         await client.start(deadline)
+    except ShardTaken as error:
+        listening.give_up()
+        same = [other for other in list(living) if other.me == client.me and other.options.server == options.server]
+        if any(not other.driver.is_gone for other in same):
+            hint = "close() that one first, or use `with`: a notebook cell that is run twice leaves it open"
+            raise ShardTaken(f"{client.me} is open in this process already", hint=hint) from error
+        raise
     except BaseException:
         listening.give_up()
         raise
