@@ -49,10 +49,10 @@ class ProgressJudge(Judge):
 
     def newest_to_have(self, model: str) -> Version | None:
         """The newest version of which somebody in good health has each shard; no newer one is being made."""
-        for version in self.truth.existing(model):
-            if self.truth.is_had(model, version, lambda h: not self._is_down(h) and h.closing == inf):
-                return version
-        return None
+        return next((each for each in self.truth.existing(model) if self._is_to_be_had(model, each)), None)
+
+    def _is_to_be_had(self, model: str, version: Version) -> bool:
+        return self.truth.is_had(model, version, lambda h: not self._is_down(h) and h.closing == inf)
 
     def _has_just_begun(self, replica: str, newest: Version) -> bool:
         """It is still in the first call that it has made since that version came and its program went plain, or in one
@@ -61,7 +61,7 @@ class ProgressJudge(Judge):
         None that was to bring that version has failed, though it had the time, and it has lasted for less than a
         quarter of the calm, or than the network may take: whoever hangs is not excused. Where a host stays slow for
         ever, a call may take all of its time. Or that version has come while it rested between two calls, or during one
-        that has just brought what was the newest before.
+        that has just brought what was the newest before, or could not: who has that is down for good.
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
         plain_at = self.conditions.storm_s + self.conditions.calm_s / 2
@@ -78,13 +78,20 @@ class ProgressJudge(Judge):
                 return True  # it is as if that step of its program had not been made
         if any(call.resolved == newest and self._has_failed(call) for call in calls):
             return False
-        ended = max((call.ended for call in calls if call.ended < inf and call.error is None), default=-inf)
+        over = [call for call in calls if call.ended < inf]
+        model = replica.partition("/")[0]
+        ended = max((c.ended for c in over if c.error is None or self._was_in_vain(model, c, newest)), default=-inf)
         if made is not None and not begun and self.now - max(made.exists, ended) < MOST_REST_S:
             return True
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
         most_s = inf if is_hindered else max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
         is_young = all(self._is_well(call, newest) and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards_in(lives[0].cut) and is_young
+
+    def _was_in_vain(self, model: str, call: Call, newest: Version) -> bool:
+        """It was to bring an older version, of which nobody in good health has all."""
+        version = call.resolved
+        return version is not None and version < newest and not self._is_to_be_had(model, version)
 
     def _is_of_the_storm(self, call: Call) -> bool:
         """It failed, and its program was not plain yet when it made this step, though this shard called a little later.
