@@ -177,9 +177,7 @@ class Weights:
         """The beginning of `mutating`: unpublish, and let nobody else take the number until it is published."""
         if metadata is not None:
             encode_metadata(metadata)  # what cannot be published is said before the step
-        claimed = parse_spec(version)
-        if claimed is None:
-            raise UsageError(f"mutating() of {self._client.me} needs a version number, not {version!r}")
+        claimed = _number(version, f"mutating() of {self._client.me}")
         claiming = self._client.operate("unpublish", "", self._deadline(within), claim=claimed)
         await self._here(claiming, undo=self._unclaim)
 
@@ -388,9 +386,9 @@ def _seconds(value: float | None, what: str) -> float | None:
 
 
 def _number(version: int, what: str) -> Version:
-    found = parse_spec(version)
+    found = parse_spec(version) if isinstance(version, int) and not isinstance(version, bool) else None
     if found is None:
-        raise UsageError(f"{what} needs a version number, not {version!r}")
+        raise UsageError(f"{what} needs a version number, not {version!r}", hint="an integer, such as 7")
     return found
 
 

@@ -71,13 +71,15 @@ def test_nobody_sees_a_version_of_which_bytes_have_been_written_over(join):
                 wrong.append((before, first))
 
     def update():
-        for version in range(2, 40):
-            with trainer.mutating(version=version):
-                source[:] = float(version)
-            rollout.update()
-        is_over.set()
+        try:
+            for version in range(2, 40):
+                with trainer.mutating(version=version):
+                    source[:] = float(version)
+                rollout.update()
+        finally:
+            is_over.set()
 
-    in_threads(watch, update)
+    assert in_threads(watch, update) == [None, None]
     assert not wrong
 
 

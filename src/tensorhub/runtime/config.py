@@ -54,6 +54,10 @@ def check_place(model: object, replica: object, shard: object, shards: int) -> N
     check_name(model, "model")
     check_name(replica, "replica")
     check_integer(shards, "shards", least=1, most=MOST_SHARDS)
+    if isinstance(shard, int) and shards == 1 and shard > 0:
+        raise UsageError(
+            f"shard={shard} of a replica of 1 shard", hint="shards= says how many there are, on each of them"
+        )
     check_integer(shard, "shard", least=0, most=shards - 1)
 
 
@@ -86,7 +90,7 @@ def parse_seconds(value: object, what: str) -> float:
         seconds = float("nan")
     if not isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
         text = f"{what}={value!r} is not a number of seconds above 0 and up to {MOST_SECONDS:.0f}"
-        hint = 'a call takes some milliseconds; update("prefetched") brings what is here already, or nothing'
+        hint = 'a call takes some milliseconds at least; only update("prefetched") waits for nobody'
         raise UsageError(text, hint=hint if seconds == 0 and what == "timeout" else None)
     return seconds
 

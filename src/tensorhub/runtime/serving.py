@@ -5,6 +5,7 @@ It must never: leave a port, a thread or a signal handler behind.
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -52,6 +53,8 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
     except OSError as error:
         await runner.cleanup()
         hint = f"is another server running there? `tensorhub status --server {host}:{port}` tells; or use another port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            hint = "this machine has no such address: use one of its own, or 0.0.0.0 for all of them"
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}", hint=hint) from error
     bound = runner.addresses[0][1]
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"

@@ -58,11 +58,11 @@ def update_at_once(worker: WorkerState, hello: Hello, event: Called) -> Version 
 
 def _why_not_publish(worker: WorkerState, event: Called) -> Failure | None:
     try:
-        version = parse_spec(event.spec)
+        version = parse_spec(event.spec) if isinstance(event.spec, int) and not isinstance(event.spec, bool) else None
     except UsageError as error:
         return Failure(error.code, str(error), error.hint or "")
     if version is None:
-        return Failure("usage", f"publish needs a version number, not {event.spec!r}")
+        return Failure("usage", f"publish needs a version number, not {event.spec!r}", "publish(7)")
     match worker.buffer:
         case Poisoned():
             return Failure("usage", f"{worker.me} is {SPOILED}", SPOILED_HINT)
