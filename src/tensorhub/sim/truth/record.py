@@ -326,13 +326,17 @@ class Truth:
         """Nothing came by its read for as long as a source is left for.
 
         That source had the chunk that was missing; or it was to get it itself, and nothing had come there either. Of
-        one that has not all of the version itself that counts only if it was left for it.
+        one that has not all of the version itself that counts only if it was left for it: by a server that may not have
+        heard yet of what came last.
         """
         source = self.lives.get(read.grant.source)
         if source is None or len(read.tickets) > 1 or source.cut != life.cut:
             return
-        since = source.has_had(read.grant.version, missing, on_host=read.grant.from_host)
-        is_still = self.now - max(life.fed_at, since) >= self.plan.settings.stalled_s
+        since, fed_at = source.has_had(read.grant.version, missing, on_host=read.grant.from_host), life.fed_at
+        if is_left:
+            said = [at for at in life.landed.values() if at <= life.heard_at - 8 * self.plan.conditions.delay_s]
+            fed_at = min(fed_at, max([read.began, *said]))
+        is_still = self.now - max(fed_at, since) >= self.plan.settings.stalled_s
         if is_still and not (is_left or source.has(read.grant.version)):
             life.starved_at = self.now
         elif is_still or (is_left and self.now - life.starved_at < self.spread_s):
