@@ -339,7 +339,7 @@ def leave_on_sigterm(grace: float = 20.0) -> None:
 def connect(server: str | None = None, *, token: str | None = None, timeout: float | None = None) -> "View":
     """A read-only view of a reference server: which models, versions and replicas there are, and who reads from whom.
 
-    `timeout` is for each question, in seconds. Asks nothing yet.
+    `token` (TENSORHUB_TOKEN) is not looked at by a server without one. `timeout` is for each question. Asks nothing.
     """
     return View(aio.connect(server, token=token, timeout=timeout))
 
