@@ -367,3 +367,30 @@ def test_tied_tensors_are_tied_in_what_is_loaded_and_whoever_holds_one_name_may_
         in_threads(*(lambda weights=weights: weights.publish(2) for weights in both))
         assert view.layout("m").tied == ()
         assert (np.asarray(tensorhub.load("m@2", server=server.address, timeout=20)["head"]) == memory).all()
+
+
+def test_what_can_be_hashed_of_a_version_that_is_cut_otherwise_is_looked_at_when_it_is_published_again(server):
+    """Who came after it was published has one tensor whole, and only parts of the tiles of the other."""
+    with contextlib.ExitStack() as stack:
+        trainer = stack.enter_context(tensorhub.open("m", replica="t", server=server.address))
+        trainer.register({"w": np.zeros(SHAPE), "v": np.zeros(9)}, boxes={})
+        trainer.publish(1)
+        half = SHAPE[0] // 2
+        late, arrays = [], []
+        for shard in range(2):
+            late.append(
+                stack.enter_context(
+                    tensorhub.open("m", replica="r", shard=shard, shards=2, server=server.address, call_timeout=20)
+                )
+            )
+            arrays.append({"w": np.zeros((half, COLUMNS)), "v": np.zeros(9)})
+            boxes = {"w": [Box("w", SHAPE, (shard * half, 0), (half, COLUMNS))]}
+            late[-1].register(arrays[-1], boxes=boxes)
+        assert in_threads(*(weights.replicate for weights in late)) == [1, 1]
+        assert in_threads(*(lambda weights=weights: weights.publish(1) for weights in late)) == [1, 1]
+        for tensors in arrays:
+            tensors["v"] += 1
+        for found in in_threads(*(lambda weights=weights: weights.publish(1) for weights in late)):
+            assert isinstance(found, tensorhub.VersionConflict)
+            assert "holds that version, but these tensors were changed since: 'v'" in str(found)
+        assert [weights.version for weights in late] == [1, 1]

@@ -13,17 +13,20 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from ..core.errors import DeadlineExceeded
+from ..core.errors import DeadlineExceeded, VersionConflict
 from ..core.names import Digest, WorkerId
 from ..memory.digests import algorithm_of, build_manifest
+from ..memory.in_place import some
 from ..memory.registration import Registration
 from ..memory.tiles.tiled import TiledVersion
 from .config import Options
-from .content import Known
+from .content import Known, changed_tensors
 from .cutting import again, cut
 from .loops import in_thread
 
 T = TypeVar("T")
+
+HELD_HINT = "unpublish(), then publish a higher number; mutating(version=...) does both"
 
 
 async def hashed(
@@ -35,12 +38,21 @@ async def hashed(
     metadata: bytes,
     deadline: float,
 ) -> Known:
-    """What is registered now. `held` is what is held already, and is to be the same."""
+    """What is registered now. `held` is what is held already, and is to be the same.
+
+    Raises `VersionConflict` naming tensors that are not, where all of it cannot be hashed anew.
+    """
     what = f"publish of {me}: hashing its tensors"
     if held is not None and not held.digests:
         return held  # what was never hashed cannot be hashed again: it is taken for what it was
     if isinstance(held, TiledVersion):
-        return await by(deadline, what, partial(again, held, registration)) if held.is_whole else held
+        if held.is_whole:
+            return await by(deadline, what, partial(again, held, registration))
+        changed = await by(deadline, what, partial(changed_tensors, registration, held))  # as far as that can be told
+        if changed:
+            text = f"{me} holds that version, but these tensors were changed since: {some(changed)}"
+            raise VersionConflict(text, hint=HELD_HINT)
+        return held
     if registration.table is not None:
         return await by(deadline, what, await cut(options, me, shards, registration, metadata, deadline))
     chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then

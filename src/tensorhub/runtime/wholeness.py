@@ -17,6 +17,7 @@ from ..core.worker.events import Called
 from ..memory.in_place import some
 from ..memory.registration import Registration
 from .driver import Driver
+from .hashing import HELD_HINT
 from .loops import in_thread
 
 CUT_OFF = "casting back was cut off, so they are half of one version and half of another"
@@ -89,9 +90,7 @@ class Wholeness:
         await self._run(lambda is_over: found.extend(look(is_over)), deadline, f"publish of {self._me}: comparing")
         if found:
             text = f"{self._me} holds version {version}, but these tensors were changed since: {some(found)}"
-            raise VersionConflict(
-                text, hint="unpublish(), then publish a higher number; mutating(version=...) does both"
-            )
+            raise VersionConflict(text, hint=HELD_HINT)
 
     def published(self, root: Digest) -> None:
         """The masters have been cast, and that is what is about to be published."""
