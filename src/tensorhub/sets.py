@@ -16,7 +16,7 @@ from .core.messages import MAX_COMPANIONS, Spec
 from .core.metadata import Json
 from .core.version_spec import parse_spec
 from .memory.registration import register as register_tensors
-from .runtime.config import Options, check_name, parse_seconds, worker_options
+from .runtime.config import MOST_SECONDS, Options, check_name, parse_seconds, worker_options
 from .runtime.loops import loop_thread
 from .runtime.questions import wait_for_version
 from .runtime.sets import SetCalls
@@ -218,8 +218,9 @@ class WeightsSet(Several):
 
     def _claim(self, version: int, timeout: float | None) -> None:
         self._calls.check_idle("mutating")
-        claiming = self._calls.claim(version, lambda: self._members[0]._deadline(timeout))
-        self._wait([claiming], timeout, f"mutating(version={version!r})")
+        deadline = self._members[0]._deadline(timeout)
+        patience_s = min(MOST_SECONDS, deadline - time.monotonic() + self._calls.back_s)
+        self._wait([self._calls.claim(version, deadline)], patience_s, f"mutating(version={version!r})")
 
     def _fill(self, verb: str, spec: Spec, timeout: float | None, *, waits: bool = False) -> int:
         parse_spec(spec, verb)

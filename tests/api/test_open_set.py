@@ -1,7 +1,9 @@
 """`open_set`: models with trainers of their own, of which a reader has all under one number or none."""
 
+import asyncio
 import inspect
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import tensorhub
 from runtime.kit import eventually, in_threads
 from tensorhub import aio
+from tensorhub.runtime.loops import GRACE_S
 from tensorhub.transport.local import LocalTransport
 
 MODELS = ("target", "draft")
@@ -436,6 +439,52 @@ def test_what_is_published_again_is_what_it_was(server, trainer, kind):
             rollout.register({"draft.w": target})
             assert rollout.replicate(1) == 1
         assert (target == 1.0).all()
+
+
+def test_what_cannot_be_published_again_is_said(server, trainer, caplog):
+    """The draft was changed in place while it was published: it is not that version any more."""
+    both = tensorhub.open_set(("target", "draft"), replica="t", server=server.address, call_timeout=20)
+    with both:
+        trained = arrays(1.0)
+        both.register(trained)
+        both.publish(1)
+        trained["draft"]["draft.w"] += 1
+        trainer("target", replica="other")(5)
+        with pytest.raises(tensorhub.VersionConflict, match="version 5 of target") as raised, both.mutating(version=5):
+            pytest.fail("the block ran")
+        said = "version 1 of draft/t[0] was withdrawn, and cannot be published again: "
+        assert [note for note in raised.value.__notes__ if note.startswith(said)]
+        assert said in caplog.text
+        assert both.version is None
+
+
+def test_what_takes_long_is_published_again_after_the_deadline_too(server, monkeypatch):
+    """The claim of the target fails by its deadline. To hash the draft again takes longer than a caller waits then."""
+    both = tensorhub.open_set(("target", "draft"), replica="t", server=server.address, call_timeout=20)
+    with both:
+        both.register(arrays(1.0))
+        both.publish(1)
+        target, draft = (both._calls._clients[at] for at in (1, 0))
+        publish = draft.publish
+
+        async def late(verb, spec, deadline, **options):
+            await asyncio.sleep(deadline - time.monotonic())
+            raise tensorhub.DeadlineExceeded("readers are slow")
+
+        async def slow(*arguments, **options):
+            await asyncio.sleep(GRACE_S + 0.5)
+            return await publish(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "operate", late)
+            patch.setattr(draft, "publish", slow)
+            slowly = pytest.raises(tensorhub.DeadlineExceeded, match="readers are slow")
+            with slowly, both.mutating(version=2, timeout=0.2):
+                pytest.fail("the block ran")
+        assert both.version == 1
+        with both.mutating(version=2):
+            pass
+        assert both.version == 2
 
 
 def test_no_call_is_made_in_the_block(server):

@@ -9,9 +9,9 @@ It must never: say that the set holds a version that one of its members does not
 """
 
 import asyncio
-import contextlib
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..core.errors import GroupIncomplete, GroupMismatch, TensorHubError, UsageError, VersionUnavailable
 from ..core.messages import Failure, Holding, Spec
@@ -22,9 +22,11 @@ from .client import Client
 from .content import Known
 from .driver import failed
 
-BACK_S = 30.0  # to publish once more what was withdrawn in vain: it is hashed again
+BACK_S = 30.0  # to publish once more what was withdrawn in vain, for each model: it is hashed again
 
 ECHOES = (GroupIncomplete, GroupMismatch)  # what the others hear of when one has failed
+
+_log = logging.getLogger(__name__)
 
 Filling = asyncio.Task[Version | None]
 
@@ -53,26 +55,38 @@ class SetCalls:
             text = f"{verb} on the set of {self._clients[0].me} while its {self._calling} has not ended"
             raise UsageError(text, hint="one call at a time on one set: wait for the first")
 
-    async def claim(self, spec: Spec, until: Callable[[], float]) -> None:
-        """Unpublish all models, and let nobody else take the number; or leave all as they were, and raise."""
+    @property
+    def back_s(self) -> float:
+        """So long after its deadline a claim that failed may still be about to publish what it had withdrawn."""
+        return BACK_S * len(self._clients)
+
+    async def claim(self, spec: Spec, deadline: float) -> None:
+        """Unpublish all models, and let nobody else take the number; or leave all as they were, and raise.
+
+        A model that cannot be published again is named in a note of the error, and in the log.
+        """
         version = parse_spec(spec)
         if version is None:
             text = f"mutating() of the set of {self._clients[0].me} needs a version number, not {spec!r}"
             raise UsageError(text, hint="mutating(version=7)")
         self._check_of_one_version()
-        deadline, left = until(), dict[Client, tuple[Version, Known | None]]()
+        left = dict[Client, tuple[Version, Known | None]]()
         try:
             for client in self._clients:
                 held, known = client.version, client.manifest_held
                 await client.operate("unpublish", "", deadline, claim=version)
                 if held is not None:
                     left[client] = held, known
-        except BaseException:
+        except BaseException as error:
             for client in self._clients:
                 client.drop_claim()
             for client, (held, known) in left.items():
-                with contextlib.suppress(TensorHubError):  # the cause is said
+                try:
                     await client.publish(held, max(deadline, time.monotonic() + BACK_S), again=known)
+                except TensorHubError as why:
+                    text = f"version {held} of {client.me} was withdrawn, and cannot be published again: {why}"
+                    _log.warning("%s", text)
+                    error.add_note(text)
             raise
 
     def _check_of_one_version(self) -> None:
