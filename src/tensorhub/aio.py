@@ -131,6 +131,7 @@ class Weights:
     async def suspend(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Withdraw, and forget where the tensors are, until `resume`."""
         deadline, suspension = self._deadline(timeout), self._client.suspension
+        self._client.turn.check("suspend")
         suspension.check_registered()
         await self._here(self._client.operate("unpublish", "", deadline))
         await self._here(suspension.begin(deadline))
@@ -166,7 +167,7 @@ class Weights:
         """Claim the number and unpublish, let the block change the tensors, publish them unless it raised."""
         await self._claim(version, timeout, metadata)
         try:
-            with self._client.block_of(version):
+            with self._client.turn.block_of(version):
                 yield
         except BaseException:
             self._drop_claim()

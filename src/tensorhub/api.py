@@ -196,14 +196,14 @@ class Weights:
         claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run; so it is with
         tensors that a failed fill may have begun to write, a `UsageError`. Nobody else can take the number meanwhile.
         If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's again, and the
-        exception goes on. In the block no call may fill, publish or withdraw them: a `UsageError`. With masters readers
-        of the version before are awaited after the block, not before it. `metadata` is that of `publish`, as it is when
-        the block has ended. `timeout` is for each of the two calls.
+        exception goes on. In the block no call may fill, publish or withdraw them: a `UsageError`; `register` may replace
+        them. With masters readers of the version before are awaited after the block, not before it. `metadata` is that
+        of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
         """
         what, claiming = f"mutating(version={version!r})", self._aio._claim(version, timeout, metadata)
         self._aio._block_on(claiming, timeout, what, undo=self._aio._unclaim)
         try:
-            with self._aio._client.block_of(version):
+            with self._aio._client.turn.block_of(version):
                 yield
         except BaseException:
             self._aio._drop_claim()

@@ -216,11 +216,16 @@ class WeightsSet(Several):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _claim(self, version: int, timeout: float | None) -> None:
+    def _claim(self, version: int, timeout: float | None, begun: list[aio.Weights]) -> None:
         self._calls.check_idle("mutating")
         deadline = self._members[0]._deadline(timeout)
         patience_s = min(MOST_SECONDS, deadline - time.monotonic() + self._calls.back_s)
-        self._wait([self._calls.claim(version, deadline)], patience_s, f"mutating(version={version!r})")
+
+        async def claim() -> None:
+            await self._calls.claim(version, deadline)
+            begun.extend(self._members)
+
+        self._wait([claim()], patience_s, f"mutating(version={version!r})")
 
     def _fill(self, verb: str, spec: Spec, timeout: float | None, *, waits: bool = False) -> int:
         parse_spec(spec, verb)

@@ -61,14 +61,15 @@ class Several:
         """As `Weights.mutating`: the block may change the tensors of all."""
         if metadata is not None:
             encode_metadata(metadata)
+        begun: list[aio.Weights] = []
         try:
-            self._claim(version, timeout)
+            self._claim(version, timeout, begun)
             with ExitStack() as blocks:
                 for member in self._members:
-                    blocks.enter_context(member._client.block_of(version))
+                    blocks.enter_context(member._client.turn.block_of(version))
                 yield
         except BaseException:
-            for member in self._members:
+            for member in begun:
                 member._drop_claim()
             raise
         self.publish(version, metadata=metadata, timeout=timeout)
@@ -109,9 +110,15 @@ class Several:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _claim(self, version: int, timeout: float | None) -> None:
-        """The beginning of `mutating`."""
-        self._all(lambda m: m._claim(version, timeout), timeout, f"mutating(version={version!r})")
+    def _claim(self, version: int, timeout: float | None, begun: list[aio.Weights]) -> None:
+        """The beginning of `mutating`. `begun` gets those that may have claimed it since: no others give it back."""
+
+        async def claim(member: aio.Weights) -> None:
+            member._client.check_may_call("mutating")
+            begun.append(member)
+            await member._claim(version, timeout)
+
+        self._all(claim, timeout, f"mutating(version={version!r})")
 
     def _all(
         self, call: Callable[[aio.Weights], Coroutine[object, object, T]], timeout: float | None, what: str

@@ -139,21 +139,22 @@ def test_update_to_a_number(join):
 
 INSIDE = {
     "publish": lambda weights: weights.publish(2),
-    "another mutating": lambda weights: weights.mutating(version=3).__enter__(),
+    "mutating": lambda weights: weights.mutating(version=3).__enter__(),
     "unpublish": lambda weights: weights.unpublish(),
     "replicate": lambda weights: weights.replicate(),
     "update": lambda weights: weights.update(),
+    "suspend": lambda weights: weights.suspend(),
 }
 
 
-@pytest.mark.parametrize("call", INSIDE.values(), ids=INSIDE)
-def test_no_call_of_its_own_block_may_give_the_tensors_another_meaning(join, call):
+@pytest.mark.parametrize(("verb", "call"), INSIDE.items(), ids=INSIDE)
+def test_no_call_of_its_own_block_may_give_the_tensors_another_meaning(join, verb, call):
     """What the block had done would be overwritten, or published in the middle of it."""
     trainer, array = join("t", 1.0)
     trainer.publish(1)
     with trainer.mutating(version=2):
         array += 1
-        with pytest.raises(tensorhub.UsageError, match=r"inside the block of its mutating\(version=2\)"):
+        with pytest.raises(tensorhub.UsageError, match=rf"^{verb} on .* inside the block of its mutating\(version=2\)"):
             call(trainer)
         array += 1
     assert trainer.version == 2
@@ -167,3 +168,40 @@ def test_after_a_block_that_raised_it_may_be_published(join):
     with pytest.raises(ZeroDivisionError), trainer.mutating(version=1):
         raise ZeroDivisionError
     assert trainer.publish(1) == 1
+
+
+@pytest.mark.parametrize("kind", ["set", "group"])
+def test_what_is_refused_in_a_block_of_several_leaves_its_claim_alone(server, kind):
+    """Who catches the error of an inner `mutating` goes on with the number of the outer one: it is nobody else's."""
+    models, shards = ("m", "draft") if kind == "set" else ("m",), 1 if kind == "set" else 2
+
+    def opened(replica):
+        if kind == "set":
+            found = tensorhub.open_set(models, replica=replica, server=server.address, call_timeout=20)
+            found.register({model: {"w": np.zeros(100)} for model in models})
+        else:
+            found = tensorhub.open_group("m", replica=replica, shards=shards, server=server.address, call_timeout=20)
+            found.register([{"w": np.zeros(100)} for _ in range(shards)])
+        return found
+
+    with opened("first") as first, opened("second") as second:
+        with first.mutating(version=1):
+            for verb, call in INSIDE.items():
+                with pytest.raises(tensorhub.UsageError, match=rf"^{verb} on .* inside the block of its mutating"):
+                    call(first)
+            with pytest.raises(tensorhub.VersionConflict, match="claimed by first"):
+                second.publish(1)
+        assert first.version == 1
+
+
+def test_tensors_that_are_replaced_in_a_block_may_be_registered_there(join):
+    """They are what its end publishes, under the number that nobody else could take meanwhile."""
+    trainer, array = join("t", 1.0)
+    other, _ = join("other")
+    with trainer.mutating(version=1):
+        trainer.register({"w": array + 1})
+        with pytest.raises(tensorhub.VersionConflict, match="claimed by t"):
+            other.publish(1)
+    reader, read = join("r")
+    assert reader.replicate() == 1
+    assert (read == 2.0).all()

@@ -40,6 +40,7 @@ from .driver import AFTER_DEADLINE_S, Driver, failed
 from .hashing import by, grid_of, hashed
 from .questions import wait_for_holders, wait_for_version
 from .suspending import Suspension
+from .turns import Turn
 from .wholeness import Wholeness
 from .wishes import Wishes
 
@@ -67,8 +68,7 @@ class Client:
         self._wholeness = Wholeness(self.me)
         self.suspension = Suspension(self.driver, self._behind)
         self.hello = hello
-        self._calling = ""
-        self._block = ""  # of a `mutating`, that is being run
+        self.turn = Turn(self.me)
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self, deadline: float) -> None:
@@ -83,12 +83,12 @@ class Client:
         self._check_usable()
         await self._behind.over(None, "register()")
         worker = self.driver.worker
-        if not self._calling and worker.held is None:
-            await self.driver.until(lambda: worker.may_register or bool(self._calling), deadline)
+        if not self.turn.calling and worker.held is None:
+            await self.driver.until(lambda: worker.may_register or bool(self.turn.calling), deadline)
             self._check_usable()
-        if self._calling or not worker.may_register:
+        if self.turn.calling or not worker.may_register:
             held = f"version {worker.held} is held" if worker.held is not None else "its tensors are still being read"
-            why = f"{self._calling} has not ended" if self._calling else held
+            why = f"{self.turn.calling} has not ended" if self.turn.calling else held
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
 
     async def register(self, registration: Registration, deadline: float, *, is_resumed: bool = False) -> None:
@@ -148,10 +148,15 @@ class Client:
             await self._wholeness.give_back(registration, held, deadline)
             return version
 
-    async def choose(self, spec: Spec, deadline: float, *, floor: Version | None, waits: bool) -> Version | None:
-        """Which version of this worker's set the spec means now; the same for all shards. Changes nothing."""
-        with self._one_call("choose"):
-            await self._behind.over(deadline, f"choose({spec!r})")
+    async def choose(
+        self, spec: Spec, deadline: float, *, floor: Version | None, waits: bool, what: str
+    ) -> Version | None:
+        """Which version of this worker's set the spec means now; the same for all shards. Changes nothing.
+
+        `what` is called on the set.
+        """
+        with self._one_call(what):
+            await self._behind.over(deadline, f"{what}({spec!r})")
             return await self.driver.call(Called("choose", spec, deadline, floor=floor, waits=waits))
 
     async def _carried(self, called: Called) -> Version | None:
@@ -343,14 +348,14 @@ class Client:
         for other in list(living):
             is_sibling = (other.me.model, other.me.replica) == (self.me.model, self.me.replica) and other is not self
             if is_sibling and other.options.server == self.options.server and other.is_idle_but_for(thread):
-                text = f"{self._calling} of {self.me} waits for {other.me}, which only this waiting thread has used"
+                text = f"{self.turn.calling} of {self.me} waits for {other.me}, which only this waiting thread has used"
                 hint = "all shards call at the same time: a thread for each of them, or tensorhub.aio"
                 return UsageError(text, hint=hint)
         return None
 
     def is_idle_but_for(self, thread: threading.Thread) -> bool:
         """It is in no call, and nobody but that thread may begin one."""
-        is_idle = not self._calling and self._closing is None and not self.driver.is_gone
+        is_idle = not self.turn.calling and self._closing is None and not self.driver.is_gone
         return is_idle and self.callers.are_only(thread)
 
     async def _close(self, deadline: float) -> None:
@@ -359,31 +364,18 @@ class Client:
         if not is_drained and self.driver.broken is None:
             _log.warning("%s left without the server's word that nobody reads from it any more", self.me)
 
-    @contextlib.contextmanager
-    def block_of(self, version: int) -> Iterator[None]:
-        """The block of a `mutating`. Its end publishes: no call may give these tensors another meaning meanwhile."""
-        self._block = f"mutating(version={version!r})"
-        try:
-            yield
-        finally:
-            self._block = ""
+    def check_may_call(self, verb: str) -> None:
+        """Raises `UsageError` or `Closed` if such a call may not begin now. Changes nothing."""
+        self._check_usable()
+        self.turn.check(verb)
+        self.suspension.check(verb)
 
     @contextlib.contextmanager
     def _one_call(self, verb: str) -> Iterator[None]:
         """One call at a time: hashing belongs to the call, but the machine hears of it only afterwards."""
-        self._check_usable()
-        if self._calling:
-            text = f"{verb} on {self.me} while its {self._calling} has not ended"
-            raise UsageError(text, hint="one call at a time on one Weights: wait for the first")
-        if self._block:
-            hint = "the block only changes the tensors; its end publishes them, and an exception in it does not"
-            raise UsageError(f"{verb} on {self.me} inside the block of its {self._block}", hint=hint)
-        self.suspension.check(verb)
-        self._calling = verb
-        try:
+        self.check_may_call(verb)
+        with self.turn.of(verb):
             yield
-        finally:
-            self._calling = ""
 
     def _check_usable(self) -> None:
         broken = self.driver.broken

@@ -70,15 +70,17 @@ class SetCalls:
             text = f"mutating() of the set of {self._clients[0].me} needs a version number, not {spec!r}"
             raise UsageError(text, hint="mutating(version=7)")
         self._check_of_one_version()
-        left = dict[Client, tuple[Version, Known | None]]()
+        begun, left = list[Client](), dict[Client, tuple[Version, Known | None]]()
         try:
             for client in self._clients:
+                client.check_may_call("mutating")  # else the claim that it may have is that of the outer block
+                begun.append(client)
                 held, known = client.version, client.manifest_held
                 await client.operate("unpublish", "", deadline, claim=version)
                 if held is not None:
                     left[client] = held, known
         except BaseException as error:
-            for client in self._clients:
+            for client in begun:
                 client.drop_claim()
             for client, (held, known) in left.items():
                 try:
@@ -115,7 +117,7 @@ class SetCalls:
             return kept
         floor = self._had if verb == "update" else None
         while True:
-            version = await first.choose(spec, deadline, floor=floor, waits=waits)
+            version = await first.choose(spec, deadline, floor=floor, waits=waits, what=verb)
             assert version is not None, "a choice that ended well has a version"
             try:
                 await self._bring(version, deadline)
