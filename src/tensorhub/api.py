@@ -196,7 +196,7 @@ class Weights:
         claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run; so it is with
         tensors that a failed fill may have begun to write, a `UsageError`. Nobody else can take the number meanwhile.
         If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's again, and the
-        exception goes on. In the block no call may fill, publish or withdraw them: a `UsageError`; `register` may replace
+        exception goes on. In the block no call may fill, publish or withdraw them (`UsageError`); `register` may change
         them. With masters readers of the version before are awaited after the block, not before it. `metadata` is that
         of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
         """
