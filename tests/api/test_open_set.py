@@ -320,6 +320,26 @@ def test_fetched_ahead_all_models_are_of_one_number(trainer, reader):
         idle.update("prefetched")
 
 
+def test_a_shard_that_has_no_room_to_fetch_ahead_says_so_to_its_siblings(server):
+    trainers, rollouts = [], []
+    try:
+        for shard, room in enumerate((0, "8MiB")):
+            options = {"shard": shard, "shards": 2, "server": server.address, "call_timeout": 20}
+            trainers.append(tensorhub.open_set(MODELS, replica="t", **options))
+            rollouts.append(tensorhub.open_set(MODELS, replica="r", prefetch="always", host_bytes=room, **options))
+            trainers[-1].register(arrays(1.0))
+            rollouts[-1].register(arrays())
+        assert in_threads(*(partial(each.publish, 1) for each in trainers)) == [1, 1]
+        assert in_threads(*(each.replicate for each in rollouts)) == [1, 1]
+        found = in_threads(*(partial(each.update, "prefetched", timeout=3) for each in rollouts))
+        assert isinstance(found[0], tensorhub.UsageError)
+        assert "host_bytes is 0 B" in str(found[1])
+        assert in_threads(*(each.update for each in rollouts)) == [1, 1]
+    finally:
+        for each in (*rollouts, *trainers):
+            each.close(timeout=3)
+
+
 def test_a_trainer_of_all_models_publishes_them_together(server, reader):
     trainer = tensorhub.open_set(MODELS, replica="t", server=server.address, call_timeout=20)
     with trainer:

@@ -250,12 +250,39 @@ def test_what_has_no_room_to_fetch_ahead_is_told_so(join, caplog, host_bytes):
     trainer.publish(1)
     rollout, array = join("r", prefetch="always", host_bytes=host_bytes)
     said = f"fetches nothing ahead: its limit on host memory has no room for a copy of {array.nbytes} B"
-    assert said in caplog.text
+    assert f"{said}: host_bytes is {host_bytes} B; raise host_bytes" in caplog.text
     rollout.replicate()
-    with pytest.raises(tensorhub.UsageError, match="would never find a version") as raised:
+    with pytest.raises(tensorhub.UsageError, match=f"would never find a version.*; host_bytes is {host_bytes} B"):
         rollout.update("prefetched")
-    assert "host_bytes" in raised.value.hint
     assert rollout.update() == 1
+
+
+def test_who_asks_to_fetch_ahead_without_room_is_told_so(join, caplog):
+    trainer, _ = join("t", 1.0)
+    trainer.publish(1)
+    rollout, _ = join("r", prefetch="never", host_bytes=0)
+    rollout.replicate()
+    with pytest.raises(tensorhub.UsageError, match="call prefetch"):
+        rollout.update("prefetched")
+    assert "fetches nothing ahead" not in caplog.text
+    rollout.prefetch()
+    assert "fetches nothing ahead" in caplog.text
+    with pytest.raises(tensorhub.UsageError, match="; host_bytes is 0 B"):
+        rollout.update("prefetched")
+
+
+def test_the_siblings_of_who_has_no_room_to_fetch_ahead_hear_why_they_wait(join):
+    trainers = [join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2)]
+    assert in_threads(*(lambda each=each: each.publish(1) for each in trainers)) == [1, 1]
+    rollouts = [
+        join("r", shard=shard, shards=2, prefetch="always", host_bytes=host_bytes)[0]
+        for shard, host_bytes in enumerate((0, "8MiB"))
+    ]
+    assert in_threads(*(each.replicate for each in rollouts)) == [1, 1]
+    found = in_threads(*(lambda each=each: each.update("prefetched", timeout=3) for each in rollouts))
+    assert isinstance(found[0], tensorhub.UsageError)
+    assert "host_bytes is 0 B" in str(found[1])
+    assert in_threads(*(each.update for each in rollouts)) == [1, 1]
 
 
 def test_an_update_to_what_was_prefetched_never_waits(join):

@@ -61,6 +61,13 @@ def test_wide_terminals_see_places_and_bytes_by_source() -> None:
     assert "node-a" not in drawn(busy(), 80)
 
 
+@pytest.mark.parametrize(("left", "says"), [(0, "copies: no room for one of 1.0 KiB"), (2, "copies: 0 B of 2.0 KiB")])
+def test_it_says_whether_there_is_room_for_a_copy(left: int, says: str) -> None:
+    replica = ReplicaView("r", 1, (worker(0, size_bytes=1024, copies_left=left),), None)
+    model = ModelView("m", 1, None, 1024, (), (replica,))
+    assert says in words(drawn(Status("1", 1.0, 0.0, (model,), (), {}), UNFOLDED))
+
+
 def test_shards_that_say_the_same_are_one_line() -> None:
     lagging = [worker(shard) for shard in range(64)]
     lagging[9] = worker(9, "filling", done=3, chunks=4)

@@ -7,6 +7,7 @@ from tensorhub.core.errors import InvariantViolation
 from tensorhub.memory import hostmemory
 from tensorhub.memory.hostmemory import HostMemory, copy_stream, on_host, over_shared
 from tensorhub.memory.registration import Registration, register
+from tensorhub.memory.room import Room
 from tensorhub.transport import sealed
 from tensorhub.transport.located import bare_addresses
 from tensorhub.transport.sealed import Sealed, Shared, Unmappable, regions_of
@@ -82,3 +83,16 @@ def test_without_such_memory_copies_are_made_as_before(monkeypatch: pytest.Monke
     assert not regions(copy)
     copy_stream(tensors.stream, copy.stream, 1 << 20, lambda *_: None)
     assert content(copy) == content(tensors)
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "why"),
+    [
+        (0, "host_bytes is 0 B"),
+        (99, "host_bytes is 99 B"),
+        (None, "memory.max left 16 MiB at register()"),
+        (1 << 20, ""),
+    ],
+)
+def test_it_says_which_limit_has_no_room_for_any_copy(limit_bytes: int | None, why: str) -> None:
+    assert HostMemory(registered(1 << 20), limit_bytes, look=lambda: Room(16 << 20, "memory.max")).why_none == why

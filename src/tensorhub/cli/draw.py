@@ -242,6 +242,7 @@ def _where(row: Row) -> Text:
     worker = row.worker
     copies = len(worker.copies) + len(worker.copies_filling)
     if worker.size_bytes:  # what it may cost in host memory to keep versions
-        most = size_text((copies + worker.copies_left) * worker.size_bytes)
-        places.append(f"copies: {size_text(copies * worker.size_bytes)} of {most}")
+        most = (copies + worker.copies_left) * worker.size_bytes
+        used = f"{size_text(copies * worker.size_bytes)} of {size_text(most)}"
+        places.append(f"copies: {used}" if most else f"copies: no room for one of {size_text(worker.size_bytes)}")
     return Text("\n".join(places), style="dim")

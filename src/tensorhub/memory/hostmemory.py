@@ -50,12 +50,16 @@ class HostMemory:
 
         `look` says what is left to take.
         """
-        size_bytes = registration.size_bytes
+        size_bytes, found = registration.size_bytes, look() if limit_bytes is None else None
         self._shape = without_memory(registration)
         if limit_bytes is None:
-            self.most = copies_that_fit(size_bytes, look(), most)
+            self.most = copies_that_fit(size_bytes, found, most)
         else:
             self.most = limit_bytes // max(1, size_bytes)
+        self.why_none = ""  # why there will never be a copy of these tensors
+        if not self.most:
+            leaves = f"{found.limit} left {size_text(found.left_bytes)} at register()" if found is not None else ""
+            self.why_none = leaves or f"host_bytes is {limit_bytes} B"
         self._look = look
         self._free: Registration | None = None
         self._used = 0

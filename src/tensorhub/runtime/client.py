@@ -104,9 +104,8 @@ class Client:
             hint = "register fewer tensors, with shorter names, or larger ones"
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
         most_copies = self.driver.data.register(registration)
-        if not most_copies and self.hello.prefetch == "always":
-            text = "%s fetches nothing ahead: its limit on host memory has no room for a copy of %d B; raise host_bytes"
-            _log.warning(text, self.me, registration.size_bytes)
+        if self.hello.prefetch == "always":
+            self._wishes.warn_if_in_vain()
         self._wholeness.registered(self.driver, is_resumed=is_resumed)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
@@ -140,9 +139,11 @@ class Client:
             worker = self.driver.worker
             if worker.held is None:
                 self._wholeness.forget()
-            known = worker.update_at_once(self.hello, called)
-            if isinstance(known, Failure):
-                raise failed(known)
+            try:
+                known = self.update_at_once(called)
+            except UsageError as error:
+                self.driver.miss(called, error)
+                raise
             version = known if known is not None else await self._carried(called)
             held = worker.buffer if isinstance(worker.buffer, Holding) else None
             await self._wholeness.give_back(registration, held, deadline)
@@ -158,6 +159,13 @@ class Client:
         with self._one_call(what):
             await self._behind.over(deadline, f"{what}({spec!r})")
             return await self.driver.call(Called("choose", spec, deadline, floor=floor, waits=waits))
+
+    def update_at_once(self, called: Called) -> Version | None:
+        """What an update to "prefetched" comes to without the server; None where that has to be asked."""
+        known = self.driver.worker.update_at_once(self.hello, called)
+        if isinstance(known, Failure):
+            raise failed(self._wishes.with_limit(known, self.hello))
+        return known
 
     async def _carried(self, called: Called) -> Version | None:
         """That call, from the machine's word to its end. Returns the version then held."""

@@ -92,6 +92,11 @@ class HostCopies:
         return self._pool.cost if self._pool is not None and self._pool.is_short else ""
 
     @property
+    def why_none(self) -> str:
+        """Which limit has no room for any copy of the tensors; empty if there is room."""
+        return self._pool.why_none if self._pool is not None else ""
+
+    @property
     def limit_bytes(self) -> int:
         """What all copies together may take."""
         return self._pool.limit_bytes if self._pool is not None else 0

@@ -14,13 +14,12 @@ import time
 from collections.abc import Sequence
 
 from ..core.errors import GroupIncomplete, GroupMismatch, TensorHubError, UsageError, VersionUnavailable
-from ..core.messages import Failure, Holding, Spec
+from ..core.messages import Holding, Spec
 from ..core.names import Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, MayWithdraw
 from .client import Client
 from .content import Known
-from .driver import failed
 
 BACK_S = 30.0  # to publish once more what was withdrawn in vain, for each model: it is hashed again
 
@@ -131,9 +130,11 @@ class SetCalls:
         """The version that an update to what was fetched ahead leaves alone, where that needs no server."""
         called = Called("update", PREFETCHED, deadline)
         for client in self._clients:
-            known = client.driver.worker.update_at_once(client.hello, called)
-            if isinstance(known, Failure):
-                raise failed(known)
+            try:
+                known = client.update_at_once(called)
+            except UsageError as error:  # the siblings wait in the choice, which this shard will not come to
+                self._clients[0].driver.miss(Called("choose", PREFETCHED, deadline), error)
+                raise
             if known is not None and self.version == known:
                 return known
         return None

@@ -1,13 +1,21 @@
 """What a caller wishes beside its calls: versions that are kept, and one that is fetched ahead."""
 
+import logging
+
+from msgspec.structs import replace
+
 from ..core.errors import DeadlineExceeded, UsageError
-from ..core.messages import MAX_PINS, Spec
+from ..core.messages import MAX_PINS, Failure, Hello, Spec
 from ..core.names import Version, WorkerId
 from ..core.version_spec import parse_spec
 from ..core.worker.events import Wished
 from .config import Options
 from .driver import Driver
 from .questions import check_held
+
+_log = logging.getLogger(__name__)
+
+MORE_ROOM = "raise host_bytes, or give this process more memory"
 
 
 class Wishes:
@@ -22,11 +30,24 @@ class Wishes:
         known = {"prefetch": worker.prefetch, "pins": worker.pins, **wishes}
         self._driver.feed(Wished(**known))  # type: ignore[arg-type]
 
+    def warn_if_in_vain(self) -> None:
+        """Nothing will ever be fetched ahead of these tensors: for want of host memory."""
+        data = self._driver.data
+        if data.copies.why_none and data.registration is not None:
+            text = "%s fetches nothing ahead: its limit on host memory has no room for a copy of %d B: %s; %s"
+            _log.warning(text, self._me, data.registration.size_bytes, data.copies.why_none, MORE_ROOM)
+
+    def with_limit(self, failure: Failure, hello: Hello) -> Failure:
+        """That of an update which wants what is fetched ahead, with the limit that keeps it from being fetched."""
+        why, wishes = self._driver.data.copies.why_none, hello.prefetch == "always" or self._driver.worker.prefetch
+        return replace(failure, message=f"{failure.message}; {why}") if why and wishes else failure
+
     def prefetch(self, spec: Spec) -> None:
         """A host copy of that version, and of newer ones as they come if it is "latest"."""
         parse_spec(spec)
         if not self._driver.worker.is_registered:
             raise UsageError(f"prefetch on {self._me} before register()", hint="register the tensors first")
+        self.warn_if_in_vain()
         self.wish(prefetch=spec)
 
     async def pin(self, version: Version, options: Options, deadline: float) -> None:

@@ -52,7 +52,7 @@ def update_at_once(worker: WorkerState, hello: Hello, event: Called) -> Version 
         return Failure("usage", in_vain, 'open(..., prefetch="always"), or call prefetch() before')
     if not worker.copies.max_copies:
         text = f"{in_vain}: its limit on host memory has no room for a copy of {worker.copies.size_bytes} B"
-        return Failure("usage", text, 'raise host_bytes, or update to "latest"')
+        return Failure("usage", text, 'raise host_bytes, give it more memory, or update to "latest"')
     return worker.buffer.version if hello.shards == 1 else None
 
 
