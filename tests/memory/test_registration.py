@@ -4,7 +4,9 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections import ChainMap, UserDict
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -252,6 +254,42 @@ def test_a_name_of_a_dict_that_means_another_tensor_is_noticed(make: Callable[[]
     registration.check_in_place("m/t[0]")
     tensors["w"] = None
     with pytest.raises(UsageError, match="'w' is gone"):
+        registration.check_in_place("m/t[0]")
+
+
+@pytest.mark.parametrize("kind", [UserDict, ChainMap, MappingProxyType])
+def test_so_it_is_of_any_mapping(kind: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    inside = {"w": np.ones(3), "b": torch.ones(3)}
+    tensors = kind(inside)
+    registration = register(tensors)
+    registration.check_in_place("m/t[0]")
+    (inside if isinstance(tensors, MappingProxyType) else tensors)["w"] = inside["w"] + 1  # type: ignore[index]
+    with pytest.raises(UsageError, match=r"the mapping of m/t\[0\] no longer holds .*: 'w' lies in other memory"):
+        registration.check_in_place("m/t[0]")
+
+
+class Made(Mapping[str, Any]):
+    """Views of one tensor, and another one that is read from somewhere each time."""
+
+    def __init__(self) -> None:
+        self.kept = torch.ones(4, 4)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return {"view": self.kept[1:3], "read": torch.full((3,), 2.0)}[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("view", "read"))
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_what_a_mapping_makes_anew_each_time_is_not_compared() -> None:
+    tensors = Made()
+    registration = register(tensors)
+    registration.check_in_place("m/t[0]")
+    tensors.kept = tensors.kept.clone()
+    with pytest.raises(UsageError, match=r"'view' lies in other memory"):
         registration.check_in_place("m/t[0]")
 
 

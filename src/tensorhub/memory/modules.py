@@ -1,21 +1,21 @@
-"""A module's tensors by name, and whether it, or a dict of tensors, still holds those that were registered.
+"""A module's tensors by name, and whether it, or a mapping of tensors, still holds those that were registered.
 
 A tensor in a `state_dict()` is an alias: when its parameter is replaced (`module.weight = Parameter(...)`,
 `load_state_dict(assign=True)`, `half()`, a tie that was undone) the alias goes on naming the old memory, and nothing
 about it tells. Only the module knows what it holds now, so it is asked at every publish and before every fill. So is a
-dict that was registered: who writes `tensors["w"] = tensors["w"] + 1` means that tensor from then on.
+mapping that was registered: who writes `tensors["w"] = tensors["w"] + 1` means that tensor from then on.
 
 Rules:
 1. The tensors are the parameters and persistent buffers, with the names and in the order of `state_dict()`; of a
    `DTensor` (FSDP2, tensor parallelism) its local shard. No hook of the module runs, and nothing is gathered.
 2. The same tensor is one at the same address with the same dtype, shape and strides, whatever object names it.
-3. What is taken out of a dict, or put into it under another name, changes nothing of what was registered.
+3. What is taken out of a mapping, or put into it under another name, changes nothing of what was registered.
 
 Never: import torch, run an operation on a parameter, or call what an engine may have put in place of `state_dict`.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from msgspec.structs import replace
@@ -120,22 +120,28 @@ class Held:
         return [each for each in wrong if each]
 
 
-class HeldDict:
-    """A dict whose tensors are registered, and which those were."""
+class HeldMapping:
+    """A mapping whose tensors are registered, and which those were."""
 
-    def __init__(self, tensors: "dict[str, object]") -> None:
+    def __init__(self, tensors: "Mapping[str, object]", registered: "Iterable[tuple[str, object]]") -> None:
+        """`registered` are those that it has given. One that it makes anew each time it is asked is never the same."""
         self._tensors = tensors
-        self._known = dict(tensors)
-        self._facts = {name: _facts_of_any(tensor) for name, tensor in tensors.items()}
+        known = {name: (tensor, _facts_of_any(tensor)) for name, tensor in registered}
+        self._known = {name: each for name, each in known.items() if self._is_still(name, *each)}
+
+    @property
+    def kind(self) -> str:
+        """What it is called in errors."""
+        return "dict" if isinstance(self._tensors, dict) else "mapping"
 
     def replaced(self) -> list[str]:
         """Each name that means another tensor by now, and what that is."""
-        found = []
-        for name, known in self._known.items():
-            now = self._tensors.get(name, known)
-            if now is not known and _facts_of_any(now) != self._facts[name]:
-                found.append(_difference(name, self._facts[name], _facts_of_any(now)))
-        return found
+        changed = [name for name, each in self._known.items() if not self._is_still(name, *each)]
+        return [_difference(name, self._known[name][1], _facts_of_any(self._tensors.get(name))) for name in changed]
+
+    def _is_still(self, name: str, known: object, facts: "Facts | None") -> bool:
+        now = self._tensors.get(name, known)
+        return now is known or _facts_of_any(now) == facts
 
 
 def _facts_of_any(tensor: Any) -> "Facts | None":

@@ -28,7 +28,7 @@ from .describe import Described, describe_all
 from .host import HostStream, Piece
 from .in_place import NAMES_SHOWN, InPlace, some
 from .masters import Casts, cast
-from .modules import Held, HeldDict, boxes_of_module, is_dtensor, is_module, parts_of, tensors_of_module
+from .modules import Held, HeldMapping, boxes_of_module, is_dtensor, is_module, parts_of, tensors_of_module
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +59,7 @@ class Registration:
     boxes: bytes = b""  # the same, encoded
     is_partial: bool = False  # they leave some of the model out, and whoever registered them knows
     shares: tuple[str, str] | None = None  # which boxes share memory, so that nothing can fill them; and a hint
-    _held: Held | HeldDict | None = None  # whose tensors they are, where that is known
+    _held: Held | HeldMapping | None = None  # whose tensors they are, where that is known
     given: tuple[object, object, object] | None = None  # by the caller: a module or mapping, dtypes, boxes
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class Registration:
         return self._in_place.moved()
 
     def replaced(self) -> list[str]:
-        """What the registered module, or dict, has by now in place of a registered tensor, in words that name it."""
+        """What the registered module, or mapping, has by now in place of a registered tensor, in words that name it."""
         return self._held.replaced() if self._held is not None else []
 
     def took(self, size_bytes: int) -> None:
@@ -92,11 +92,11 @@ class Registration:
             self.stream.took(size_bytes)
 
     def check_in_place(self, whose: str) -> None:
-        """The module, or dict, and the tensors still are what was registered, else `UsageError` names them."""
+        """The module, or mapping, and the tensors still are what was registered, else `UsageError` names them."""
         replaced = self.replaced()
         if replaced:
             more = f"; and {len(replaced) - NAMES_SHOWN} more" if len(replaced) > NAMES_SHOWN else ""
-            what = "dict" if isinstance(self._held, HeldDict) else "module"
+            what = self._held.kind if isinstance(self._held, HeldMapping) else "module"
             text = f"the {what} of {whose} no longer holds what was registered: {'; '.join(replaced[:NAMES_SHOWN])}"
             raise UsageError(text + more, hint=IN_PLACE)
         moved = self.moved() + (self.casts.moved() if self.casts is not None else [])
@@ -164,7 +164,7 @@ def register(
         )
     if not tensors:
         raise UsageError("no tensors to register: the mapping is empty", hint="pass the module")
-    items = list(tensors.items())
+    given_items = items = list(tensors.items())
     distributed = {name: tensor for name, tensor in items if is_dtensor(tensor)}
     if distributed:
         found, known = parts_of(distributed)
@@ -197,7 +197,7 @@ def register(
         devices=tuple(sorted({facts.device for facts in described})),
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
-        _held=HeldDict(tensors) if isinstance(tensors, dict) else None,
+        _held=HeldMapping(tensors, given_items),
         given=(tensors, dtype, given_boxes),
         table=table,
         boxes=encoded,
