@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tensorhub
 from tensorhub.cli.errors import error_text
 from tensorhub.core.errors import ServerUnreachable, VersionConflict
 from tensorhub.sim.draw import draw_plan
@@ -38,6 +39,13 @@ def test_help_names_every_command() -> None:
     assert (status, err) == (0, "")
     for command in ("serve", "status", "watch", "doctor", "simulate", "demo"):
         assert re.search(rf"\b{command}\b", out), command
+
+
+def test_a_switch_does_not_look_as_if_it_took_a_value() -> None:
+    for command, switch in (("serve", "--fresh"), ("status", "--json"), ("simulate", "--storm"), ("demo", "--updates")):
+        _, out, _ = run(command, "--help")
+        line = next(line for line in out.splitlines() if f"{switch} " in line)
+        assert "bool" not in line.lower()
 
 
 def test_version() -> None:
@@ -83,8 +91,24 @@ def test_a_plan_with_a_misspelt_call_is_named_and_not_run(tmp_path: Path) -> Non
     plan = tmp_path / "a.plan"
     plan.write_text("seed 1\ntrainer policy/trainer\n  publih 1\n", encoding="utf-8")
     status, _, err = run("simulate", "--plan", str(plan))
-    assert status == 1
+    assert status == 2, "1 would be a broken promise"
     assert err.startswith("error (usage): line 3 of the plan: 'publih 1': no call is named 'publih'")
+
+
+@pytest.mark.parametrize("content", [b"", b"# only a remark\n", b"\xff\xfe"])
+def test_a_file_that_is_no_plan_keeps_no_promise(tmp_path: Path, content: bytes) -> None:
+    plan = tmp_path / "a.plan"
+    plan.write_bytes(content)
+    status, out, err = run("simulate", "--plan", str(plan))
+    assert (status, out) == (2, "")
+    assert "a.plan" in err
+    assert "Traceback" not in err
+
+
+def test_where_no_seed_was_run_no_promise_was_kept() -> None:
+    status, out, err = run("simulate", "--storm", "--minutes", "0", "--jobs", "1")
+    assert (status, out) == (2, "")
+    assert "no seed was run" in err
 
 
 def test_error_text_is_one_line_and_a_hint() -> None:
@@ -136,6 +160,21 @@ def test_serve_and_look(address: str) -> None:
     status, out, _ = run("watch", "--server", address, "--every", "0.1", "--times", "2")
     assert status == 0
     assert out.count("reference server") == 2
+
+
+@pytest.mark.processes
+def test_a_model_that_is_not_there_is_said_and_those_that_are(address: str) -> None:
+    status, out, err = run("status", "--server", address, "--model", "polcy")
+    assert (status, out) == (1, "")
+    assert err == f"error (version-unavailable): {address} knows no model 'polcy'\nhint: there are: none yet\n"
+    with tensorhub.open("policy", replica="a", server=address), tensorhub.open("draft", replica="a", server=address):
+        _, _, err = run("status", "--server", address, "--model", "polcy")
+        assert err.endswith("hint: there are: draft, policy\n")
+        status, out, _ = run("status", "--server", address, "--model", "policy")
+        assert status == 0
+        assert "draft" not in out
+    _, out, _ = run("watch", "--server", address, "--model", "polcy", "--times", "1")
+    assert "No model 'polcy' yet" in out
 
 
 @pytest.mark.processes

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from tensorhub.demo.checks import Check, judge
+from tensorhub.demo.checks import USUAL_STEPS, Check, judge
 from tensorhub.demo.events import SERVER, TRAINER, AnyEvent, Fault, Generated, Published, Trained, Updated
+from tensorhub.demo.orchestrate import usual
 from tensorhub.demo.summary import Summary, summarise
 
 from .story import POLICY_BYTES, STEPS, generated, good_run, in_order
@@ -50,6 +51,13 @@ def no_learning(event: AnyEvent) -> AnyEvent:
 
 def learned_before(event: AnyEvent) -> AnyEvent:
     return msgspec.structs.replace(event, reward=0.9) if isinstance(event, Trained) else event
+
+
+def test_too_few_steps_are_said_to_be_why_it_has_not_learned() -> None:
+    summary = summary_of(changed(no_learning))
+    assert STEPS < USUAL_STEPS == usual("").steps
+    assert judge(summary)[0].detail.endswith(f": {STEPS} steps are too few for that, {USUAL_STEPS} are enough")
+    assert "too few" not in judge(msgspec.structs.replace(summary, steps=USUAL_STEPS))[0].detail
 
 
 def other_weights(event: AnyEvent) -> AnyEvent:

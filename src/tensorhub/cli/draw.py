@@ -30,14 +30,21 @@ STYLES = {"holding": "green", "filling": "cyan", "withdrawing": "yellow", "poiso
 
 
 def draw_status(
-    status: Status, *, server: str = "", width: int = 80, bars: bool = False, rates: dict[int, float] | None = None
+    status: Status,
+    *,
+    server: str = "",
+    model: str = "",
+    width: int = 80,
+    bars: bool = False,
+    rates: dict[int, float] | None = None,
 ) -> RenderableType:
-    """The whole picture. `bars` draws progress as bars; `rates` (bytes/s by ticket) are shown where known."""
+    """The whole picture, or that of one model. `bars` draws progress as bars; `rates` (bytes/s) are by ticket."""
     parts: list[RenderableType] = [_heading(status, server)]
     if not status.models:
-        parts.append(Text("\nNo model yet: a worker that opens one against this server appears here.", style="dim"))
-    for model in status.models:
-        parts += [Text(""), *_model(status, model, width, bars, rates or {})]
+        what = f"No model {model!r} yet: a worker that opens it" if model else "No model yet: a worker that opens one"
+        parts.append(Text(f"\n{what} against this server appears here.", style="dim"))
+    for each in status.models:
+        parts += [Text(""), *_model(status, each, width, bars, rates or {})]
     return Group(*parts)
 
 

@@ -17,8 +17,10 @@ from .rows import Progress, progress_of, rates_between
 class Watcher:
     """Turns one answer after another into pictures. While the server is away, the last picture stays."""
 
-    def __init__(self, server: str, ask: Callable[[], Status], clock: Callable[[], float] = time.monotonic) -> None:
-        self._server = server
+    def __init__(
+        self, server: str, ask: Callable[[], Status], clock: Callable[[], float] = time.monotonic, *, model: str = ""
+    ) -> None:
+        self._server, self._model = server, model
         self._ask = ask
         self._clock = clock
         self._last: Status | None = None
@@ -48,7 +50,7 @@ class Watcher:
         return self._draw(status, width)
 
     def _draw(self, status: Status, width: int) -> RenderableType:
-        return draw_status(status, server=self._server, width=width, bars=True, rates=self._rates)
+        return draw_status(status, server=self._server, model=self._model, width=width, bars=True, rates=self._rates)
 
 
 def _done(progress: Progress | None) -> float | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .errors import ErrorsAreLines
+from .errors import ErrorsAreLines, error_text
 
 if TYPE_CHECKING:
     from ..sim.runner import SeedResult
@@ -23,6 +23,7 @@ app = ErrorsAreLines(
 )
 
 DEFAULT_SERVER = "127.0.0.1:7450"
+NO_TYPE = ""  # of a switch: "<bool>" behind it in the help looks as if it took a value
 PATIENCE_S = 5.0  # people wait; the status of 20,000 workers takes about one second
 
 ServerOption = Annotated[
@@ -35,7 +36,9 @@ ModelOption = Annotated[str, typer.Option("--model", help="Only this model.", sh
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", metavar=NO_TYPE, help="Show the version and exit.")] = False,
+) -> None:
     """What stands before every command."""
     if version:
         from importlib.metadata import version as version_of
@@ -50,7 +53,10 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 7450,
     token: TokenOption = "",
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="No server lived at this address before: skip the recovery wait.")
+        bool,
+        typer.Option(
+            "--fresh", metavar=NO_TYPE, help="No server lived at this address before: skip the recovery wait."
+        ),
     ] = False,
     lease: Annotated[
         float | None, typer.Option(help="Seconds for which a silent worker is believed.", show_default="10")
@@ -82,12 +88,13 @@ def status(
     server: ServerOption = DEFAULT_SERVER,
     token: TokenOption = "",
     model: ModelOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")] = False,
 ) -> None:
     """Show models, versions, replicas and shards, and who reads from whom and why."""
     from rich.console import Console
 
     from .. import connect
+    from ..core.errors import VersionUnavailable
     from .draw import draw_status, status_json
 
     view = connect(server, token=token, timeout=PATIENCE_S)
@@ -95,10 +102,10 @@ def status(
     if as_json:
         typer.echo(status_json(found))
         return
-    console = Console()
     if model and not found.models:
-        others = ", ".join(view.models()) or "none at all"
-        console.print(f"There is no model {model!r} here, but {others}.", markup=False)
+        hint = f"there are: {', '.join(view.models()) or 'none yet'}"
+        raise VersionUnavailable(f"{server} knows no model {model!r}", hint=hint)
+    console = Console()
     console.print(draw_status(found, server=server, width=console.width))
 
 
@@ -121,7 +128,7 @@ def watch(
 
     with suppress(KeyboardInterrupt):
         view = connect(server, token=token, timeout=PATIENCE_S)
-        watcher = Watcher(server, lambda: view.status(model=model))
+        watcher = Watcher(server, lambda: view.status(model=model), model=model)
         watch_with(watcher, Console(), every_s=every, times=times)
 
 
@@ -135,8 +142,10 @@ def doctor(
         ),
     ] = None,
     token: TokenOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="Also a line for each thing that is well.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")] = False,
+    all_: Annotated[
+        bool, typer.Option("--all", metavar=NO_TYPE, help="Also a line for each thing that is well.")
+    ] = False,
 ) -> None:
     """Show which transports work on this machine, at what rate, and what to do about those that do not."""
     from rich.console import Console
@@ -161,9 +170,15 @@ def doctor(
 def demo(
     updates: Annotated[
         bool,
-        typer.Option("--updates/--no-updates", help="Without: rollouts keep their first version, and learn nothing."),
+        typer.Option(
+            "--updates/--no-updates",
+            metavar=NO_TYPE,
+            help="Without: rollouts keep their first version, and learn nothing.",
+        ),
     ] = True,
-    steps: Annotated[int | None, typer.Option(help="Training steps.", show_default="100")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps; with much fewer it does not learn enough.", show_default="100")
+    ] = None,
     rollouts: Annotated[
         int | None, typer.Option(help="Rollout replicas at the start.", show_default="3; engines: 2")
     ] = None,
@@ -253,11 +268,17 @@ def lab(
 def simulate(
     seed: Annotated[int | None, typer.Option(help="Print one history as readable lines.", min=0)] = None,
     seeds: Annotated[str, typer.Option(help="Run many: A..B, both included.", show_default=False)] = "",
-    storm: Annotated[bool, typer.Option("--storm", help="Run new seeds until Ctrl-C or --minutes.")] = False,
+    storm: Annotated[
+        bool, typer.Option("--storm", metavar=NO_TYPE, help="Run new seeds until Ctrl-C or --minutes.")
+    ] = False,
     minutes: Annotated[float | None, typer.Option(help="How long a storm lasts.", min=0.0, show_default=False)] = None,
-    mixed: Annotated[bool, typer.Option("--mixed", help="Of many, only those with two ways to cut tensors.")] = False,
+    mixed: Annotated[
+        bool, typer.Option("--mixed", metavar=NO_TYPE, help="Of many, only those with two ways to cut tensors.")
+    ] = False,
     jobs: Annotated[int, typer.Option(help="Processes at a time.", min=1, show_default="cores")] = os.cpu_count() or 1,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Of one history, only the closing line.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", metavar=NO_TYPE, help="Of one history, only the closing line.")
+    ] = False,
     shrink: Annotated[
         int | None, typer.Option(help="Make the plan of a seed that fails as small as it can be.", min=0)
     ] = None,
@@ -291,10 +312,20 @@ def _shrink(seed: int) -> None:
 
 
 def _simulate_plan(path: Path, *, quiet: bool) -> None:
+    from ..core.errors import UsageError
     from ..sim.plantext import parse
     from ..sim.runner import run_plan
 
-    _say(path.name, run_plan(parse(path.read_text(encoding="utf-8")), trace=not quiet), quiet=quiet)
+    try:
+        plan = parse(path.read_text(encoding="utf-8"))
+        if not plan.replicas:
+            raise UsageError(f"the plan in {path.name} has no trainer and no rollout")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path.name} is no text", param_hint="--plan") from error
+    except UsageError as error:  # 1 is for promises that were broken
+        typer.echo(error_text(error), err=True)
+        raise typer.Exit(2) from error
+    _say(path.name, run_plan(plan, trace=not quiet), quiet=quiet)
 
 
 def _simulate_one(seed: int, *, quiet: bool) -> None:
@@ -321,7 +352,7 @@ def _simulate_many(text: str, *, seconds: float | None, jobs: int, mixed: bool) 
 
     from ..sim.draw import is_mixed
     from .seeds import parse_seeds, show_seeds
-    from .words import count_text
+    from .words import count_text, time_text
 
     console = Console(stderr=True)
     if text:
@@ -331,15 +362,17 @@ def _simulate_many(text: str, *, seconds: float | None, jobs: int, mixed: bool) 
             raise typer.BadParameter("use A..B, for example 0..2000", param_hint="--seeds") from error
         total = None if mixed else len(seeds)
         tally = show_seeds(filter(is_mixed, seeds) if mixed else seeds, console, total=total, jobs=jobs)
-        if not tally.done:
-            raise typer.BadParameter(f"none of {text} has two ways to cut tensors, so nothing was run")
     else:
         first = SystemRandom().randrange(10**6, 10**9)
         console.print(f"storm: new seeds from {first} on", highlight=False)
         new = itertools.count(first)
         tally = show_seeds(filter(is_mixed, new) if mixed else new, console, total=None, jobs=jobs, seconds=seconds)
+    if not tally.done:
+        which = f" of {text}, of which none has two ways to cut tensors" if mixed and text else ""
+        typer.echo(f"no seed was run{which}: nothing is shown by that", err=True)
+        raise typer.Exit(2)
     typer.echo(
-        f"{count_text(tally.done, 'seed')}, {tally.events:,} events, {tally.virtual_s / 3600:.1f} h of virtual time: "
+        f"{count_text(tally.done, 'seed')}, {tally.events:,} events, {time_text(tally.virtual_s)} of virtual time: "
         + (f"{len(tally.failed)} failed" if tally.failed else "every promise kept")
     )
     if tally.failed:

@@ -7,6 +7,7 @@ from .summary import RolloutSummary, Summary, bytes_from
 
 START_BELOW, END_ABOVE = 0.2, 0.8  # reward
 FLAT_BELOW = 0.3  # reward at the end without updates
+USUAL_STEPS = 100  # of training: the reward has risen by then
 POLICY_BYTES = 3 << 20  # the policy is a little larger: a fill moved at least this much
 LLAMA_BYTES = 3 << 18  # the same of the policy of engines
 APART = 10.0  # the next version is at least so many times further off than the version that was named
@@ -43,7 +44,10 @@ def judge(summary: Summary) -> list[Check]:
 def _learned(summary: Summary) -> Check:
     start, end = summary.reward_start, summary.reward_end
     holds = start < START_BELOW and end > END_ABOVE
-    return Check(f"the reward rises from below {START_BELOW} to above {END_ABOVE}", holds, f"{start:.3f} → {end:.3f}")
+    detail = f"{start:.3f} → {end:.3f}"
+    if not holds and summary.steps < USUAL_STEPS:
+        detail += f": {summary.steps} steps are too few for that, {USUAL_STEPS} are enough"
+    return Check(f"the reward rises from below {START_BELOW} to above {END_ABOVE}", holds, detail)
 
 
 def _stayed(summary: Summary) -> Check:
