@@ -97,7 +97,9 @@ def test_a_damaged_chunk_is_named_not_counted_and_wanted_again(
 ) -> None:
     sink = FillSink(register(filled), manifest.root())
     sink.begin(manifest.encode())
-    with pytest.raises(CorruptTransfer, match=r"chunk 1 \(bytes 1000 to 2000: 'a', 'b', 'd'\) has digest") as caught:
+    with pytest.raises(
+        CorruptTransfer, match=r"chunk 1 \(bytes 1000 to 2000: 'a', 'b', 'd'\) is not what was published"
+    ) as caught:
         move(source, sink, 1, flip=999)
     assert manifest.digest_of(1).hex() in str(caught.value)
     assert not sink.progress.has(1)

@@ -10,7 +10,7 @@ from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.hostmemory import HostMemory
 from tensorhub.memory.registration import register
-from tensorhub.memory.room import MIB, SPARE_BYTES, STEP_BYTES, Footing, Room, copies_that_fit, room
+from tensorhub.memory.room import MIB, SPARE_BYTES, STEP_BYTES, Footing, Room, copies_that_fit, room, size_text
 
 HOST = "MemTotal: 64000000 kB\nMemAvailable: 8388608 kB\n"  # 8 GiB
 
@@ -131,6 +131,11 @@ def test_what_was_touched_once_is_not_asked_for_again() -> None:
     assert len(asked) == 4
 
 
+def test_sizes_below_ten_mebibytes_are_not_rounded_to_nothing() -> None:
+    assert [size_text(size) for size in (0, 4000, MIB, 3 * MIB // 2)] == ["0 B", "4000 B", "1.0 MiB", "1.5 MiB"]
+    assert [size_text(size) for size in (20 * MIB, 3 << 29)] == ["20 MiB", "1.5 GiB"]
+
+
 def test_copies_are_as_many_as_fit_unless_a_user_has_said() -> None:
     tensors = register({"w": untouched(MIB)})
     tight = Room(SPARE_BYTES + MIB, "a test's limit")
@@ -153,7 +158,7 @@ def test_a_copy_that_ran_short_is_not_kept_for_the_next() -> None:
         pass
     pool.give(copy)
     assert pool.used_bytes == 0
-    with pytest.raises(HostMemoryFull, match="0 MiB"):
+    with pytest.raises(HostMemoryFull, match="leaves 0 B"):
         pool.take()
     left[0] = 1 << 40
     pool.give(pool.take())

@@ -116,7 +116,7 @@ say(limit=weights.statistics()["host_bytes_limit"], again=error_of(weights.unpub
     assert found["again"] == {"value": None}
     assert found["then"] is None
     assert found["limit"] == 0
-    assert "may take 0 MiB of host memory (0 of 600 MiB)" in ended.log
+    assert "may take 0 B of host memory (0 of 600 MiB)" in ended.log
     assert "WARNING:tensorhub.runtime.copies" in ended.log
 
 

@@ -276,4 +276,5 @@ class FillSink:
         where = f"chunk {chunk} (bytes {start} to {stop}: {', '.join(map(repr, names[:NAMES_SHOWN]))}{more})"
         if size_bytes != stop - start:
             return CorruptTransfer(f"{where} came with {size_bytes} B instead of {stop - start} B")
-        return CorruptTransfer(f"{where} has digest {found.hex()}, announced was {manifest.digest_of(chunk).hex()}")
+        text = f"digest {found.hex()}, announced was {manifest.digest_of(chunk).hex()}"
+        return CorruptTransfer(f"{where} is not what was published, but changed in place or on the way: {text}")

@@ -50,6 +50,8 @@ def room(proc: Path = Path("/proc")) -> Room | None:
 
 def size_text(size_bytes: int) -> str:
     """As people read it."""
+    if size_bytes < 10 * MIB:
+        return f"{size_bytes / MIB:.1f} MiB" if size_bytes >= MIB else f"{size_bytes} B"
     return f"{size_bytes / (1 << 30):.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / MIB:.0f} MiB"
 
 

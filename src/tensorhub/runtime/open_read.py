@@ -9,6 +9,7 @@ from ..core.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, Grant
 from ..core.names import Version, WorkerId
 from ..core.sums import add_up
 from ..core.worker.events import ReadMeasured
+from ..memory.room import size_text
 from ..transport.base import Read
 from ..transport.choose import Way
 from .content import Content
@@ -51,8 +52,8 @@ class OpenRead:
         if self.way is not None and self.meter is not None and self.counted_bytes:
             found, grant = self.meter.average(), self.grant
             _log.info(
-                "%s: version %d from %s: %.1f MiB by %s (%s) at %.1f MiB/s%s",
-                *(me, grant.version, grant.source, self.counted_bytes / 2**20),
+                "%s has read %s of version %d from %s by %s (%s) at %.1f MiB/s%s",
+                *(me, size_text(self.counted_bytes), grant.version, grant.source),
                 *(self.way.scheme, found.path, found.rate_bytes_per_s / 2**20),
                 f"; not by {self.way.why}" if self.way.why else "",
             )

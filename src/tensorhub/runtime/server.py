@@ -154,7 +154,7 @@ class ServerShell:
     def _log_grants(self, line: Line, orders: Orders) -> None:
         for grant in orders.across or (orders.grant,):
             if grant is not None and grant.ticket > line.logged_ticket:
-                _log.info("%s: version %d from %s: %s", line.name, grant.version, grant.source, grant.reason)
+                _log.info("%s is to read version %d from %s: %s", line.name, grant.version, grant.source, grant.reason)
                 line.logged_ticket = grant.ticket
 
     # --- workers ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 from ..core.names import Ticket
 from ..core.worker.events import Event, ReadAdvanced, ReadMeasured
 from ..core.worker.events_across import PartMeasured
+from ..memory.room import size_text
 from .content import Content
 from .routes import MEASURE_EVERY_S
 from .tile_parts import Part, Plane, State
@@ -86,8 +87,8 @@ class Telling:
             return
         found = part.meter.average()
         _log.info(
-            "%s: version %d from %s: %.1f MiB in pieces by %s (%s) at %.1f MiB/s%s",
-            *(self.plane.me, part.grant.version, part.grant.source, found.arrived_bytes / 2**20),
+            "%s has read %s of version %d from %s in pieces by %s (%s) at %.1f MiB/s%s",
+            *(self.plane.me, size_text(found.arrived_bytes), part.grant.version, part.grant.source),
             *(part.way.scheme, found.path, found.rate_bytes_per_s / 2**20),
             f"; not by {part.way.why}" if part.way.why else "",
         )
