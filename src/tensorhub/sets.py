@@ -92,7 +92,7 @@ class WeightsSet(Several):
         super().__init__(members, f"{'+'.join(models)}/{me.replica}[{me.shard}]")
         self._models, self._options = tuple(models), options
         by_name = sorted(zip(models, members, strict=True), key=lambda each: each[0])  # the same order on all shards
-        self._calls = SetCalls([member._client for _, member in by_name])
+        self._calls = SetCalls([member._client for _, member in by_name], self._name)
 
     def __repr__(self) -> str:
         return f"<WeightsSet {self._name}>"

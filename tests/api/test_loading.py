@@ -112,6 +112,19 @@ def test_what_is_not_there_is_said_at_once(server, join, reference, error, match
         tensorhub.load(reference, server=server.address, timeout=5)
 
 
+def test_who_loads_is_told_what_a_load_can_do_about_it(server, join):
+    join("t", 1.0)
+    calls = (
+        lambda: tensorhub.load("m@9", server=server.address),
+        lambda: tensorhub.connect(server.address).layout("m", 9),
+    )
+    for call in calls:
+        with pytest.raises(tensorhub.VersionUnavailable) as raised:
+            call()
+        assert "replicate" not in raised.value.hint
+        assert "tensorhub status" in raised.value.hint
+
+
 def test_without_a_server(server):
     server.close()
     with pytest.raises(tensorhub.ServerUnreachable, match="no reference server at"):

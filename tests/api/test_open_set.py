@@ -161,8 +161,9 @@ def test_one_call_at_a_time(trainer, reader):
 
     def second() -> int:
         eventually(lambda: rollout._calls._calling == "replicate", "the first one waits")
-        with pytest.raises(tensorhub.UsageError, match="one call at a time"):
+        with pytest.raises(tensorhub.UsageError, match="one call at a time") as raised:
             rollout.update()
+        assert rollout._name in str(raised.value)
         target(1)
         return draft(1).version
 

@@ -86,8 +86,10 @@ def test_a_trainer_waits_for_its_rollouts(join):
 
 def test_a_version_that_was_not_published_is_waited_for(join):
     trainer, _ = join("t", 1.0)
-    with pytest.raises(tensorhub.DeadlineExceeded, match="m has no version 7 yet; nothing was published yet"):
+    with pytest.raises(tensorhub.DeadlineExceeded, match="m has no version 7 yet; nothing was published yet") as raised:
         trainer.wait_held(7, timeout=0.4)
+    assert "within 0.4 s" in str(raised.value)
+    assert "which versions there are" in raised.value.hint
     other, _ = join("other")
     held, published = in_threads(lambda: other.wait_held(7, timeout=5), lambda: trainer.publish(7))
     assert (held, published) == ((), 7)

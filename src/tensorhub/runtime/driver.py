@@ -135,7 +135,7 @@ class Driver:
         except TimeoutError as error:
             if self.worker.refusal is not None:
                 raise failed(self.worker.refusal) from error
-            text = f"{self.me}: no reference server at {self.line.address} within {time.monotonic() - began:.3g} s"
+            text = f"{self.me}: no reference server at {self.line.address} within {deadline - began:.3g} s"
             hint = "start one with `tensorhub serve`, or name another with server= or TENSORHUB_SERVER"
             raise ServerUnreachable(f"{text}: {self.line.why}", hint=hint) from error
 

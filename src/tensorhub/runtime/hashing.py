@@ -69,7 +69,7 @@ async def by(deadline: float, what: str, work: Callable[[], T]) -> T:
         async with asyncio.timeout_at(deadline):
             return await in_thread(work, name="hash")
     except TimeoutError as error:
-        text = f"{what} did not end within {time.monotonic() - began:.3g} s"
+        text = f"{what} did not end within {deadline - began:.3g} s"
         raise DeadlineExceeded(text, hint="retry with a longer timeout") from error
 
 

@@ -31,6 +31,7 @@ from .connection import CONNECT_S, retry_delay_s, why_away
 
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
 ANSWER_S = 0.2  # before the deadline, so that what is missing is known when time runs out
+HERE = "`tensorhub status` shows which models and versions there are; latest is the newest"
 START = "start one with `tensorhub serve`"
 MOST_ANSWER_BYTES = 256 * 1024 * 1024  # the status of 20,000 workers takes some 20 MiB
 
@@ -120,7 +121,8 @@ async def wait_for_holders(
     question = {"model": model, "replica": asker, "version": str(version), "fraction": repr(fraction)}
     found = await asked.until("/v1/held", question, _held, lambda it: it.is_enough)
     if found is None or not found.is_enough:
-        raise asked.late(found.waits_for if found is not None else "", "see `tensorhub status` for what they do")
+        hint = "`tensorhub status` shows which versions there are, and what the replicas do"
+        raise asked.late(found.waits_for if found is not None else "", hint)
     return found.holders
 
 
@@ -142,7 +144,10 @@ async def wait_for_description(
     if found.failure is not None and not found.is_final:
         raise asked.late(found.failure.message, "ask again")
     if found.failure is not None:
-        raise error_from_code(found.failure.code, found.failure.message, hint=found.failure.hint or None)
+        hint: str | None = found.failure.hint
+        if found.failure.code == VersionUnavailable.code and isinstance(spec, int):
+            hint = HERE  # nobody waits here for a number, as replicate() may
+        raise error_from_code(found.failure.code, found.failure.message, hint=hint or None)
     return found, decode_layout(found.layout)
 
 
@@ -195,7 +200,7 @@ class _Asked:
 
     def late(self, missing: str, hint: str) -> DeadlineExceeded:
         """Time ran out, and that was missing; or the server was."""
-        text = f"{self._what} did not end within {time.monotonic() - self._began:.3g} s"
+        text = f"{self._what} did not end within {self._deadline - self._began:.3g} s"
         if self.why:
             text, hint = f"{text}: no reference server at {self._options.server}: {self.why}", "is it running?"
         elif missing:
@@ -222,8 +227,11 @@ async def _get(http: aiohttp.ClientSession, options: Options, path: str, params:
 def _error(status: int, body: bytes, options: Options) -> Exception:
     text = body[:500].decode(errors="replace").strip()
     if status == 401:
-        wrong = "does not accept this token" if options.token else "wants a token, and none was given"
-        return Refused(f"{options.server} {wrong}", hint="set token= or TENSORHUB_TOKEN")
+        if options.token:
+            text, hint = "has another token than the one given", "give the --token of `tensorhub serve`"
+        else:
+            text, hint = "wants a token, and none was given", "give the one of `tensorhub serve`"
+        return Refused(f"{options.server} {text}", hint=f"{hint}, as token= or TENSORHUB_TOKEN")
     if status == 400:
         return UsageError(f"{options.server} does not understand the question: {text}")
     if status == 404:

@@ -211,8 +211,8 @@ class ServerShell:
             text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
             return Refusal("refused", text, "install the same TensorHub on both sides")
         if self._token and not hmac.compare_digest(hello.token.encode(), self._token):
-            text = "this token is not the server's" if hello.token else "the server wants a token, and none was given"
-            return Refusal("refused", text, "set token= or TENSORHUB_TOKEN")
+            text = "the server has another token" if hello.token else "the server wants a token, and none was given"
+            return Refusal("refused", text, "give the one of `tensorhub serve`, as token= or TENSORHUB_TOKEN")
         if hello.token and not self._token:  # who has one believes that strangers are kept out
             text = "this worker has a token, and the server was started without one: it would let everybody in"
             return Refusal("refused", text, "start the server with the same --token, or leave token= out")

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -52,13 +53,26 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
         await web.TCPSite(runner, host or None, port, backlog=1024).start()
     except OSError as error:
         await runner.cleanup()
-        hint = f"is another server running there? `tensorhub status --server {host}:{port}` tells; or use another port"
-        if error.errno == errno.EADDRNOTAVAIL:
-            hint = "this machine has no such address: use one of its own, or 0.0.0.0 for all of them"
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}", hint=hint) from error
+        raise _not_to_be_had(f"{host}:{port}", error) from error
     bound = runner.addresses[0][1]
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
     return RunningServer(shell, runner, f"{shown}:{bound}")
+
+
+def _not_to_be_had(address: str, error: OSError) -> UsageError:
+    """Whose fault it is, as far as the system says."""
+    text, hint = f"cannot listen on {address}: ", None
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        text += "this machine has no such address"
+        hint = "use one of its own, such as 127.0.0.1, or 0.0.0.0 for all of them"
+    elif error.errno == errno.EADDRINUSE:
+        text += "that port is in use"
+        hint = f"is another server running there? `tensorhub status --server {address}` tells; or use another port"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        text, hint = f"{text}this user may not", "use a port from 1024 on"
+    else:
+        text += str(error.strerror or error)
+    return UsageError(text, hint=hint)
 
 
 def run_server(

@@ -33,8 +33,8 @@ Filling = asyncio.Task[Version | None]
 class SetCalls:
     """What is called on a set. Made, and used, in the worker loop."""
 
-    def __init__(self, clients: Sequence[Client]) -> None:
-        self._clients = clients
+    def __init__(self, clients: Sequence[Client], name: str) -> None:
+        self._clients, self._name = clients, name
         self._had: Version | None = None  # the last that all of them held
         self._calling = ""
 
@@ -51,7 +51,7 @@ class SetCalls:
     def check_idle(self, verb: str) -> None:
         """Between its choice and the calls of its members no member may be called."""
         if self._calling:
-            text = f"{verb} on the set of {self._clients[0].me} while its {self._calling} has not ended"
+            text = f"{verb} on {self._name} while its {self._calling} has not ended"
             raise UsageError(text, hint="one call at a time on one set: wait for the first")
 
     @property
@@ -66,7 +66,7 @@ class SetCalls:
         """
         version = parse_spec(spec)
         if version is None:
-            text = f"mutating() of the set of {self._clients[0].me} needs a version number, not {spec!r}"
+            text = f"mutating() on {self._name} needs a version number, not {spec!r}"
             raise UsageError(text, hint="mutating(version=7)")
         self._check_of_one_version()
         begun, left = list[Client](), dict[Client, tuple[Version, Known | None]]()

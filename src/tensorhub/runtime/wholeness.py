@@ -120,6 +120,6 @@ class Wholeness:
             over.set()
             await asyncio.wait([job])  # it ends after the piece that it is at
         if not done and isinstance(job.exception(), Exception):
-            text = f"{what} did not end within {time.monotonic() - began:.3g} s"
+            text = f"{what} did not end within {deadline - began:.3g} s"
             raise DeadlineExceeded(text, hint="retry with a longer timeout")
         job.result()
