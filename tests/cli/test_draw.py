@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tensorhub.cli.draw import _reading, draw_status, status_json
-from tensorhub.core.snapshot import ModelView, ReplicaView, Status, VersionView
+from tensorhub.core.snapshot import CallView, ModelView, ReplicaView, Status, VersionView
 
 from .pictures import busy, quiet, transfer, worker
 
@@ -130,6 +130,14 @@ def test_where_all_is_lost_nobody_reads_that_nothing_was_published() -> None:
     text = words(drawn(Status("p", 1.0, 0.0, (ModelView("policy", 1, None, 64, (lost,), ()),), (), {}), 160))
     assert "policy all versions are lost" in text
     assert "nothing published" not in text
+
+
+def test_what_a_set_begins_with_has_the_name_that_its_caller_knows() -> None:
+    choice = CallView(1, "choose", "latest", None, "waiting", "draft has none")
+    reader = ReplicaView("r", 1, (worker(0, "empty", None),), choice)
+    text = words(drawn(Status("p", 1.0, 0.0, (ModelView("draft", 1, None, 64, (), (reader,)),), (), {}), 160))
+    assert 'replicate or update("latest") of a set, waiting: draft has none' in text
+    assert "choose" not in text
 
 
 def test_who_has_claimed_a_number_and_who_has_pinned_one_is_named() -> None:
