@@ -18,3 +18,13 @@ def test_a_trainer_far_ahead_keeps_as_many_versions_as_it_asked_for(server, join
             array += 1
     kept = [each.version for each in tensorhub.connect(server.address).versions("m") if each.is_retained]
     assert sorted(kept) == [0, *range(8 - (retain or 1), 8)]
+
+
+@pytest.mark.parametrize(("host_bytes", "said"), [(0, "is 0 B"), (100, "is 100 B")])
+def test_who_has_no_room_for_a_copy_is_told_what_may_be_taken(join, host_bytes, said):
+    trainer, _ = join("trainer", host_bytes=host_bytes)
+    trainer.publish(0)
+    with pytest.raises(tensorhub.HostMemoryFull, match=f"host_bytes {said}, and copies may take 0 B") as raised:
+        trainer.unpublish(timeout=10)
+    assert raised.value.hint.startswith("raise host_bytes")
+    assert trainer.version == 0

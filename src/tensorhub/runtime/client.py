@@ -178,10 +178,8 @@ class Client:
                 self.driver.feed(ClaimDropped())
             raise
         except HostMemoryFull as error:
-            if not copies.why_short:
-                raise
-            text = f"{error}; copies may take {copies.why_short}"
-            raise HostMemoryFull(text, hint=f"{error.hint}; or {HINT}" if error.hint else HINT) from error
+            hints = [hint for hint in (error.hint, HINT if copies.is_short else "") if hint]
+            raise HostMemoryFull(f"{error}; here {copies.allowance}", hint="; or ".join(hints)) from error
         if verb == "unpublish" and copies.spoiled is not None:
             raise self._lost(before, copies.spoiled)
         if verb != "unpublish" and worker.prefetch is not None and (called.spec != PREFETCHED or version != before):

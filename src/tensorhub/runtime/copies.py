@@ -22,7 +22,7 @@ from ..memory.in_place import some
 from ..memory.offloading import can_offload, offload
 from ..memory.parallel import in_parallel
 from ..memory.registration import Registration
-from ..memory.room import MOST_COPIES
+from ..memory.room import MOST_COPIES, size_text
 from ..memory.tiles.inside import copy_boxes
 from ..memory.tiles.tiled import TiledVersion
 from ..transport import sealed
@@ -87,9 +87,15 @@ class HostCopies:
         return self._pool.most
 
     @property
-    def why_short(self) -> str:
-        """What keeps it from making a copy, as far as that can be seen from here; empty if nothing does."""
-        return self._pool.cost if self._pool is not None and self._pool.is_short else ""
+    def is_short(self) -> bool:
+        """There is no memory for a copy, whatever is allowed."""
+        return self._pool is not None and self._pool.is_short
+
+    @property
+    def allowance(self) -> str:
+        """What copies may take, and who has said so, for whoever has no room for one."""
+        given = "is not set" if self._limit_bytes is None else f"is {size_text(self._limit_bytes)}"
+        return f"host_bytes {given}, and copies may take {self._pool.cost if self._pool is not None else 'nothing'}"
 
     @property
     def why_none(self) -> str:
