@@ -243,7 +243,8 @@ def _models(models: object) -> tuple[str, ...]:
         raise UsageError(f"models={models!r} is no list of names", hint='open_set(["target", "draft"], …)')
     names = tuple(check_name(name, "a model") for name in models)
     if not 2 <= len(names) <= 1 + MAX_COMPANIONS:
-        raise UsageError(f"a set of {len(names)} models, not of 2 to {1 + MAX_COMPANIONS}")
+        text = f"a set of {len(names)} models, not of 2 to {1 + MAX_COMPANIONS}"
+        raise UsageError(text, hint="open() is for one model" if len(names) == 1 else None)
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UsageError(f"models={list(names)} names {twice[0]!r} twice")

@@ -90,7 +90,7 @@ def parse_seconds(value: object, what: str) -> float:
         seconds = float("nan")
     if not isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
         text = f"{what}={value!r} is not a number of seconds above 0 and up to {MOST_SECONDS:.0f}"
-        hint = 'a call takes some milliseconds at least; only update("prefetched") waits for nobody'
+        hint = 'a call takes some milliseconds at least; to take a version without a wait there is update("prefetched")'
         raise UsageError(text, hint=hint if seconds == 0 and what == "timeout" else None)
     return seconds
 
