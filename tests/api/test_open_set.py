@@ -461,6 +461,37 @@ def test_what_is_published_again_is_what_it_was(server, trainer, kind):
         assert (target == 1.0).all()
 
 
+@pytest.mark.parametrize("kind", ["in place", "masters", "read"])
+def test_what_newer_versions_have_passed_by_is_held_again(server, trainer, kind):
+    """The draft is at 3 by then, the target at 5: version 1 of the draft is not published, but filled in again."""
+    both = tensorhub.open_set(("target", "draft"), replica="t", server=server.address, call_timeout=20)
+    first = tensorhub.open_set(("target", "draft"), replica="first", server=server.address, call_timeout=20)
+    with first, both:
+        trained = arrays(0.0 if kind == "read" else 1.0)
+        both.register(trained, dtype="float16" if kind == "masters" else None)
+        if kind == "read":
+            first.register(arrays(1.0))
+            first.publish(1, metadata={"step": 1})
+            assert both.replicate() == 1
+        else:
+            both.publish(1, metadata={"step": 1})
+        if kind == "masters":
+            trained["draft"]["draft.w"] += 1
+            trained["target"]["target.w"] += 1
+        trainer("draft", replica="other")(3)
+        trainer("target", replica="other")(5)
+        with pytest.raises(tensorhub.VersionConflict, match="version 4 of target") as raised, both.mutating(version=4):
+            pytest.fail("the block ran")
+        assert not [note for note in raised.value.__notes__ if "withdrawn" in note]
+        assert both.version == 1
+        assert both.metadata == {name: {"step": 1} for name in MODELS}
+        assert numbers(trained) == ({2.0} if kind == "masters" else {1.0}), "masters are their owner's"
+        both.check()
+        with both.mutating(version=6):
+            pass
+        assert both.version == 6
+
+
 def test_what_cannot_be_published_again_is_said(server, trainer, caplog):
     """The draft was changed in place while it was published: it is not that version any more."""
     both = tensorhub.open_set(("target", "draft"), replica="t", server=server.address, call_timeout=20)

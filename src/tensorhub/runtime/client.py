@@ -36,7 +36,7 @@ from .callers import Callers
 from .codec import encode
 from .config import Options
 from .content import Known, changed_tensors
-from .driver import AFTER_DEADLINE_S, Driver, failed
+from .driver import AFTER_DEADLINE_S, Driver
 from .hashing import by, grid_of, hashed
 from .questions import wait_for_holders, wait_for_version
 from .suspending import Suspension
@@ -64,7 +64,7 @@ class Client:
         self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
         self.callers = Callers()
         self._behind = Behind(self.driver)
-        self._wishes = Wishes(self.me, self.driver)
+        self.wishes = Wishes(self.me, self.driver)
         self._wholeness = Wholeness(self.me)
         self.suspension = Suspension(self.driver, self._behind)
         self.hello = hello
@@ -105,7 +105,7 @@ class Client:
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
         most_copies = self.driver.data.register(registration)
         if self.hello.prefetch == "always":
-            self._wishes.warn_if_in_vain()
+            self.wishes.warn_if_in_vain()
         self._wholeness.registered(self.driver, is_resumed=is_resumed)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
@@ -120,8 +120,12 @@ class Client:
         claim: Version | None = None,
         waits: bool = False,
         is_held_back: bool = False,
+        is_again: bool = False,
     ) -> Version | None:
-        """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
+        """One group call that is no publish. Returns the version then held. `claim` is of an unpublish.
+
+        `is_again`: it is what was held until a moment ago, and masters stay what their owner has made of it since.
+        """
         with self._one_call("mutating" if claim is not None else verb):
             await self._behind.over(deadline, f"{verb}()")
             called = Called(verb, spec, deadline, claim=claim, waits=waits, is_held_back=is_held_back)
@@ -133,14 +137,15 @@ class Client:
                 await self._behind.begin(self._carried(called), deadline)
                 return None
             self._check_in_place()
-            self._wholeness.check(registration, f"{verb}()")
+            if not is_again:
+                self._wholeness.check(registration, f"{verb}()")
             if registration is not None:
                 registration.check_fillable()
             worker = self.driver.worker
-            if worker.held is None:
+            if worker.held is None and not is_again:
                 self._wholeness.forget()
             try:
-                known = self.update_at_once(called)
+                known = self.wishes.update_at_once(called, self.hello)
             except UsageError as error:
                 self.driver.miss(called, error)
                 raise
@@ -160,13 +165,6 @@ class Client:
             await self._behind.over(deadline, f"{what}({spec!r})")
             return await self.driver.call(Called("choose", spec, deadline, floor=floor, waits=waits))
 
-    def update_at_once(self, called: Called) -> Version | None:
-        """What an update to "prefetched" comes to without the server; None where that has to be asked."""
-        known = self.driver.worker.update_at_once(self.hello, called)
-        if isinstance(known, Failure):
-            raise failed(self._wishes.with_limit(known, self.hello))
-        return known
-
     async def _carried(self, called: Called) -> Version | None:
         """That call, from the machine's word to its end. Returns the version then held."""
         worker, copies, verb = self.driver.worker, self.driver.data.copies, called.verb
@@ -183,7 +181,7 @@ class Client:
         if verb == "unpublish" and copies.spoiled is not None:
             raise self._lost(before, copies.spoiled)
         if verb != "unpublish" and worker.prefetch is not None and (called.spec != PREFETCHED or version != before):
-            self._wishes.wish(prefetch=None)  # what was fetched ahead has served its purpose
+            self.wishes.wish(prefetch=None)  # what was fetched ahead has served its purpose
         return version
 
     def _lost(self, version: Version | None, why: Failure) -> NotDrained:
@@ -199,17 +197,17 @@ class Client:
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
         self._check_usable()
-        self._wishes.prefetch(spec)
+        self.wishes.prefetch(spec)
 
     async def pin(self, version: Version, deadline: float) -> None:
         """Keep a version, however new others are. Raises `VersionUnavailable` if nobody has it."""
         self._check_usable()
-        await self._wishes.pin(version, self.options, deadline)
+        await self.wishes.pin(version, self.options, deadline)
 
     async def unpin(self, version: Version, deadline: float) -> None:
         """Take a pin back. Does nothing where there was none."""
         self._check_usable()
-        await self._wishes.unpin(version, deadline)
+        await self.wishes.unpin(version, deadline)
 
     async def publish(
         self, version: Spec, deadline: float, metadata: bytes | None = None, *, again: Known | None = None

@@ -12,14 +12,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
-from ..core.errors import GroupIncomplete, GroupMismatch, TensorHubError, UsageError, VersionUnavailable
+from ..core.errors import (
+    GroupIncomplete,
+    GroupMismatch,
+    TensorHubError,
+    UsageError,
+    VersionConflict,
+    VersionUnavailable,
+)
 from ..core.messages import Holding, Spec
 from ..core.names import Version
 from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, MayWithdraw
 from .client import Client
-from .content import Known
+from .content import Known, changed_tensors
+from .hashing import by
 
 BACK_S = 30.0  # to publish once more what was withdrawn in vain, for each model: it is hashed again
 
@@ -83,7 +92,7 @@ class SetCalls:
                 client.drop_claim()
             for client, (held, known) in left.items():
                 try:
-                    await client.publish(held, max(deadline, time.monotonic() + BACK_S), again=known)
+                    await _hold_again(client, held, known, max(deadline, time.monotonic() + BACK_S))
                 except TensorHubError as why:
                     text = f"version {held} of {client.me} was withdrawn, and cannot be published again: {why}"
                     _log.warning("%s", text)
@@ -131,7 +140,7 @@ class SetCalls:
         called = Called("update", PREFETCHED, deadline)
         for client in self._clients:
             try:
-                known = client.update_at_once(called)
+                known = client.wishes.update_at_once(called, client.hello)
             except UsageError as error:  # the siblings wait in the choice, which this shard will not come to
                 self._clients[0].driver.miss(Called("choose", PREFETCHED, deadline), error)
                 raise
@@ -163,6 +172,23 @@ class SetCalls:
         if self.version != version:
             text = f"{self._clients[0].me.replica} does not hold version {version} of all models of its set any more"
             raise GroupIncomplete(text, hint="call again")
+
+
+async def _hold_again(client: Client, held: Version, known: Known | None, deadline: float) -> None:
+    """Publish what was withdrawn a moment ago as what it was. What newer versions have passed by is filled in again.
+
+    Filled, because a lower number is published by nobody; and only where that changes nothing of the tensors.
+    """
+    try:
+        await client.publish(held, deadline, again=known)
+    except VersionConflict:
+        registration = client.driver.data.registration
+        if registration is None or known is None or not known.digests:
+            raise
+        what = f"mutating() of {client.me}: hashing what it had withdrawn"
+        if await by(deadline, what, partial(changed_tensors, registration, known)):
+            raise
+        await client.operate("replicate", held, deadline, is_again=True)
 
 
 async def _are_near(works: dict[Client, Filling], deadline: float) -> bool:

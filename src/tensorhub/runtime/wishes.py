@@ -8,9 +8,9 @@ from ..core.errors import DeadlineExceeded, UsageError
 from ..core.messages import MAX_PINS, Failure, Hello, Spec
 from ..core.names import Version, WorkerId
 from ..core.version_spec import parse_spec
-from ..core.worker.events import Wished
+from ..core.worker.events import Called, Wished
 from .config import Options
-from .driver import Driver
+from .driver import Driver, failed
 from .questions import check_held
 
 _log = logging.getLogger(__name__)
@@ -37,10 +37,16 @@ class Wishes:
             text = "%s fetches nothing ahead: its limit on host memory has no room for a copy of %d B: %s; %s"
             _log.warning(text, self._me, data.registration.size_bytes, data.copies.why_none, MORE_ROOM)
 
-    def with_limit(self, failure: Failure, hello: Hello) -> Failure:
-        """That of an update which wants what is fetched ahead, with the limit that keeps it from being fetched."""
+    def update_at_once(self, called: Called, hello: Hello) -> Version | None:
+        """What an update to "prefetched" comes to without the server; None where that has to be asked.
+
+        Raises `UsageError` where nothing is ever fetched ahead, with the limit that has no room for it.
+        """
+        known = self._driver.worker.update_at_once(hello, called)
+        if not isinstance(known, Failure):
+            return known
         why, wishes = self._driver.data.copies.why_none, hello.prefetch == "always" or self._driver.worker.prefetch
-        return replace(failure, message=f"{failure.message}; {why}") if why and wishes else failure
+        raise failed(replace(known, message=f"{known.message}; {why}") if why and wishes else known)
 
     def prefetch(self, spec: Spec) -> None:
         """A host copy of that version, and of newer ones as they come if it is "latest"."""
