@@ -1,6 +1,7 @@
 """What a trainer and its rollouts do with `Weights`, end to end over real sockets."""
 
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import tensorhub
 from runtime.kit import eventually, in_threads, within
 from tensorhub.core.server.records import VersionRecord
+from tensorhub.memory.room import Room
 from tensorhub.runtime.driver import AFTER_DEADLINE_S
 
 torch = pytest.importorskip("torch")
@@ -283,6 +285,32 @@ def test_the_siblings_of_who_has_no_room_to_fetch_ahead_hear_why_they_wait(join)
     assert isinstance(found[0], tensorhub.UsageError)
     assert "host_bytes is 0 B" in str(found[1])
     assert in_threads(*(each.update for each in rollouts)) == [1, 1]
+
+
+@pytest.mark.parametrize("boxes", [None, {}], ids=["plain", "boxes"])
+def test_memory_that_stays_full_keeps_nobody_at_an_old_version_without_a_word(join, caplog, monkeypatch, boxes):
+    trainer, source = join("t", 1.0, prefetch="never")
+    rollout, array = join("r", prefetch="always", reliable=False)
+    trainer.register({"w": source}, boxes=boxes)
+    rollout.register({"w": array}, boxes=boxes)
+    pool = rollout._aio._client.driver.data.copies._pool
+    monkeypatch.setattr(pool, "_look", lambda: Room(0, "memory.max"))
+    trainer.publish(1)
+    rollout.replicate()
+    with trainer.mutating(version=2):
+        source += 1
+
+    def said():
+        needs = f"a host copy needs {source.nbytes} B more, and memory.max leaves 0 B"
+        wanted = f"m/r[0]: version 2 is not fetched ahead: {needs}"
+        found = [(each.levelno, each.getMessage()) for each in caplog.records]
+        return [text for level, text in found if level == logging.WARNING and text.startswith(wanted)]
+
+    eventually(said, "it is said")
+    assert rollout.update("prefetched") == 1
+    monkeypatch.undo()
+    eventually(lambda: rollout.update("prefetched") == 2, "it has come")
+    assert len(said()) == 1
 
 
 def test_an_update_to_what_was_prefetched_never_waits(join):

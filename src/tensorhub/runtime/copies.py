@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 Look = Callable[[int, Sequence[memoryview], Sequence[memoryview]], None]
 
 COUNT_EVERY_S = 1.0  # a look whether memory that is shared counts here now: as often as reports
+MOST_REMEMBERED = 16  # versions that found no room
 UNPUBLISH = "unpublish() before tensors are freed or given other memory, or use mutating(version=...)"
 
 
@@ -69,6 +70,7 @@ class HostCopies:
         self._uncounted: dict[Version, Shared] = {}  # which somebody else counts
         self._counted_bytes: dict[Version, int] = {}  # of what was somebody else's, and counts here now
         self._tasks: set[asyncio.Task[None]] = set()
+        self._no_room: dict[Version, int] = {}  # how often there was none to fetch it ahead
         self.offloaded_bytes = 0  # copied from registered memory, in all
         self.spoiled: Failure | None = None  # why what the tensors held could not be kept: they were freed
         self._is_closed = threading.Event()
@@ -116,6 +118,14 @@ class HostCopies:
         content = Content(version, root, self.key(version), self._pool.take(is_ahead=is_ahead))
         self._contents[version] = (self._pool, content)
         return content
+
+    def not_ahead(self, version: Version, error: TensorHubError) -> None:
+        """There is no room to fetch it ahead. It is tried again; aloud the second time, and not once more."""
+        self._no_room[version] = times = self._no_room.pop(version, 0) + 1
+        while len(self._no_room) > MOST_REMEMBERED:
+            del self._no_room[next(iter(self._no_room))]
+        level = logging.WARNING if times == 2 else logging.INFO  # the first time others may be about to make room
+        _log.log(level, "%s: version %d is not fetched ahead: %s", self.me, version, error)
 
     def key(self, version: Version) -> str:
         """Under which peers read that copy."""

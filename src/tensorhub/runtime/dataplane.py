@@ -143,7 +143,7 @@ class DataPlane:
         try:
             content = self._content_for(grant)
         except TensorHubError as error:  # no host memory
-            _log.info("%s: version %d is not fetched ahead: %s", self.me, grant.version, error)
+            self.copies.not_ahead(grant.version, error)
             ended = ReadEnded(grant.ticket, failure=Failure(error.code, str(error), error.hint or ""))
             self._loop.call_later(NO_ROOM_S, self.tell, ended)
             return

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..core.errors import TensorHubError
 from ..core.messages import Grant
 from ..core.names import Ticket, Version, WorkerId
 from ..core.worker.events import Event, NotShared
@@ -146,6 +147,10 @@ class TilePlane:
         if not grant.to_host:
             data.incoming = content
         return content
+
+    def not_ahead(self, version: Version, error: TensorHubError) -> None:
+        """There is no room for that copy."""
+        self._data.copies.not_ahead(version, error)
 
     def export(self, content: Content, tiled: TiledVersion, then: Callable[[], None]) -> None:
         """Let peers read behind us, once nothing else has that key; `then` follows."""

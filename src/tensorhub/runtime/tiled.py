@@ -142,7 +142,7 @@ class TileReading(Telling):
                 self.content = self.plane.adopt(self._grant, tiled)
                 self.plane.export(self.content, tiled, self._exported)
             except TensorHubError as no_room:
-                _log.info("%s: version %d is not fetched ahead: %s", self.plane.me, self._grant.version, no_room)
+                self.plane.not_ahead(self._grant.version, no_room)
                 ending = partial(self._end_soon, complete=False, failure=failure_of(no_room))
                 self.timers["end"] = self.loop.call_later(NO_ROOM_S, ending)
                 return
