@@ -211,7 +211,8 @@ class Established:
         for holder in [*truth.holders(shard, version), *(other for other in others if not other.is_alive)]:
             is_one = holder in others and truth.said_to_have(holder, version) and _is_counted(holder, version)
             since = truth.now if holder.hello.reliable else over
-            if is_one and holder.heard_by == truth.server_life and since < truth.believed_until(holder):
+            until = min(truth.believed_until(holder), holder.turned_away_at if holder.is_turned_away else inf)
+            if is_one and holder.heard_by == truth.server_life and since < until:
                 found.append(since)
         return min(found, default=inf)
 

@@ -138,6 +138,7 @@ class Life:
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server
     is_turned_away: bool = False  # a server has said that it has no session, wherever that got, and not heard it since
+    turned_away_at: float = -inf  # the last time
     heard_since: float = inf  # when that life of the server first heard it
     away_until: float = -inf  # for about a lease before that the server had not heard it
     idle_for: Version | None = None  # it is ready to read that, and reads nothing

@@ -374,7 +374,7 @@ class Truth:
 
     def turned_away(self, life: Life) -> None:
         """The server says to it that it has no session, and closes the connection; it may never get there."""
-        life.is_turned_away, life.is_connected = True, False
+        life.is_turned_away, life.turned_away_at, life.is_connected = True, self.now, False
 
     def ordered(self, life: Life, orders: Orders) -> None:
         """The server says something to it; it may never get there."""
