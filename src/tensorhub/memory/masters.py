@@ -126,8 +126,11 @@ class Casts:
             found.update(dict.fromkeys(self._differing(piece, scratch)))
 
         self._run(is_over, look, to_buffer=None)
-        for index, memory in self._devices.items():
-            found.update(dict.fromkeys(self._differing_on_device(index, memory)))
+        with self._casting:
+            for index, memory in self._devices.items():
+                if is_over() or self._is_closed.is_set():
+                    raise Closed("the cast was given up")
+                found.update(dict.fromkeys(self._differing_on_device(index, memory)))
         return [master.name for block in self._blocks for master in block.masters if master.name in found]
 
     def close(self) -> None:

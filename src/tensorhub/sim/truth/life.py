@@ -59,6 +59,7 @@ class Held:
     is_served: bool = True
     stopped_at: float = inf  # peers were told off
     landed: dict[int, float] = field(default_factory=dict)  # when each chunk was in place, if it came by a read
+    is_of_stopped: bool = False  # that was told to stop before the last chunk: whoever does not trust it may say so
 
 
 @dataclass(eq=False)

@@ -248,7 +248,7 @@ class Truth:
             life.copies[version] = Copied(version, root, self.now, read.into, not read.shares, life.landed)
             self.established.note_whole(life, version)
         elif complete and life.call is not None and life.call is life.read_for:
-            life.has_in_place(Held(version, root, self.now, landed=life.landed))
+            life.has_in_place(Held(version, root, self.now, landed=life.landed, is_of_stopped=read.is_stopped))
             self.established.note_whole(life, version)
         elif code and not read.is_stopped:
             life.failures.append((self.now, read.grant.source, code))
@@ -345,8 +345,8 @@ class Truth:
     def said(self, life: Life, report: Report) -> None:
         """A report goes out, wherever it gets."""
         life.said = report
-        if isinstance(report.buffer, Poisoned) and life.held is not None and not life.held.is_served:
-            life.held, life.poisoned = None, True  # all had come, by a read that it had told to stop
+        if isinstance(report.buffer, Poisoned) and life.held is not None and life.held.is_of_stopped:
+            life.held, life.poisoned = None, True
         reported, call = report.call, life.call
         if reported is not None and call is not None:  # it may have been numbered anew
             call.number = reported.number

@@ -68,9 +68,7 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
         text = f"{member.worker} is one of {line.shards} shards, {name} is cut in {', '.join(map(str, others))}"
         return Failure("layout-mismatch", text, "say with boxes what each shard has, on both sides")
     text = difference or f"the tensors of {member.worker} differ from those of {name}"
-    hint = "register the same tensors in the same order on both sides"
-    if " has dtype " in text:
-        hint = 'publish it with the dtype of its readers: register(model, dtype="bfloat16") casts at each publish'
+    hint = "register the same tensors in the same order on both sides; register(..., dtype=) publishes in another dtype"
     return Failure("layout-mismatch", text, hint)
 
 

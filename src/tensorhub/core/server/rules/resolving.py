@@ -119,7 +119,7 @@ def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | No
 def _had(state: State, replica: Replica, call: GroupCall) -> list[Version | None]:
     """What each of its shards held when its caller began to wait. Who has not come yet will have held what it holds.
 
-    Unless it makes its call once more: see `is_known`.
+    Unless it makes its call once more: see `is_older`.
     """
     had = []
     for worker in replica.members.values():
