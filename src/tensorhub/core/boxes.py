@@ -193,7 +193,7 @@ def refuse_difference(mine: GlobalTensor, theirs: GlobalTensor, *, here: str, th
     if mine.dtype != theirs.dtype:
         raise LayoutMismatch(
             f"tensor {mine.name!r} has dtype {mine.dtype} {here} and {theirs.dtype} {there}",
-            hint='publish it with the dtype of its readers: register(model, dtype="bfloat16") casts at each publish',
+            hint="publish it with the dtype of its readers: register(model, dtype=...) casts at each publish",
         )
     if mine.shape != theirs.shape:
         shorter, longer = sorted((mine.shape, theirs.shape))

@@ -21,7 +21,7 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 def encode_metadata(metadata: object) -> bytes:
     """As it travels; nothing for an empty mapping. Raises `UsageError` naming what is no JSON, or the size."""
     if not isinstance(metadata, Mapping):
-        raise UsageError(f"metadata is a {type(metadata).__name__}: it has to be a mapping from strings to JSON values")
+        raise UsageError(f"metadata is of type {type(metadata).__name__}: it has to be a mapping of strings to JSON")
     plain = {key: _json(value, f"metadata[{key!r}]", 1) for key, value in _checked(metadata, "metadata").items()}
     if not plain:
         return b""
@@ -47,7 +47,7 @@ def decode_metadata(encoded: bytes) -> dict[str, Json]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"malformed metadata: {error}") from error
     if not isinstance(found, dict):
-        raise UsageError(f"metadata that is a {type(found).__name__} and no object")
+        raise UsageError(f"metadata of type {type(found).__name__}, where an object is wanted")
     return found
 
 
@@ -89,4 +89,4 @@ def _json(value: object, where: str, depth: int) -> Json:
             return {key: _json(each, f"{where}[{key!r}]", depth + 1) for key, each in _checked(value, where).items()}
         case _:
             hint = "of a tensor or numpy scalar: .item() or .tolist()"
-            raise UsageError(f"{where} is a {type(value).__name__}, which is no JSON value", hint=hint)
+            raise UsageError(f"{where} is of type {type(value).__name__}, which is no JSON value", hint=hint)

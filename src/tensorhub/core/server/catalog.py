@@ -328,7 +328,7 @@ class Model:
         if len(known) > steps_back(str(spec)):
             return known[-1], None
         if known:
-            text = f"{spec} of {self.name}: only {len(known)} versions are there"
+            text = f"{spec} of {self.name}: it has only {', '.join(map(str, known))}"
             return None, Failure("version-unavailable", text, "wait for a newer version")
         if companions:
             have = ", ".join(f"{each} has {_newest_of(self.others.get(each))}" for each in (self.name, *companions))
@@ -344,7 +344,7 @@ class Model:
         shards = [str(line.shard) for line in min(missing, key=len)]
         last = f"; {record.last_holder} held it last" if record.last_holder else ""
         text = f"version {record.version} of {self.name} is lost: nobody holds shard {', '.join(shards[:8])}{last}"
-        instead = f", or replicate version {self.latest}" if self.latest is not None else ""
+        instead = ", or publish it" if self.latest is None else f", or replicate version {self.latest}"
         return Failure("version-unavailable", text, f"wait until a newer version is published{instead}")
 
     def awaited(self, spec: Spec, companions: Names = ()) -> Version | None:
