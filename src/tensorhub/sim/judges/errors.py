@@ -260,7 +260,7 @@ class ErrorJudge(GroupJudge):
 
     def _layout(self, life: Life, call: Call) -> str:
         """A shard of its replica has other tensors than the version that it was to be filled with."""
-        named = call.resolved if call.resolved is not None else call.spec
+        named = call.resolved if call.resolved_as == call.number else call.spec
         group = list(self.truth.group(life))
         for (model, version), made in self.truth.made.items():
             is_meant = model == life.me.model and (version == named or not isinstance(named, int))
