@@ -1,16 +1,18 @@
 """Host copies: in memory that readers of this host can map, where there is such, and as before where there is not."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
 
 from tensorhub.core.errors import InvariantViolation
-from tensorhub.memory import hostmemory
 from tensorhub.memory.hostmemory import HostMemory, copy_stream, on_host, over_shared
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.room import Room
 from tensorhub.transport import sealed
 from tensorhub.transport.located import bare_addresses
-from tensorhub.transport.sealed import Sealed, Shared, Unmappable, regions_of
+from tensorhub.transport.sealed import Sealed, Shared, regions_of
 
 
 def registered(size_bytes: int = 3 << 20) -> Registration:
@@ -74,10 +76,10 @@ def test_memory_that_others_have_too_is_not_used_for_the_next_copy() -> None:
 
 
 def test_without_such_memory_copies_are_made_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(size_bytes: int, *, may_freeze: bool) -> Sealed:
-        raise Unmappable("memfd_create: Operation not permitted")
+    def refused() -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(hostmemory, "Sealed", refused)
+    monkeypatch.setattr(sealed, "_memfd", refused)
     tensors = registered()
     copy = on_host(tensors)
     assert not regions(copy)

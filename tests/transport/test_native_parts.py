@@ -35,6 +35,7 @@ C_NAMES = {
     shapes.Keep: "keep_t",
     shapes.Parcels: "parcels_t",
     shapes.OffloadState: "offload_t",
+    shapes.Large: "large_t",
 }
 
 

@@ -103,7 +103,11 @@ def _mapping() -> Check:
     """Whether readers of this host can map host copies."""
     reason = sealed.why_not()
     if not reason:
-        return Check("mapping memory", "good", "host copies lie in sealed memfds, which local readers map")
+        text = "host copies lie in sealed memfds, which local readers map"
+        if sealed.has_large_pages():
+            return Check("mapping memory", "good", f"{text}, in large pages")
+        remedy = "Linux 6.1 or later, the native mover, and no shmem_enabled=deny"
+        return Check("mapping memory", "good", f"{text}, in small pages, which cost its readers more", remedy)
     text = f"host copies lie in ordinary memory, which local readers fetch with process_vm_readv: {reason}"
     return Check("mapping memory", "note", text, "let the seccomp filter pass memfd_create; Linux 5.1 or later")
 

@@ -2,7 +2,8 @@
 
 They are ordinary writable tensors, whose memory lies in sealed memfds (`transport.sealed`), each from the beginning of
 a page on. Many tensors lie in few such *arenas*, because a reader maps a few regions only. An arena is twice as large
-as the one before it; pages that were never written take no memory.
+as the one before it; what was not given out yet takes no memory. A tensor has its large pages at once, where the kernel
+has such; the rest of its pages are there when they are written.
 
 The promise of a publisher is as ever: it writes to them only after `unpublish()`. Whatever it does, a reader takes no
 byte that has not the digest which was announced.
@@ -49,6 +50,7 @@ class Arena:
         if memory is None or start + size_bytes > self.size_bytes:
             return None
         self._used_bytes = start + size_bytes
+        memory.have_large_pages(start, start + size_bytes)
         return host_view(memory.address + start, size_bytes, memory)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..core.errors import Closed, HostMemoryFull, InvariantViolation
 from ..transport.base import ByteStream
-from ..transport.sealed import Sealed, Shared, Unmappable
+from ..transport.sealed import AT_ONCE_BYTES, Sealed, Shared, Unmappable
 from . import guarded
 from .host import HostStream, Piece
 from .in_place import InPlace
@@ -147,6 +147,10 @@ class CopyStream(HostStream):
     def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Raises `HostMemoryFull`."""
         self._footing.step(stop - start)
+        for piece in self.pieces:  # one, or none; its memory begins with it
+            for owner in piece.owners:
+                if isinstance(owner, Sealed):
+                    owner.have_large_pages(start - start % AT_ONCE_BYTES, min(stop + -stop % AT_ONCE_BYTES, piece.stop))
         return super().writing(start, stop)
 
     def took(self, size_bytes: int) -> None:

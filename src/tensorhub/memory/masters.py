@@ -280,5 +280,7 @@ def _memory(size_bytes: int) -> tuple[int, object]:
     for first in range(0, size_bytes, STEP_BYTES):
         length = min(STEP_BYTES, size_bytes - first)
         footing.step(length)
+        if isinstance(owner, Sealed):
+            owner.have_large_pages(first, first + length)
         ctypes.memset(address + first, 0, length)
     return address, owner

@@ -17,6 +17,7 @@ from ..transport.base import ByteStream
 from ..transport.located import Located, bare_addresses
 from ..transport.native import load, shapes
 from ..transport.rows import table_of
+from ..transport.sealed import large_of
 from .digests import ALGORITHM
 from .guarded import Freed
 from .hostmemory import MOST_THREADS
@@ -57,6 +58,7 @@ def offload(
         chunk_bytes=manifest.chunk_bytes,
         tile_bytes=TILE_BYTES,
         digests=ctypes.cast(digests, ctypes.c_void_p) if digests is not None else None,
+        large=large_of(ours),
         threads=min(len(os.sched_getaffinity(0)), MOST_THREADS),
     )
     step = max(1, STEP_BYTES // manifest.chunk_bytes)

@@ -11,9 +11,11 @@ from itertools import pairwise
 from operator import add, le, mul
 
 from .base import ByteStream, Terms
+from .located import bare_addresses
 from .native import shapes
 from .parcels import Parcels, Scatter
 from .rows import COUNT, COUNTS, ROW_WORDS, RUN, BadRow, Rows, placed
+from .sealed import large_of
 
 KEEP_WORDS = 9  # from, to, run, count, and its strides; counts, and its strides
 FROM, TO = (0, 2, 3, 4, 6, 7), (1, 2, 3, 5, 6, 8)  # of a keep, what is a row on either side
@@ -30,6 +32,7 @@ class Goal:
     held: object
     parcels: shapes.Parcels | None = None
     scratch_bytes: int = 0  # that each stream needs
+    large: "ctypes._Pointer[shapes.Large] | None" = None  # what all of it lies in
 
 
 def goal_of_parcels(terms: Terms, parcels: Parcels) -> Goal | None:
@@ -64,6 +67,7 @@ def goal_of_parcels(terms: Terms, parcels: Parcels) -> Goal | None:
         held=(ours, keeps, held_flags, scatter, parcels),
         parcels=state,
         scratch_bytes=scratch_bytes,
+        large=large_of(addresses) if (addresses := bare_addresses(scatter.stream)) is not None else None,
     )
 
 

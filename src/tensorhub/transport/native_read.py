@@ -19,6 +19,7 @@ from .native import load, shapes
 from .native_pieces import Goal, goal_of_parcels
 from .parcels import Parcels
 from .rows import table_of
+from .sealed import large_of
 from .tcp_settings import TcpSettings
 
 TELL_EVERY_S = 0.05  # 20 times a second is as fast as anybody looks
@@ -60,6 +61,7 @@ class Mover:
             parcels=ctypes.pointer(goal.parcels) if goal.parcels is not None else None,
             progress=ctypes.pointer(terms.progress.marks),
             until=terms.until.address if terms.until is not None else None,
+            large=goal.large,
             doubted=ctypes.addressof(self._doubted),
             ahead_s=settings.ahead_s,
             fast_bytes_per_s=settings.stream_rate_bytes_per_s,
@@ -159,4 +161,4 @@ def _goal_of_chunks(sink: Sink) -> Goal | None:
     ours, count = bare_addresses(stream), chunk_count(stream.size_bytes, chunk_bytes)
     if ours is None or ours.stop != stream.size_bytes:
         return None
-    return Goal(table_of(ours), count, chunk_bytes, count, (ours, stream))
+    return Goal(table_of(ours), count, chunk_bytes, count, (ours, stream), large=large_of(ours))

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from .forks import track
+from .native import load, shapes
 from .vectors import Addresses
 
 # As the kernel numbers them; Python knows them where the C library did when it was built.
@@ -42,6 +43,7 @@ CLOEXEC, ALLOW_SEALING, NOEXEC_SEAL = 0x1, 0x2, 0x8
 DONTFORK, HUGEPAGE = 10, 14  # for madvise
 FIXED = 0x10  # for mmap
 HUGE_BYTES = 2 << 20  # a large page: memory that begins at a multiple of it can have such, on either side
+AT_ONCE_BYTES = 8 * HUGE_BYTES  # that the kernel is asked for: each time it waits for all processors
 APART_BYTES = mmap.PAGESIZE  # behind it nothing is mapped: no neighbour is so near that both would be read as one
 MOST_REGIONS = 8  # that one stream may lie in and be mapped: each costs a descriptor on its way
 
@@ -143,6 +145,8 @@ class Sealed:
         self.address = mapping.address
         self.size_bytes = size_bytes
         self.is_frozen = False
+        self.large = _large(mapping.address, size_bytes)
+        self.is_one = not is_inherited  # all of it is written sooner or later
         self._may_freeze = may_freeze and not is_inherited
         self._count: Count | None = None
         self._mapping = mapping
@@ -165,6 +169,16 @@ class Sealed:
                 return False
             self.is_frozen = self._count.is_mine()
         return self.is_frozen
+
+    def have_large_pages(self, start: int, stop: int) -> bool:
+        """These bytes will be written: have their memory now, in large pages, where that can be. Keeps what is there.
+
+        False: the kernel would not, or memory is short, or there is no mover. Then small pages come one by one.
+        """
+        library = load.library()
+        if library is None or self.large is None:
+            return False
+        return bool(library.have_large(self.large, self.address + start, stop - start))
 
     def descriptors(self) -> tuple[int, ...]:
         """What no forked child keeps."""
@@ -268,6 +282,14 @@ def regions_of(addresses: Addresses) -> tuple[Region, ...]:
     return tuple(found.values())
 
 
+def large_of(addresses: Addresses) -> "ctypes._Pointer[shapes.Large] | None":
+    """For the mover, which writes there: the memory that has all of these bytes, if it is one copy's."""
+    found = regions_of(addresses)
+    if len(found) != 1 or not isinstance(found[0], Sealed) or not found[0].is_one:
+        return None
+    return ctypes.pointer(found[0].large) if found[0].large is not None else None
+
+
 def moved_to(addresses: Addresses, regions: Sequence[tuple[int, int, int]]) -> Addresses:
     """The same bytes where they are mapped, by (address there, size, address here).
 
@@ -281,6 +303,16 @@ def moved_to(addresses: Addresses, regions: Sequence[tuple[int, int, int]]) -> A
     return Addresses(pairs, gaps=addresses.gaps, breaks=addresses.breaks, like=addresses)
 
 
+def _large(address: int, size_bytes: int) -> shapes.Large | None:
+    pages = size_bytes // HUGE_BYTES if address % HUGE_BYTES == 0 else 0
+    if not pages:
+        return None
+    asked = (ctypes.c_ubyte * pages)()
+    found = shapes.Large(address=address, size=size_bytes, asked=ctypes.addressof(asked))
+    found.held = asked
+    return found
+
+
 def why_not() -> str:
     """Why no memory of this process can be mapped by others; empty where it can."""
     try:
@@ -288,6 +320,14 @@ def why_not() -> str:
     except Unmappable as error:
         return str(error)
     return ""
+
+
+def has_large_pages() -> bool:
+    """Memory of this process that others can map lies in large pages."""
+    try:
+        return Sealed(2 * HUGE_BYTES).have_large_pages(0, 2 * HUGE_BYTES)
+    except Unmappable:
+        return False
 
 
 def _probe() -> None:

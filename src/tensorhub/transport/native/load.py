@@ -16,7 +16,7 @@ from . import build, shapes
 
 _log = logging.getLogger(__name__)
 
-ABI = 5
+ABI = 6
 VARIABLE = "TENSORHUB_NATIVE"
 OFF = ("no", "false", "off", "0")
 COST = "beside a busy Python thread of the same process bytes then move many times more slowly"
@@ -61,6 +61,7 @@ class Library:
         self.stream_run = _typed(lib.th_stream_run, None, stream)
         self.stream_join = _typed(lib.th_stream_join, None, stream)
         self.offload = _typed(lib.th_offload, c_int, POINTER(shapes.OffloadState))
+        self.have_large = _typed(lib.th_have_large, c_int, POINTER(shapes.Large), c_uint64, c_uint64)
         self.serve = _typed(lib.th_serve, None, POINTER(shapes.ServeState))
         state = POINTER(shapes.DigestState)
         self.digest_begin = _typed(lib.th_digest_begin, None, state, c_uint64)

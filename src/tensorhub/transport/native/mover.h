@@ -19,7 +19,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    ABI = 5, /* raised with every change of a structure or a function that Python knows */
+    ABI = 6, /* raised with every change of a structure or a function that Python knows */
     MAX_RANGES = 1024,
     MAX_WANT_BYTES = 64 * 1024,
     WANT_BYTES = 16 + 3 + MAX_RANGES * 19, /* what we send: header, count, and two numbers of 9 bytes for each range */
@@ -77,6 +77,13 @@ typedef struct {
     const loop_t *loops; /* around each piece, which is their first run then; NULL: a piece is one run */
 } table_t;
 
+/* Memory of ours that others map, from the beginning of a large page on. `asked` is a byte for each of its large pages:
+ * whether the kernel was asked for it. */
+typedef struct {
+    uint64_t address, size;
+    _Atomic unsigned char *asked;
+} large_t;
+
 /* Part of a parcel that lies in scratch memory, and where it is kept: a run in two loops, on both sides. */
 typedef struct {
     uint64_t from, to, run, count, from_stride, to_stride, counts, from_strides, to_strides;
@@ -116,6 +123,7 @@ typedef struct {
     progress_t *progress;
     gate_t *gates[MAX_GATES];
     const double *until; /* the lease's end on the monotonic clock; NULL: none */
+    const large_t *large; /* what all of `ours` lies in; NULL: it is none of that kind */
     unsigned char *doubted; /* a byte for each chunk: came lent and wrong, and was asked for once more */
     double ahead_s, fast_bytes_per_s, tell_s;
     uint64_t ahead_first, ahead_most, tile_bytes;
@@ -189,6 +197,7 @@ typedef struct {
     table_t source, into;
     uint64_t chunk_bytes, tile_bytes;
     const unsigned char *digests; /* of every chunk; NULL: nothing is checked */
+    const large_t *large;         /* what all of `into` lies in, or NULL */
     _Atomic uint64_t next;
     uint64_t stop;
     uint32_t threads;
@@ -220,6 +229,11 @@ typedef struct {
 } both_t;
 void vectors_of_both(const table_t *ours, const table_t *theirs, uint64_t start, uint64_t stop, int is_bridging,
                      both_t *out);
+
+/* large.c */
+void have_large_for(const large_t *large, const table_t *table, uint64_t start, uint64_t stop);
+void have_large_share(const large_t *large, uint64_t parcel, uint64_t count);
+EXPORT int th_have_large(const large_t *large, uint64_t address, uint64_t length);
 
 /* frames.c: 0, or how it failed */
 int send_all(int descriptor, const void *bytes, size_t length, int *error);

@@ -19,6 +19,7 @@ static int copy_chunk_here(const offload_t *offload, uint64_t chunk, uint64_t *a
     digest_t digest;
     both_t both;
     digest_begin(&digest, stop - start);
+    have_large_for(offload->large, &offload->into, start, stop);
     while (start < stop) {
         uint64_t end = stop - start < offload->tile_bytes ? stop : start + offload->tile_bytes;
         vectors_of_both(&offload->into, &offload->source, start, end, 0, &both);

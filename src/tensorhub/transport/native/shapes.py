@@ -64,6 +64,12 @@ class Table(Structure):
     )
 
 
+class Large(Structure):
+    """Memory that others map, and of which of its large pages the kernel was asked for."""
+
+    _fields_ = (("address", c_uint64), ("size", c_uint64), ("asked", c_void_p))
+
+
 class Keep(Structure):
     """Part of a parcel in scratch memory, and where it is kept."""
 
@@ -111,6 +117,7 @@ class ReadState(Structure):
         ("progress", POINTER(Marks)),
         ("gates", c_void_p * MAX_GATES),
         ("until", c_void_p),
+        ("large", POINTER(Large)),
         ("doubted", c_void_p),
         ("ahead_s", c_double),
         ("fast_bytes_per_s", c_double),
@@ -237,6 +244,7 @@ class OffloadState(Structure):
         ("chunk_bytes", c_uint64),
         ("tile_bytes", c_uint64),
         ("digests", c_void_p),
+        ("large", POINTER(Large)),
         ("next", c_uint64),
         ("stop", c_uint64),
         ("threads", c_uint32),
@@ -250,7 +258,7 @@ class OffloadState(Structure):
 
 ALL: tuple[type[Structure], ...] = (
     *(Gate, Marks, Table, ReadState, StreamState, ServeState, DigestState),
-    *(Loop, Keep, Parcels, OffloadState),
+    *(Loop, Keep, Parcels, OffloadState, Large),
 )
 
 

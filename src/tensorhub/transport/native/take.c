@@ -89,6 +89,7 @@ static int bring_chunk(stream_t *stream, uint64_t chunk, uint64_t start, uint64_
     stream->is_hashing = read->digests != NULL;
     if (stream->is_hashing)
         digest_begin(&stream->digest, stop - start);
+    have_large_for(read->large, &read->ours, start, stop);
     int status = stream->is_local ? copy_bytes(stream, &read->ours, start, stop)
                                   : receive_bytes(stream, &read->ours, start, stop);
     *wrong = status || is_as_announced(stream, chunk) ? NOTHING : chunk;
@@ -106,6 +107,8 @@ int take_chunk(stream_t *stream, uint64_t chunk) {
     if (!status && is_fetched)
         status = copy_begin(stream);
     uint64_t wrong = NOTHING;
+    if (!status && parcels)
+        have_large_share(read->large, chunk, parcels->count);
     if (!status)
         status = parcels ? bring_tiles(stream, chunk, is_fetched, &wrong)
                          : bring_chunk(stream, chunk, start, start + size, &wrong);

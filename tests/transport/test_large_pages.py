@@ -1,0 +1,164 @@
+"""Large pages under host copies and `tensorhub.empty`: there where the kernel gives them, and nothing else changes.
+
+Whether they are there is what the kernel says in /proc/self/smaps, not what was asked for.
+"""
+
+import ctypes
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub.memory import hostmemory
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.offloading import can_offload, offload
+from tensorhub.memory.registration import Registration, register
+from tensorhub.transport import sealed
+from tensorhub.transport.native import load
+from tensorhub.transport.sealed import HUGE_BYTES, Foreign, Sealed
+
+MIB = 1 << 20
+
+
+def large_bytes(address: int) -> int:
+    """How much of the mapping that begins there is in large pages of this process."""
+    is_here, found = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name = line.split()[0]
+        if "-" in name and not name.endswith(":"):
+            is_here = int(name.partition("-")[0], 16) == address
+        elif is_here and name == "ShmemPmdMapped:":
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def why_none() -> str:
+    """Why there can be none here."""
+    if load.library() is None:
+        return f"no native mover: {load.why_not()}"
+    if reason := sealed.why_not():
+        return reason
+    memory = Sealed(2 * HUGE_BYTES)
+    memory.have_large_pages(0, 2 * HUGE_BYTES)
+    ctypes.memset(memory.address, 1, 2 * HUGE_BYTES)
+    return "" if large_bytes(memory.address) else "this kernel makes no large pages of shared memory (Linux 6.1 does)"
+
+
+WHY_NONE = why_none()
+needs_large = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
+
+
+def registered(size_bytes: int) -> tuple[np.ndarray, Registration]:
+    array = np.random.default_rng(7).integers(0, 256, size_bytes, dtype=np.uint8)
+    return array, register({"w": array})
+
+
+def bytes_of(registration: Registration) -> bytes:
+    (piece,) = registration.pieces
+    return ctypes.string_at(piece.address, piece.size_bytes)
+
+
+@needs_large
+@pytest.mark.parametrize("chunk_bytes", [MIB // 2, 4 * MIB])
+def test_what_is_copied_out_lies_in_large_pages(chunk_bytes: int) -> None:
+    array, registration = registered(21 * MIB + 5)
+    copy = hostmemory.on_host(registration)
+    manifest = build_manifest(registration, chunk_bytes)
+    assert can_offload(registration.stream, copy.stream, manifest)
+    assert offload(
+        registration.stream, copy.stream, manifest, verify=True, judge=lambda *_: None, is_over=lambda: False
+    )
+    assert bytes_of(copy) == array.tobytes()
+    assert large_bytes(copy.pieces[0].address) == 20 * MIB  # the last pages are no whole large one
+
+
+@needs_large
+def test_what_is_there_stays() -> None:
+    memory = Sealed(8 * MIB)
+    before = np.random.default_rng(8).integers(0, 256, 8 * MIB, dtype=np.uint8).tobytes()
+    ctypes.memmove(memory.address, before, len(before))
+    assert memory.have_large_pages(0, 8 * MIB)
+    assert memory.have_large_pages(0, 8 * MIB)  # asked for already
+    assert ctypes.string_at(memory.address, len(before)) == before
+    assert large_bytes(memory.address) == 8 * MIB
+
+
+@needs_large
+def test_who_writes_meanwhile_loses_nothing() -> None:
+    for _ in range(20):
+        memory = Sealed(16 * MIB)
+        begun = threading.Barrier(2)
+        wanted = np.arange(4 * MIB, dtype=np.uint32)
+        view = np.ctypeslib.as_array((ctypes.c_uint32 * len(wanted)).from_address(memory.address))
+
+        def write(view: np.ndarray = view, wanted: np.ndarray = wanted, begun: threading.Barrier = begun) -> None:
+            begun.wait()
+            for first in range(0, len(wanted), 4096):
+                view[first : first + 4096] = wanted[first : first + 4096]
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        begun.wait()
+        memory.have_large_pages(0, 16 * MIB)
+        thread.join()
+        assert np.array_equal(view, wanted)
+
+
+@needs_large
+def test_a_part_has_only_the_pages_that_are_its_own() -> None:
+    memory = Sealed(8 * MIB)
+    memory.have_large_pages(MIB, 5 * MIB)
+    assert large_bytes(memory.address) in (0, 2 * MIB)  # put together, and mapped here only when it is touched
+    ctypes.memset(memory.address, 1, 8 * MIB)
+    assert large_bytes(memory.address) == 2 * MIB
+
+
+@needs_large
+def test_a_reader_maps_large_pages_too() -> None:
+    memory = Sealed(8 * MIB)
+    memory.have_large_pages(0, 8 * MIB)
+    foreign = Foreign(memory.descriptor, 8 * MIB)
+    assert ctypes.string_at(foreign.address, 8 * MIB) == bytes(8 * MIB)
+    assert large_bytes(foreign.address) == 8 * MIB
+    foreign.close()
+
+
+@needs_large
+def test_a_frozen_copy_keeps_them() -> None:
+    memory = Sealed(4 * MIB, may_freeze=True)
+    memory.have_large_pages(0, 4 * MIB)
+    assert memory.freeze()
+    assert ctypes.string_at(memory.address, 4 * MIB) == bytes(4 * MIB)
+    assert large_bytes(memory.address) == 4 * MIB
+
+
+@needs_large
+def test_a_tensor_of_empty_has_them() -> None:
+    tensor = tensorhub.empty(6 * MIB, "uint8")
+    tensor[:] = 3
+    memory = sealed.regions_of(register({"w": tensor}).stream.addresses())[0]
+    assert large_bytes(memory.address) >= 4 * MIB
+
+
+@pytest.mark.parametrize("size_bytes", [1, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1])
+def test_small_memory_and_odd_ranges_are_left_alone(size_bytes: int) -> None:
+    if reason := sealed.why_not():
+        pytest.skip(reason)
+    memory = Sealed(size_bytes)
+    for start, stop in ((0, size_bytes), (0, 10 * HUGE_BYTES), (-HUGE_BYTES, size_bytes), (size_bytes, size_bytes)):
+        memory.have_large_pages(start, stop)
+        assert not memory.have_large_pages(start, size_bytes + 1)
+    assert ctypes.string_at(memory.address, size_bytes) == bytes(size_bytes)
+
+
+def test_without_the_mover_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := sealed.why_not():
+        pytest.skip(reason)
+    monkeypatch.setattr(load, "library", lambda: None)
+    memory = Sealed(4 * MIB)
+    assert not memory.have_large_pages(0, 4 * MIB)
+    ctypes.memset(memory.address, 1, 4 * MIB)
+    assert large_bytes(memory.address) == 0
+    assert not sealed.has_large_pages()
