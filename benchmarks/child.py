@@ -21,7 +21,7 @@ import tensorhub
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.hostmemory import copy_stream, on_host
-from tensorhub.memory.registration import register
+from tensorhub.memory.registration import Registration, register
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
 from tensorhub.transport.base import Export, Transport
@@ -68,6 +68,7 @@ class Actor:
 
     def __init__(self) -> None:
         self.tensors: dict[str, object] = {}
+        self._registration: Registration | None = None
         self.arrays: dict[str, np.ndarray] = {}  # the same memory
         self.weights: dict[str, tensorhub.Weights] = {}
         self.transports: dict[str, Transport] = {}
@@ -86,7 +87,7 @@ class Actor:
         else:
             content = filled(size_bytes, seed).reshape(tensors, -1)
             self.arrays = {f"w{index}": content[index].copy() for index in range(tensors)}
-        self.tensors = dict(self.arrays)
+        self.tensors, self._registration = dict(self.arrays), None
         if is_torch:
             import torch
 
@@ -99,7 +100,7 @@ class Actor:
         import torch
 
         tensor = torch.zeros(elements, dtype=getattr(torch, dtype))
-        self.tensors = {"w": tensor}
+        self.tensors, self._registration = {"w": tensor}, None
         self.arrays = {"w": tensor.view(torch.uint8).numpy()}
 
     def write_numbers(self, factor: int) -> None:
@@ -268,7 +269,7 @@ class Actor:
     ) -> dict[str, float]:
         """Fill the tensors through one transport, judged by the sink that the product uses."""
         transport = self._transport(kind, host)
-        registration = register(self.tensors)
+        registration = self._registered()
 
         def read() -> None:
             sink = FillSink(registration, root, verify=verify)  # type: ignore[arg-type]
@@ -287,6 +288,12 @@ class Actor:
                 raise RuntimeError("the read ended before its last chunk")
 
         return self._timed(read)
+
+    def _registered(self) -> Registration:
+        """As a worker does: once, for all versions that it reads."""
+        if self._registration is None:
+            self._registration = register(self.tensors)
+        return self._registration
 
     # --- the public API -----------------------------------------------------------------------------------------------
 
