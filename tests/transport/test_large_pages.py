@@ -106,6 +106,16 @@ def test_who_writes_meanwhile_loses_nothing() -> None:
         assert np.array_equal(view, wanted)
 
 
+def test_who_was_left_behind_by_a_fork_is_not_waited_for() -> None:
+    if load.library() is None:
+        pytest.skip(f"no native mover: {load.why_not()}")
+    being_asked, memory = 1, Sealed(4 * MIB)
+    assert memory.large is not None
+    ctypes.memset(memory.large.asked, being_asked, 2)
+    memory.have_large_pages(0, 4 * MIB)
+    assert ctypes.string_at(memory.address, 4 * MIB) == bytes(4 * MIB)
+
+
 @needs_large
 def test_a_part_has_only_the_pages_that_are_its_own() -> None:
     memory = Sealed(8 * MIB)

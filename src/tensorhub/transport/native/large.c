@@ -17,6 +17,7 @@
 
 enum { LARGE_BYTES = 2 << 20, AT_ONCE = 8 }; /* each call waits for all processors once: not for each page */
 enum { NOT_ASKED, BEING_ASKED, ASKED };
+enum { MOMENT_NS = 50 * 1000, MOST_MOMENTS = 10 * 1000 };
 
 static int collapse(const large_t *large, uint64_t first, uint64_t stop) {
     uint64_t address = large->address + first * LARGE_BYTES;
@@ -26,7 +27,7 @@ static int collapse(const large_t *large, uint64_t first, uint64_t stop) {
 /* Ask for these pages, unless that was done before, and wait for whoever does it now: a page that somebody writes to
  * meanwhile is left as it was, and maybe those behind it. Returns whether the kernel made what this call asked for. */
 static int ask(const large_t *large, uint64_t first, uint64_t stop) {
-    const struct timespec moment = {.tv_nsec = 50 * 1000};
+    const struct timespec moment = {.tv_nsec = MOMENT_NS};
     int is_made = 1;
     for (uint64_t next; first < stop; first = next) {
         for (next = first; next < stop; next++) {
@@ -41,8 +42,8 @@ static int ask(const large_t *large, uint64_t first, uint64_t stop) {
         for (uint64_t page = first; page < next; page++)
             atomic_store(&large->asked[page], ASKED);
         if (next == first) {
-            while (atomic_load(&large->asked[next]) == BEING_ASKED)
-                nanosleep(&moment, NULL);
+            for (int i = 0; i < MOST_MOMENTS && atomic_load(&large->asked[next]) == BEING_ASKED; i++)
+                nanosleep(&moment, NULL); /* whoever does it may have been left behind by a fork */
             next++;
         }
     }
