@@ -4,6 +4,7 @@ Whether they are there is what the kernel says in /proc/self/smaps, not what was
 """
 
 import ctypes
+import os
 import threading
 from pathlib import Path
 
@@ -11,13 +12,21 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.memory import hostmemory
+from tensorhub.memory import empty, hostmemory
 from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.fill import FillSink
 from tensorhub.memory.offloading import can_offload, offload
 from tensorhub.memory.registration import Registration, register
+from tensorhub.memory.room import Room
 from tensorhub.transport import sealed
+from tensorhub.transport.base import Export
 from tensorhub.transport.native import load
+from tensorhub.transport.progress import Progress
 from tensorhub.transport.sealed import HUGE_BYTES, Foreign, Sealed
+
+from . import kit
+from .conftest import Make
+from .kit import start_read
 
 MIB = 1 << 20
 
@@ -30,6 +39,18 @@ def large_bytes(address: int) -> int:
         if "-" in name and not name.endswith(":"):
             is_here = int(name.partition("-")[0], 16) == address
         elif is_here and name == "ShmemPmdMapped:":
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def resident_bytes(address: int) -> int:
+    """How much of the mapping that begins there has memory: what the file of no name has."""
+    is_here, found = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name = line.split()[0]
+        if "-" in name and not name.endswith(":"):
+            is_here = int(name.partition("-")[0], 16) == address
+        elif is_here and name == "Rss:":
             found += int(line.split()[1]) << 10
     return found
 
@@ -74,6 +95,30 @@ def test_what_is_copied_out_lies_in_large_pages(chunk_bytes: int) -> None:
     assert large_bytes(copy.pieces[0].address) == 20 * MIB  # the last pages are no whole large one
 
 
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> kit.Kind:
+    found = kit.KINDS[request.param]
+    if why_not := found.why_not():
+        pytest.skip(why_not)
+    return found
+
+
+@needs_large
+@pytest.mark.parametrize("kind", ["tcp-1", "tcp-3", "local-1", "local-3"], indirect=True)
+def test_what_is_fetched_into_a_host_copy_lies_in_large_pages(make: Make) -> None:
+    array, registration = registered(21 * MIB + 5)
+    manifest = build_manifest(registration, MIB)
+    source, reader, copy = make(), make(), hostmemory.on_host(registration)
+    progress = Progress(manifest.chunk_count, complete=True)
+    source.export(Export("k", manifest.encode(), MIB, registration.stream, progress))
+    sink = FillSink(copy, str(manifest.root()), verify="full")
+    _, ended = start_read(reader, source.endpoint, "k", sink)
+    assert ended.wait() is None
+    assert sink.progress.is_complete
+    assert bytes_of(copy) == array.tobytes()
+    assert large_bytes(copy.pieces[0].address) == 20 * MIB
+
+
 @needs_large
 def test_what_is_there_stays() -> None:
     memory = Sealed(8 * MIB)
@@ -114,6 +159,47 @@ def test_who_was_left_behind_by_a_fork_is_not_waited_for() -> None:
     ctypes.memset(memory.large.asked, being_asked, 2)
     memory.have_large_pages(0, 4 * MIB)
     assert ctypes.string_at(memory.address, 4 * MIB) == bytes(4 * MIB)
+
+
+@needs_large
+@pytest.mark.parametrize("is_short", [False, True])
+def test_empty_takes_large_pages_only_where_there_is_room(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Room((100 if is_short else 1000) * MIB, "memory.max")
+    monkeypatch.setattr(empty, "room", lambda: left)
+    monkeypatch.setattr(empty, "_arenas", empty.Arenas())
+    tensor = tensorhub.empty(70 * MIB, "uint8")
+    memory = sealed.regions_of(register({"w": tensor}).stream.addresses())[0]
+    before = resident_bytes(memory.address)
+    assert before == 0 if is_short else before == 70 * MIB
+    tensor[:] = 3
+    assert large_bytes(memory.address) == (0 if is_short else 70 * MIB)
+
+
+@pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
+def test_a_forked_child_knows_nothing_of_what_its_parent_made() -> None:
+    """Where that lay the child may have anything else: reading beside it would end it."""
+    memory = Sealed(64 * MIB)
+    child = os.fork()
+    if child == 0:
+        try:
+            arrays = [np.empty(5 * MIB, np.uint8) for _ in range(12)]
+            known = [sealed.large_of(register({"w": array}).stream.addresses()) for array in arrays]
+            os._exit(0 if not any(known) else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert memory.address
+
+
+@needs_large
+def test_who_was_refused_does_not_ask_again() -> None:
+    memory = Sealed(8 * MIB)
+    assert memory.large is not None
+    memory.large.is_refused = 1
+    assert not memory.have_large_pages(0, 8 * MIB)
+    ctypes.memset(memory.address, 1, 8 * MIB)
+    assert large_bytes(memory.address) == 0
 
 
 @needs_large

@@ -3,7 +3,7 @@
 They are ordinary writable tensors, whose memory lies in sealed memfds (`transport.sealed`), each from the beginning of
 a page on. Many tensors lie in few such *arenas*, because a reader maps a few regions only. An arena is twice as large
 as the one before it; what was not given out yet takes no memory. A tensor has its large pages at once, where the kernel
-has such; the rest of its pages are there when they are written.
+has such and there is room; the rest of its pages are there when they are written.
 
 The promise of a publisher is as ever: it writes to them only after `unpublish()`. Whatever it does, a reader takes no
 byte that has not the digest which was announced.
@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import HostMemoryFull, UsageError
-from ..transport.sealed import Sealed, Unmappable
+from ..transport.sealed import HUGE_BYTES, Sealed, Unmappable
 from .host import host_view
+from .room import SPARE_BYTES, STEP_BYTES, room
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,14 +45,16 @@ class Arena:
         self._memory = weakref.ref(memory)
         self._used_bytes = 0
 
-    def take(self, size_bytes: int) -> memoryview | None:
-        """So many bytes from the beginning of a page on; None if they do not fit, or nobody has a tensor of it."""
+    def take(self, size_bytes: int) -> tuple[memoryview, Sealed, int] | None:
+        """So many bytes from the beginning of a page on, and where in which memory they begin.
+
+        None if they do not fit, or nobody has a tensor of it.
+        """
         memory, start = self._memory(), -(-self._used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if memory is None or start + size_bytes > self.size_bytes:
             return None
         self._used_bytes = start + size_bytes
-        memory.have_large_pages(start, start + size_bytes)
-        return host_view(memory.address + start, size_bytes, memory)
+        return host_view(memory.address + start, size_bytes, memory), memory, start
 
 
 class Arenas:
@@ -61,7 +64,7 @@ class Arenas:
         self._lock = threading.Lock()
         self._current: Arena | None = None
 
-    def take(self, size_bytes: int) -> memoryview:
+    def take(self, size_bytes: int) -> tuple[memoryview, Sealed, int]:
         """So many bytes of the arena in hand, or of a new one. Raises `Unmappable`."""
         with self._lock:
             found = self._current.take(size_bytes) if self._current is not None else None
@@ -188,8 +191,20 @@ def _size_bytes(sizes: tuple[int, ...], item_bytes: int) -> int:
 def _memory(size_bytes: int) -> "memoryview | mmap.mmap":
     """Writable bytes from the beginning of a page on, which last as long as the answer."""
     with contextlib.suppress(Unmappable):
-        return _arenas.take(size_bytes)
+        found, memory, start = _arenas.take(size_bytes)
+        _have_large_pages(memory, start, start + size_bytes)
+        return found
     try:
         return mmap.mmap(-1, size_bytes)
     except (OSError, MemoryError) as error:
         raise HostMemoryFull(f"this process may have no {size_bytes} B for a tensor", hint=str(error)) from error
+
+
+def _have_large_pages(memory: Sealed, start: int, stop: int) -> None:
+    """For a tensor that lies there, before it is written, as far as there is room beside it."""
+    while start < stop:
+        end, left = min(stop, start - start % STEP_BYTES + STEP_BYTES), room()
+        is_short = left is not None and left.left_bytes < end - start + SPARE_BYTES
+        if is_short or (end - start >= 2 * HUGE_BYTES and not memory.have_large_pages(start, end)):
+            return
+        start = end

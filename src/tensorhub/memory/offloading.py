@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from ..core.errors import Closed, InvariantViolation
 from ..core.manifest import Manifest
 from ..transport.base import ByteStream
-from ..transport.located import Located, bare_addresses
+from ..transport.located import bare_addresses
 from ..transport.native import load, shapes
 from ..transport.rows import table_of
 from ..transport.sealed import large_of
 from .digests import ALGORITHM
 from .guarded import Freed
+from .host import HostStream
 from .hostmemory import MOST_THREADS
 from .room import STEP_BYTES
 
@@ -29,7 +30,7 @@ TILE_BYTES = 256 << 10  # copied, then hashed in the near cache
 def can_offload(source: ByteStream, target: ByteStream, manifest: Manifest) -> bool:
     """The mover can do it."""
     is_known = not manifest.digests or manifest.algorithm == ALGORITHM
-    is_placed = bare_addresses(source) is not None and isinstance(target, Located)
+    is_placed = bare_addresses(source) is not None and isinstance(target, HostStream)
     return load.library() is not None and is_known and is_placed and source.size_bytes == manifest.size_bytes > 0
 
 
@@ -49,7 +50,7 @@ def offload(
     library, theirs = load.library(), bare_addresses(source)
     assert library is not None, "no library"
     assert theirs is not None, "bytes that lie nowhere"
-    assert isinstance(target, Located), "a host copy that lies nowhere"
+    assert isinstance(target, HostStream), "a host copy that lies elsewhere"
     ours = target.addresses()
     digests = ctypes.c_char_p(manifest.digests) if verify and manifest.digests else None
     state = shapes.OffloadState(
@@ -67,8 +68,8 @@ def offload(
             raise Closed("the copy was given up")
         state.next, state.stop = first, min(first + step, manifest.chunk_count)
         start, (_, stop) = manifest.chunk_range(first)[0], manifest.chunk_range(int(state.stop) - 1)
-        with target.writing(start, stop):
-            status = library.offload(state)
+        target.took(stop - start)
+        status = library.offload(state)
         if status == shapes.LOST:
             return False
         if status == shapes.UNREADABLE:

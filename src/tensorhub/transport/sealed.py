@@ -43,7 +43,7 @@ CLOEXEC, ALLOW_SEALING, NOEXEC_SEAL = 0x1, 0x2, 0x8
 DONTFORK, HUGEPAGE = 10, 14  # for madvise
 FIXED = 0x10  # for mmap
 HUGE_BYTES = 2 << 20  # a large page: memory that begins at a multiple of it can have such, on either side
-AT_ONCE_BYTES = 8 * HUGE_BYTES  # that the kernel is asked for: each time it waits for all processors
+AT_ONCE_BYTES = 4 * HUGE_BYTES  # that the kernel is asked for: each time it waits for all processors
 APART_BYTES = mmap.PAGESIZE  # behind it nothing is mapped: no neighbour is so near that both would be read as one
 MOST_REGIONS = 8  # that one stream may lie in and be mapped: each costs a descriptor on its way
 
@@ -173,7 +173,8 @@ class Sealed:
     def have_large_pages(self, start: int, stop: int) -> bool:
         """These bytes will be written: have their memory now, in large pages, where that can be. Keeps what is there.
 
-        False: the kernel would not, or memory is short, or there is no mover. Then small pages come one by one.
+        False: there is no whole one, or the kernel would not, or memory is short, or there is no mover. Then small
+        pages come one by one.
         """
         library = load.library()
         if library is None or self.large is None:
@@ -260,8 +261,12 @@ _adding = threading.Lock()
 
 
 def _begin_anew() -> None:
-    global _adding  # another thread may have had it when this process was forked
-    _adding = threading.Lock()
+    """In a forked child: another thread may have had the lock, and nothing of what its parent made can be mapped.
+
+    Where that lay something else may lie by now.
+    """
+    global _adding, _all
+    _adding, _all = threading.Lock(), weakref.WeakSet()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

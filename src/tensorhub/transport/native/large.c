@@ -3,11 +3,11 @@
  * The kernel gives shared memory none by itself (`shmem_enabled` is `never` nearly everywhere): then a GiB is 262,144
  * pages, each to be found missing by its owner once, and to be put into the tables of every reader. Since Linux 6.1 one
  * may ask for them: MADV_COLLAPSE puts what is there of 2 MiB into one page, and zeros beside it. Whoever writes there
- * meanwhile waits for a moment. It never ends a process: where the kernel will not, or memory is short, all stays as
- * it was. */
+ * meanwhile waits for a moment. Where the kernel refuses, all stays as it was, and it is not asked again. */
 #define _GNU_SOURCE
 #include "mover.h"
 
+#include <errno.h>
 #include <sys/mman.h>
 #include <time.h>
 
@@ -15,21 +15,29 @@
 #define MADV_COLLAPSE 25
 #endif
 
-enum { LARGE_BYTES = 2 << 20, AT_ONCE = 8 }; /* each call waits for all processors once: not for each page */
+enum { LARGE_BYTES = 2 << 20, AT_ONCE = 4 }; /* each call waits for all processors once: not for each page */
 enum { NOT_ASKED, BEING_ASKED, ASKED };
 enum { MOMENT_NS = 50 * 1000, MOST_MOMENTS = 10 * 1000 };
+enum { MOST_RUNS = 64 };
 
-static int collapse(const large_t *large, uint64_t first, uint64_t stop) {
+static int collapse(large_t *large, uint64_t first, uint64_t stop) {
     uint64_t address = large->address + first * LARGE_BYTES;
-    return madvise((void *)(uintptr_t)address, (stop - first) * LARGE_BYTES, MADV_COLLAPSE);
+    if (!madvise((void *)(uintptr_t)address, (stop - first) * LARGE_BYTES, MADV_COLLAPSE))
+        return 0;
+    if (errno == EAGAIN && stop - first > 1) { /* one of them was in use: it stays, and the others are asked for */
+        for (; first < stop; first++)
+            collapse(large, first, first + 1);
+    } else if (errno != EAGAIN) {
+        atomic_store(&large->is_refused, 1); /* there is none, or it costs too much to find: for all of this memory */
+    }
+    return 0;
 }
 
-/* Ask for these pages, unless that was done before, and wait for whoever does it now: a page that somebody writes to
- * meanwhile is left as it was, and maybe those behind it. Returns whether the kernel made what this call asked for. */
-static int ask(const large_t *large, uint64_t first, uint64_t stop) {
+/* Ask for these pages, which are few, unless that was done before; wait for whoever does it now: a page that somebody
+ * writes to meanwhile is left as it was. */
+static void ask_few(large_t *large, uint64_t first, uint64_t stop) {
     const struct timespec moment = {.tv_nsec = MOMENT_NS};
-    int is_made = 1;
-    for (uint64_t next; first < stop; first = next) {
+    for (uint64_t next; first < stop && !atomic_load(&large->is_refused); first = next) {
         for (next = first; next < stop; next++) {
             unsigned char nothing = NOT_ASKED;
             if (!atomic_compare_exchange_strong(&large->asked[next], &nothing, BEING_ASKED))
@@ -37,52 +45,55 @@ static int ask(const large_t *large, uint64_t first, uint64_t stop) {
             /* where there is nothing at all there is nothing to put together */
             (void)*(const volatile unsigned char *)(uintptr_t)(large->address + next * LARGE_BYTES);
         }
-        if (next > first && collapse(large, first, next))
-            is_made = 0;
+        if (next > first)
+            collapse(large, first, next);
         for (uint64_t page = first; page < next; page++)
             atomic_store(&large->asked[page], ASKED);
         if (next == first) {
-            for (int i = 0; i < MOST_MOMENTS && atomic_load(&large->asked[next]) == BEING_ASKED; i++)
-                nanosleep(&moment, NULL); /* whoever does it may have been left behind by a fork */
-            next++;
+            int moments = 0;
+            while (atomic_load(&large->asked[next]) == BEING_ASKED && moments++ < MOST_MOMENTS)
+                nanosleep(&moment, NULL);
+            atomic_store(&large->asked[next++], ASKED);
         }
     }
-    return is_made;
 }
 
 static int is_within(const large_t *large, uint64_t address, uint64_t length) {
-    return address >= large->address && address - large->address <= large->size &&
+    return length && address >= large->address && address - large->address <= large->size &&
            length <= large->size - (address - large->address);
 }
 
-/* These bytes of a stream will be written, all of which lies there: some more pages at once. */
-void have_large_for(const large_t *large, const table_t *table, uint64_t start, uint64_t stop) {
-    if (!large || table->loops)
-        return;
-    uint64_t piece = piece_at(table, start), inside = start - table->starts[piece];
-    uint64_t address = table->pairs[2 * piece] + inside, left = table->pairs[2 * piece + 1] - inside;
-    uint64_t length = stop - start < left ? stop - start : left;
+/* These bytes will be written: have what they lie in, and what lies beside it. */
+static void have_run(large_t *large, uint64_t address, uint64_t length) {
     if (!is_within(large, address, length))
         return;
     uint64_t first = (address - large->address) / LARGE_BYTES, pages = large->size / LARGE_BYTES;
-    uint64_t last = (address - large->address + length + LARGE_BYTES - 1) / LARGE_BYTES;
-    first -= first % AT_ONCE;
-    last += AT_ONCE - 1 - (last + AT_ONCE - 1) % AT_ONCE;
-    ask(large, first, last < pages ? last : pages);
+    uint64_t last = (address - large->address + length - 1) / LARGE_BYTES;
+    for (first -= first % AT_ONCE; first <= last && first < pages; first += AT_ONCE)
+        ask_few(large, first, first + AT_ONCE < pages ? first + AT_ONCE : pages);
 }
 
-/* One of so many parcels comes, which are written here and there: as much of the memory as it is of all of them. */
-void have_large_share(const large_t *large, uint64_t parcel, uint64_t count) {
-    if (!large)
-        return;
-    uint64_t groups = (large->size / LARGE_BYTES + AT_ONCE - 1) / AT_ONCE, pages = large->size / LARGE_BYTES;
-    uint64_t first = groups * parcel / count * AT_ONCE, stop = groups * (parcel + 1) / count * AT_ONCE;
-    ask(large, first, stop < pages ? stop : pages);
+/* The same for bytes of a stream, all of which lies there. */
+void have_large_for(large_t *large, const table_t *table, uint64_t start, uint64_t stop) {
+    struct iovec runs[MOST_RUNS];
+    uint64_t bytes;
+    while (large && !atomic_load(&large->is_refused) && start < stop) {
+        int count = vectors_of(table, start, stop, MOST_RUNS, runs, &bytes);
+        for (int i = 0; i < count; i++)
+            have_run(large, (uint64_t)(uintptr_t)runs[i].iov_base, runs[i].iov_len);
+        if (!bytes)
+            return;
+        start += bytes;
+    }
 }
 
-/* The large pages that have nothing but these bytes. */
-EXPORT int th_have_large(const large_t *large, uint64_t address, uint64_t length) {
-    return is_within(large, address, length) &&
-           ask(large, (address - large->address + LARGE_BYTES - 1) / LARGE_BYTES,
-               (address - large->address + length) / LARGE_BYTES);
+/* The large pages that have nothing but these bytes. Returns whether there are some, and the kernel never refused. */
+EXPORT int th_have_large(large_t *large, uint64_t address, uint64_t length) {
+    if (!is_within(large, address, length))
+        return 0;
+    uint64_t first = (address - large->address + LARGE_BYTES - 1) / LARGE_BYTES;
+    uint64_t stop = (address - large->address + length) / LARGE_BYTES, next = first;
+    for (; next < stop; next += AT_ONCE)
+        ask_few(large, next, next + AT_ONCE < stop ? next + AT_ONCE : stop);
+    return first < stop && !atomic_load(&large->is_refused);
 }

@@ -82,6 +82,7 @@ typedef struct {
 typedef struct {
     uint64_t address, size;
     _Atomic unsigned char *asked;
+    _Atomic uint32_t is_refused, unused;
 } large_t;
 
 /* Part of a parcel that lies in scratch memory, and where it is kept: a run in two loops, on both sides. */
@@ -123,7 +124,7 @@ typedef struct {
     progress_t *progress;
     gate_t *gates[MAX_GATES];
     const double *until; /* the lease's end on the monotonic clock; NULL: none */
-    const large_t *large; /* what all of `ours` lies in; NULL: it is none of that kind */
+    large_t *large; /* what all of `ours` lies in; NULL: it is none of that kind */
     unsigned char *doubted; /* a byte for each chunk: came lent and wrong, and was asked for once more */
     double ahead_s, fast_bytes_per_s, tell_s;
     uint64_t ahead_first, ahead_most, tile_bytes;
@@ -197,7 +198,7 @@ typedef struct {
     table_t source, into;
     uint64_t chunk_bytes, tile_bytes;
     const unsigned char *digests; /* of every chunk; NULL: nothing is checked */
-    const large_t *large;         /* what all of `into` lies in, or NULL */
+    large_t *large;               /* what all of `into` lies in, or NULL */
     _Atomic uint64_t next;
     uint64_t stop;
     uint32_t threads;
@@ -231,9 +232,8 @@ void vectors_of_both(const table_t *ours, const table_t *theirs, uint64_t start,
                      both_t *out);
 
 /* large.c */
-void have_large_for(const large_t *large, const table_t *table, uint64_t start, uint64_t stop);
-void have_large_share(const large_t *large, uint64_t parcel, uint64_t count);
-EXPORT int th_have_large(const large_t *large, uint64_t address, uint64_t length);
+void have_large_for(large_t *large, const table_t *table, uint64_t start, uint64_t stop);
+EXPORT int th_have_large(large_t *large, uint64_t address, uint64_t length);
 
 /* frames.c: 0, or how it failed */
 int send_all(int descriptor, const void *bytes, size_t length, int *error);

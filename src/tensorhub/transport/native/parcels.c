@@ -162,6 +162,8 @@ int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wro
     uint64_t pair[2] = {(uint64_t)(uintptr_t)stream->scratch, stop - start};
     table_t scratch = {.pairs = pair, .starts = &start, .count = 1, .size = stop};
     const table_t *into = parcels->flags[parcel] & IS_KEPT ? &scratch : &read->ours;
+    if (into != &scratch)
+        have_large_for(read->large, into, start, stop);
     for (uint64_t tile = parcels->first_tile[parcel]; tile < parcels->first_tile[parcel + 1]; tile++) {
         uint64_t from = parcels->tiles[tile], to = parcels->tiles[tile + 1];
         int is_turned = parcels->first_turn[tile] < parcels->first_turn[tile + 1];

@@ -67,7 +67,13 @@ class Table(Structure):
 class Large(Structure):
     """Memory that others map, and of which of its large pages the kernel was asked for."""
 
-    _fields_ = (("address", c_uint64), ("size", c_uint64), ("asked", c_void_p))
+    _fields_ = (
+        ("address", c_uint64),
+        ("size", c_uint64),
+        ("asked", c_void_p),
+        ("is_refused", c_uint32),
+        ("unused", c_uint32),
+    )
 
 
 class Keep(Structure):

@@ -107,8 +107,6 @@ int take_chunk(stream_t *stream, uint64_t chunk) {
     if (!status && is_fetched)
         status = copy_begin(stream);
     uint64_t wrong = NOTHING;
-    if (!status && parcels)
-        have_large_share(read->large, chunk, parcels->count);
     if (!status)
         status = parcels ? bring_tiles(stream, chunk, is_fetched, &wrong)
                          : bring_chunk(stream, chunk, start, start + size, &wrong);
