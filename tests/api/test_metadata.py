@@ -56,7 +56,7 @@ def test_what_the_block_learns_goes_with_its_version(join):
 def test_what_cannot_be_said_is_refused_before_the_step(join):
     trainer, _ = join("t", 1.0)
     trainer.publish(1)
-    refused = pytest.raises(tensorhub.UsageError, match=r"metadata\['w'\] is a ndarray")
+    refused = pytest.raises(tensorhub.UsageError, match=r"metadata\['w'\] is of type ndarray")
     with refused, trainer.mutating(version=2, metadata={"w": np.zeros(2)}):
         pytest.fail("the block ran")
     with pytest.raises(tensorhub.UsageError, match="over 16384 B"):
