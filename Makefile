@@ -63,7 +63,7 @@ test-compiled: ## the server's decisions as compiled by mypyc (.envs/compiled): 
 	@tools/compiled python -m pytest $(SIDE_BY_SIDE) tests/core tests/scenarios tests/simulation tests/runtime $(ARGS)
 
 test-sanitized: setup ## transports and real processes with the native mover under the address and undefined-behaviour sanitizers
-	@echo "test-sanitized: in a copy of the tree, without tests that free what is read, or count memory (ten minutes)"
+	@echo "test-sanitized: in a copy of the tree, without tests that free what is read, or count memory (a quarter of an hour)"
 	@tools/sanitized python -m pytest $(SIDE_BY_SIDE) tests/transport tests/processes $(ARGS) \
 		--ignore tests/transport/test_native_sanitized.py --ignore tests/processes/test_freed.py \
 		--ignore tests/processes/test_memory_limit.py --ignore tests/processes/test_growth.py \

@@ -20,14 +20,6 @@ CHUNK = 1 << 16
 USUAL_S = 0.02  # nobody's default
 
 
-@pytest.fixture
-def kind(request: pytest.FixtureRequest) -> kit.Kind:
-    found = kit.KINDS[request.param]
-    if why_not := found.why_not():
-        pytest.skip(why_not)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[None]:
     before = sys.getswitchinterval()

@@ -24,47 +24,42 @@ from tensorhub.transport.native import load
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.sealed import HUGE_BYTES, Foreign, Sealed
 
-from . import kit
 from .conftest import Make
 from .kit import start_read
 
 MIB = 1 << 20
+MADV_COLLAPSE = 25
+
+
+def in_smaps(address: int, field: str) -> int:
+    """What the kernel says of the mapping of this process that begins there, in bytes."""
+    is_here, found = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name = line.split()[0]
+        if "-" in name and not name.endswith(":"):
+            is_here = int(name.partition("-")[0], 16) == address
+        elif is_here and name == f"{field}:":
+            found += int(line.split()[1]) << 10
+    return found
 
 
 def large_bytes(address: int) -> int:
-    """How much of the mapping that begins there is in large pages of this process."""
-    is_here, found = False, 0
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        name = line.split()[0]
-        if "-" in name and not name.endswith(":"):
-            is_here = int(name.partition("-")[0], 16) == address
-        elif is_here and name == "ShmemPmdMapped:":
-            found += int(line.split()[1]) << 10
-    return found
-
-
-def resident_bytes(address: int) -> int:
-    """How much of the mapping that begins there has memory: what the file of no name has."""
-    is_here, found = False, 0
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        name = line.split()[0]
-        if "-" in name and not name.endswith(":"):
-            is_here = int(name.partition("-")[0], 16) == address
-        elif is_here and name == "Rss:":
-            found += int(line.split()[1]) << 10
-    return found
+    """How much of it is in large pages."""
+    return in_smaps(address, "ShmemPmdMapped")
 
 
 def why_none() -> str:
-    """Why there can be none here."""
+    """Why there can be none here. Asks the kernel itself, not what is tested here: else that would excuse itself."""
     if load.library() is None:
         return f"no native mover: {load.why_not()}"
     if reason := sealed.why_not():
         return reason
     memory = Sealed(2 * HUGE_BYTES)
-    memory.have_large_pages(0, 2 * HUGE_BYTES)
     ctypes.memset(memory.address, 1, 2 * HUGE_BYTES)
-    return "" if large_bytes(memory.address) else "this kernel makes no large pages of shared memory (Linux 6.1 does)"
+    arguments = ctypes.c_void_p(memory.address), ctypes.c_size_t(2 * HUGE_BYTES), ctypes.c_int(MADV_COLLAPSE)
+    if ctypes.CDLL(None, use_errno=True).madvise(*arguments):
+        return f"this kernel makes no large pages of shared memory: {os.strerror(ctypes.get_errno())} (Linux 6.1 does)"
+    return ""
 
 
 WHY_NONE = why_none()
@@ -93,14 +88,6 @@ def test_what_is_copied_out_lies_in_large_pages(chunk_bytes: int) -> None:
     )
     assert bytes_of(copy) == array.tobytes()
     assert large_bytes(copy.pieces[0].address) == 20 * MIB  # the last pages are no whole large one
-
-
-@pytest.fixture
-def kind(request: pytest.FixtureRequest) -> kit.Kind:
-    found = kit.KINDS[request.param]
-    if why_not := found.why_not():
-        pytest.skip(why_not)
-    return found
 
 
 @needs_large
@@ -169,7 +156,7 @@ def test_empty_takes_large_pages_only_where_there_is_room(is_short: bool, monkey
     monkeypatch.setattr(empty, "_arenas", empty.Arenas())
     tensor = tensorhub.empty(70 * MIB, "uint8")
     memory = sealed.regions_of(register({"w": tensor}).stream.addresses())[0]
-    before = resident_bytes(memory.address)
+    before = in_smaps(memory.address, "Rss")
     assert before == 0 if is_short else before == 70 * MIB
     tensor[:] = 3
     assert large_bytes(memory.address) == (0 if is_short else 70 * MIB)

@@ -107,7 +107,7 @@ def _mapping() -> Check:
         if sealed.has_large_pages():
             return Check("mapping memory", "good", f"{text}, in large pages")
         remedy = "Linux 6.1 or later, the native mover, and no shmem_enabled=deny"
-        return Check("mapping memory", "good", f"{text}, in small pages, which cost its readers more", remedy)
+        return Check("mapping memory", "note", f"{text}, in small pages, which cost its readers more", remedy)
     text = f"host copies lie in ordinary memory, which local readers fetch with process_vm_readv: {reason}"
     return Check("mapping memory", "note", text, "let the seccomp filter pass memfd_create; Linux 5.1 or later")
 

@@ -146,7 +146,7 @@ class Sealed:
         self.size_bytes = size_bytes
         self.is_frozen = False
         self.large = _large(mapping.address, size_bytes)
-        self.is_one = not is_inherited  # all of it is written sooner or later
+        self.is_a_copy = not is_inherited  # and no arena: all of it is written sooner or later
         self._may_freeze = may_freeze and not is_inherited
         self._count: Count | None = None
         self._mapping = mapping
@@ -290,7 +290,7 @@ def regions_of(addresses: Addresses) -> tuple[Region, ...]:
 def large_of(addresses: Addresses) -> "ctypes._Pointer[shapes.Large] | None":
     """For the mover, which writes there: the memory that has all of these bytes, if it is one copy's."""
     found = regions_of(addresses)
-    if len(found) != 1 or not isinstance(found[0], Sealed) or not found[0].is_one:
+    if len(found) != 1 or not isinstance(found[0], Sealed) or not found[0].is_a_copy:
         return None
     return ctypes.pointer(found[0].large) if found[0].large is not None else None
 

@@ -20,17 +20,15 @@ enum { NOT_ASKED, BEING_ASKED, ASKED };
 enum { MOMENT_NS = 50 * 1000, MOST_MOMENTS = 10 * 1000 };
 enum { MOST_RUNS = 64 };
 
-static int collapse(large_t *large, uint64_t first, uint64_t stop) {
+static void collapse(large_t *large, uint64_t first, uint64_t stop) {
     uint64_t address = large->address + first * LARGE_BYTES;
     if (!madvise((void *)(uintptr_t)address, (stop - first) * LARGE_BYTES, MADV_COLLAPSE))
-        return 0;
-    if (errno == EAGAIN && stop - first > 1) { /* one of them was in use: it stays, and the others are asked for */
-        for (; first < stop; first++)
+        return;
+    if (errno != EAGAIN) /* there is none, or it costs too much to find: for all of this memory */
+        atomic_store(&large->is_refused, 1);
+    else if (stop - first > 1) /* one of them was in use: it stays, and the others are asked for */
+        for (; first < stop && !atomic_load(&large->is_refused); first++)
             collapse(large, first, first + 1);
-    } else if (errno != EAGAIN) {
-        atomic_store(&large->is_refused, 1); /* there is none, or it costs too much to find: for all of this memory */
-    }
-    return 0;
 }
 
 /* Ask for these pages, which are few, unless that was done before; wait for whoever does it now: a page that somebody
