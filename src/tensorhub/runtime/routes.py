@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..core.errors import TensorHubError, TransportMissing
+from ..core.errors import SourceLost, TensorHubError, TransportMissing
 from ..core.messages import MAX_TEXT, Grant
 from ..core.names import Version, WorkerId
 from ..transport.base import Read, Transport
 from ..transport.choose import Way, choose, scheme_of
+from ..transport.reach import out_of_reach
 
 _log = logging.getLogger(__name__)
 
@@ -36,12 +37,18 @@ class Routes:
         self._failed: dict[str, tuple[Version, str]] = {}
 
     def to(self, grant: Grant) -> list[Way]:
-        """Ways to the grant's source, best first. Raises `TransportMissing`, which says why, if there is none."""
+        """Ways to the grant's source, best first.
+
+        If there is none it says why: `SourceLost` where the source can be reached on its own host only, so that others
+        may do; else `TransportMissing`.
+        """
         ways, reasons = self._choose(grant)
         if not ways and self._forget_others(grant):
             ways, reasons = self._choose(grant)
         if ways:
             return list(ways)
+        for why in out_of_reach(grant.endpoints).values():
+            raise SourceLost(f"{grant.source} cannot be reached from here: {why}")
         theirs = ", ".join(map(scheme_of, grant.endpoints)) or "none"
         raise TransportMissing(
             f"{self._me} and {grant.source} share no transport: here {', '.join(self._transports)}, there {theirs}"
@@ -60,6 +67,7 @@ class Routes:
 
     def _choose(self, grant: Grant) -> tuple[tuple[Way, ...], tuple[str, ...]]:
         excluded = {endpoint: why for endpoint in grant.endpoints if (why := self._why_not(endpoint))}
+        excluded |= out_of_reach(grant.endpoints)
         return choose(grant.endpoints, tuple(self._transports), excluded)
 
     def _forget_others(self, grant: Grant) -> bool:
