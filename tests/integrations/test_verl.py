@@ -89,3 +89,9 @@ def test_who_publishes_has_to_be_certain():
     assert engine.build_topology(2, 1, [{}, {"version": 4}, {}]) == ({"version": [4, 4]}, {"version": [4]})
     with pytest.raises(tensorhub.UsageError, match="2 actors publish"):
         engine.build_topology(2, 0, [{"version": 4}, {"version": 4}])
+
+
+@pytest.mark.parametrize("name", ["replica", "shard", "shards", "reliable"])
+def test_what_the_adapter_chooses_is_not_configured(name):
+    with pytest.raises(tensorhub.UsageError, match=rf"engine_kwargs.tensorhub has {name}, which"):
+        CheckpointEngineRegistry.get("tensorhub")(bucket_size=1, server="127.0.0.1:1", **{name: 1})

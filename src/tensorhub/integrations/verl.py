@@ -29,6 +29,7 @@ from .ray import placed
 from .staged import StagedPublisher
 
 Role = dict[str, list[Any]]
+OWN = ("replica", "shard", "shards", "reliable")
 
 
 @CheckpointEngineRegistry.register("tensorhub")
@@ -43,6 +44,10 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         dtype: str | None = None,
         **options: Any,
     ) -> None:
+        chosen = ", ".join(name for name in OWN if name in options)
+        if chosen:
+            text = f"engine_kwargs.tensorhub has {chosen}, which the adapter chooses for each actor and rollout"
+            raise tensorhub.UsageError(text, hint="leave it out")
         self._is_master, self._model = is_master, model
         self._dtype = getattr(torch, dtype) if dtype else None
         self._options = {"server": os.environ.get("TENSORHUB_SERVER"), **options}
