@@ -180,7 +180,10 @@ def limit_table() -> str:
 
 
 def server_setting_table() -> str:
-    """The settings of the server's decisions, each with its working."""
+    """The settings of the server's decisions, each with its meaning and its working."""
+    from tensorhub.runtime.config import table as setting_rows
+
+    known = {row.name: row for row in setting_rows() if row.of == "server"}
     module = Module(Path(str(server_settings.__file__)))
     fields = [
         (name, default, why)
@@ -188,8 +191,11 @@ def server_setting_table() -> str:
         if node.name == "Settings"
         for name, _, default, why in module.fields_of(node)
     ]
-    rows = [(name, code(f"TENSORHUB_{name.strip('`').upper()}"), default, why) for name, default, why in fields]
-    return table(("setting", "variable", "default", "why that much"), rows)
+    rows = [
+        (code(row.name), code(row.variable), code(row.default), cell(row.text), why)
+        for row, why in ((known[name.strip("`")], why) for name, _, why in fields)
+    ]
+    return table(("setting", "variable", "default", "meaning", "why that much"), rows)
 
 
 def worker_setting_table() -> str:

@@ -2,7 +2,7 @@
 
     with tensorhub.serve() as server:
         weights = tensorhub.open("policy", replica="trainer", server=server.address)
-        weights.register(model.state_dict())
+        weights.register(model)
         weights.publish(1)
 
 Importing this starts nothing and loads neither torch nor the network libraries; that happens with the first `open`,

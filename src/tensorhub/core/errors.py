@@ -50,7 +50,7 @@ class TensorHubError(Exception):
 
 
 class UsageError(TensorHubError):
-    """The caller broke the contract. Nothing was changed; fix the code, a retry cannot help."""
+    """The caller broke the contract. Fix the code, a retry cannot help."""
 
     code = "usage"
 

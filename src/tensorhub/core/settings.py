@@ -15,9 +15,9 @@ class Settings:
     """Settings of the reference server's decisions. Times in seconds."""
 
     lease_s: float = 10.0  # 3 missed reports at 1/s, 5 s for a GC or GPU hiccup, 2 s spare
-    report_s: float = 1.0  # a worker says how things are at least this often; also the age of progress in `status`
+    report_s: float = 1.0  # ten in a lease; also the age of progress in `status`
     most_reports_per_s: int = 4_000  # from all workers that do nothing: at 60 µs each a quarter of a core
-    drift: float = 0.1  # a worker trusts its lease for (1 - drift) of it: clocks that run up to 10 % apart are safe
+    drift: float = 0.1  # clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
     rebalance_s: float = 5.0  # a better source is looked for so often: a move costs a chunk, which it must earn back
     stalled_s: float = 2.0  # nothing came for so long: 4 measurements; a GC or 3 lost packets in a row take less
@@ -25,9 +25,9 @@ class Settings:
     slow_times: float = 3.0  # a source is left at less than a third: to share its link with one more reader is a half
     leave_s: float = 30.0  # a source that was left is the reader's last choice: 10 times what it took to find out
     most_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
-    keep_established: bool = True  # what is whole outside its publisher is kept until a newer version is too
+    keep_established: bool = True  # for one host copy, nothing that has left its publisher is lost with it
     spot_heir_s: float = 30.0  # who closes waits so long for a worker that nobody relies on: 50 GiB at 2 GB/s
-    default_retain: int = 1  # newest versions of a model that no voluntary departure may lose; 0: none
+    default_retain: int = 1  # the newest is what everybody asks for next; 0: none is kept
     most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", 1.6 KiB each
     most_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for
     most_models: int = 1_000  # names cost memory and come from strangers
