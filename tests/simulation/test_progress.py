@@ -119,3 +119,28 @@ def test_who_keeps_the_last_usable_version_waits_only_where_all_others_are_down(
     down.clear()
     with pytest.raises(OracleViolation, match="has version None"):
         judge.rollout("m/rollout", None, None, is_refused=False)
+
+
+@pytest.mark.parametrize(
+    ("began", "ended_ago_s", "is_excused"),
+    [
+        ("in the storm", 0.2, True),
+        ("in the storm", 0.4, False),  # since then there was time for a fill and a publish
+        ("as a plain program", 0.2, False),  # such a call has the time that the network may take
+    ],
+)
+def test_a_trainer_whose_step_of_the_storm_took_all_its_time(began: str, ended_ago_s: float, is_excused: bool) -> None:
+    bench = Bench()
+    calm_s = bench.conditions.calm_s
+    assert bench.truth.plan.slowest_read_s <= calm_s / 4
+    ago_s = calm_s if began == "in the storm" else 0.4 * calm_s
+    start = bench.world.now - ago_s
+    call = Call("unpublish", "", Digest(""), start, bench.world.now - ended_ago_s * calm_s, None, Digest(""))
+    call.ended = call.deadline
+    call.outcome = Finished(1, error=Failure("deadline-exceeded", "waits for shard 5 of 8 to call unpublish()"))
+    bench.trainer.past.append(call)
+    if is_excused:
+        bench.judge.trainer("m/trainer", None, is_refused=False)
+    else:
+        with pytest.raises(OracleViolation, match="never published anything"):
+            bench.judge.trainer("m/trainer", None, is_refused=False)

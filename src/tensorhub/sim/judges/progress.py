@@ -136,8 +136,23 @@ class ProgressJudge(Judge):
 
     def trainer(self, replica: str, published: Version | None, *, is_refused: bool) -> None:
         """It has published something in its life."""
-        if published is None and not is_refused and self.healthy(replica):
+        is_due = published is None and not is_refused and self.healthy(replica)
+        if is_due and not self._has_only_now_time(replica):
             self.broken(f"{replica} never published anything")
+
+    def _has_only_now_time(self, replica: str) -> bool:
+        """A step that its program made before it went plain took all of its time, waiting for a shard that was started
+        again, say, and it ended so lately that a fill and a publish need not have followed yet.
+        """
+        plain_at = self.conditions.storm_s + self.conditions.calm_s / 2
+        lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
+        late = [
+            call.ended
+            for life in lives
+            for call in life.past
+            if call.began < plain_at and call.error is not None and call.error.code in OUT_OF_TIME
+        ]
+        return self.now - max(late, default=-inf) < max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
 
     def left_over(self, reads: dict[int, str], holders: dict[str, list[str]]) -> None:
         """What the server shows people for a while: reads by ticket and reader, and who holds what."""
