@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from math import inf
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.core.worker.events import Finished
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.progress import ProgressJudge
-from tensorhub.sim.plan import Misfortune
+from tensorhub.sim.plan import Misfortune, Plan
 from tensorhub.sim.truth.life import Call, Held, Life
 from tensorhub.sim.truth.record import Truth
 from tensorhub.sim.world import OracleViolation, World
@@ -144,3 +146,23 @@ def test_a_trainer_whose_step_of_the_storm_took_all_its_time(began: str, ended_a
     else:
         with pytest.raises(OracleViolation, match="never published anything"):
             bench.judge.trainer("m/trainer", None, is_refused=False)
+
+
+@pytest.mark.parametrize("others_read", [None, Version(0)])
+def test_versions_that_are_read_at_a_time_share_the_time(
+    monkeypatch: pytest.MonkeyPatch, others_read: Version | None
+) -> None:
+    bench = Bench()
+    bench.rollout.read, other = _reading(VERSION), bench.life("other")
+    other.read = None if others_read is None else _reading(others_read)
+    monkeypatch.setattr(Plan, "slowest_read_s", bench.conditions.calm_s / 4)
+    bench.calls(bench.conditions.calm_s * 0.4)
+    if others_read is not None:
+        bench.look()
+    else:
+        with pytest.raises(OracleViolation, match="has version None"):
+            bench.look()
+
+
+def _reading(version: Version) -> Any:
+    return SimpleNamespace(grant=SimpleNamespace(version=version), tickets={}, is_ended=False)

@@ -59,8 +59,8 @@ class ProgressJudge(Judge):
         that it had begun as a plain program before that version came.
 
         None that was to bring that version has failed, though it had the time, and it has lasted for less than a
-        quarter of the calm, or than the network may take: whoever hangs is not excused. Where a host stays slow for
-        ever, a call may take all of its time. Or that version has come while it rested between two calls, or during one
+        quarter of the calm, or than the network may take for all versions that are read: whoever hangs is not excused.
+        Where a host stays slow for ever, a call may take all of its time. Or that version has come while it rested between two calls, or during one
         that has just brought what was the newest before, or could not: who has that is down for good.
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
@@ -84,9 +84,18 @@ class ProgressJudge(Judge):
         if made is not None and not begun and self.now - max(made.exists, ended) < MOST_REST_S:
             return True
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
-        most_s = inf if is_hindered else max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
+        most_s = (
+            inf
+            if is_hindered
+            else max(self.conditions.calm_s / 4, self._versions_under_way() * self.plan.slowest_read_s)
+        )
         is_young = all(self._is_well(call, newest) and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards_in(lives[0].cut) and is_young
+
+    def _versions_under_way(self) -> int:
+        """How many are read now: all of them share the uplinks."""
+        reads = [life.read for life in self.truth.lives.values()]
+        return max(1, len({read.grant.version for read in reads if read is not None}))
 
     def _was_in_vain(self, model: str, call: Call, newest: Version) -> bool:
         """It was to bring an older version, of which nobody in good health has all."""
