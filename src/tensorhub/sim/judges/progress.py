@@ -60,8 +60,9 @@ class ProgressJudge(Judge):
 
         None that was to bring that version has failed, though it had the time, and it has lasted for less than a
         quarter of the calm, or than the network may take for all versions that are read: whoever hangs is not excused.
-        Where a host stays slow for ever, a call may take all of its time. Or that version has come while it rested between two calls, or during one
-        that has just brought what was the newest before, or could not: who has that is down for good.
+        Where a host stays slow for ever, a call may take all of its time. Or that version has come while it rested
+        between two calls, or during one that has just brought what was the newest before, or could not: who has that
+        is down for good.
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
         plain_at = self.conditions.storm_s + self.conditions.calm_s / 2
