@@ -118,9 +118,12 @@ def test_who_keeps_the_last_usable_version_waits_only_where_all_others_are_down(
     down = [other]
     monkeypatch.setattr(judge, "_is_down", lambda life: life in down)
     judge.rollout("m/rollout", None, None, is_refused=False)
+    judge.left_over({5: str(bench.rollout.me)}, {})  # it was granted a read, and begins it when it has let go
     down.clear()
     with pytest.raises(OracleViolation, match="has version None"):
         judge.rollout("m/rollout", None, None, is_refused=False)
+    with pytest.raises(OracleViolation, match=r"ticket 5 of m/rollout\[0\] is open for ever"):
+        judge.left_over({5: str(bench.rollout.me)}, {})
 
 
 @pytest.mark.parametrize(

@@ -169,13 +169,18 @@ class ProgressJudge(Judge):
         for ticket, reader in reads.items():
             life = next((each for each in self.truth.lives.values() if str(each.me) == reader), None)
             is_told = life is None or self.now - life.fed_at > TOLD_S  # a read that has just ended may be reported yet
-            if life is None or (is_told and not self._reads(life, ticket) and not self._is_down(life)):
+            is_read = life is not None and (self._reads(life, ticket) or self._is_down(life) or self._may_wait(life))
+            if life is None or (is_told and not is_read):
                 self.broken(f"ticket {ticket} of {reader} is open for ever", "leak")
         living = dict.fromkeys(f"{me.model}/{me.replica}" for me in self.truth.lives)
         for what, replicas in holders.items():
             for replica in replicas:
                 if replica not in living:
                     self.broken(f"{replica} is dead and still counts as a holder of {what}", "leak")
+
+    def _may_wait(self, life: Life) -> bool:
+        """It reads what it was given when it may give up what it keeps for all, and that need not be soon."""
+        return self._keeps_the_last(f"{life.me.model}/{life.me.replica}")
 
     def _reads(self, life: Life, ticket: int) -> bool:
         return life.read is not None and ticket in life.read.tickets
