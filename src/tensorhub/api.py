@@ -180,7 +180,7 @@ class Weights:
         """Take the promise back: returns when nobody reads these tensors any more and they may be changed.
 
         Readers are moved to other holders, else awaited; those who still read after half of the timeout are cut off.
-        With masters (`dtype` of `register`) it returns as soon as nobody new may read: the next call awaits the others,
+        With masters alone (`dtype` of `register`) it returns as soon as nobody new may read: the next call awaits the others,
         within this timeout, and raises what went wrong. With nothing published it does nothing. Raises `NotDrained` if
         it was to keep the last copy of a version whose tensors were freed: that version is withdrawn, and lost.
         """
@@ -197,7 +197,7 @@ class Weights:
         tensors that a failed fill may have begun to write, a `UsageError`. Nobody else can take the number meanwhile.
         If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's again, and the
         exception goes on. In the block no call may fill, publish or withdraw them (`UsageError`); `register` may change
-        them. With masters readers of the version before are awaited after the block, not before it. `metadata` is that
+        them. With masters alone readers of the version before are awaited after the block, not before it. `metadata` is that
         of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
         """
         what, claiming = f"mutating(version={version!r})", self._aio._claim(version, timeout, metadata)

@@ -24,12 +24,15 @@ SIZE = 200_000
 
 @pytest.fixture
 def masters(join):
-    """`masters(replica, value)` opens a worker that publishes float32 masters in bfloat16; returns both."""
+    """`masters(replica, value)` opens a worker that publishes float32 masters in bfloat16; returns both.
 
-    def joined(replica="t", value=0.0, *, dtype="bfloat16", **options):
+    `in_place` is what it publishes beside them as it is, of which nothing is copied.
+    """
+
+    def joined(replica="t", value=0.0, *, dtype="bfloat16", in_place=True, **options):
         master = torch.full((SIZE,), value) + torch.arange(SIZE) / 1024
         weights, _ = join(replica, tensors={"only": torch.zeros(1)}, **options)
-        weights.register({"w": master, "steps": torch.arange(3)}, dtype=dtype)
+        weights.register({"w": master, **({"steps": torch.arange(3)} if in_place else {})}, dtype=dtype)
         return weights, master
 
     return joined
@@ -39,9 +42,10 @@ def masters(join):
 def engine(join):
     """`engine(replica)` opens a worker with tensors of bfloat16; returns it and the tensor."""
 
-    def joined(replica="r", **options):
+    def joined(replica="r", *, in_place=True, **options):
         target = torch.zeros(SIZE, dtype=torch.bfloat16)
-        weights, _ = join(replica, tensors={"w": target, "steps": torch.zeros(3, dtype=torch.int64)}, **options)
+        steps = {"steps": torch.zeros(3, dtype=torch.int64)} if in_place else {}
+        weights, _ = join(replica, tensors={"w": target, **steps}, **options)
         return weights, target
 
     return joined
@@ -132,7 +136,7 @@ def drained(monkeypatch):
 
 
 def test_unpublish_does_not_wait_for_readers_and_the_next_publish_does(masters, engine, drained):
-    trainer, master = masters()
+    trainer, master = masters(in_place=False)
     trainer.publish(1)
     trainer.unpublish(timeout=20)
     master += 1  # while it is read
@@ -140,24 +144,38 @@ def test_unpublish_does_not_wait_for_readers_and_the_next_publish_does(masters, 
         trainer.publish(2, timeout=0.3)
     drained.set()
     assert trainer.publish(2, timeout=20) == 2
-    rollout, target = engine("other")
+    rollout, target = engine("other", in_place=False)
     assert rollout.replicate() == 2
     assert torch.equal(target, master.bfloat16())
 
 
 def test_the_block_of_mutating_runs_while_the_version_before_is_read(masters, engine, drained):
-    trainer, master = masters()
+    trainer, master = masters(in_place=False)
     trainer.publish(1)
     with trainer.mutating(version=2, timeout=20):
         master += 1
         drained.set()
-    rollout, target = engine("other")
+    rollout, target = engine("other", in_place=False)
     assert rollout.replicate() == 2
     assert torch.equal(target, master.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", {"w": torch.bfloat16}])
+def test_what_lies_in_place_beside_masters_does_not_change_while_it_is_read(masters, drained, dtype):
+    trainer, _ = masters(dtype=dtype)
+    trainer.publish(1)
+    with pytest.raises(tensorhub.DeadlineExceeded):
+        trainer.unpublish(timeout=0.5)
+    with pytest.raises(tensorhub.DeadlineExceeded), trainer.mutating(version=2, timeout=0.5):
+        pytest.fail("the block changes what readers may be reading")
+    drained.set()
+    with trainer.mutating(version=2, timeout=20):
+        pass
+    assert trainer.version == 2
+
+
 def test_what_goes_wrong_with_the_readers_is_raised_by_the_next_call(masters, drained):
-    trainer, master = masters()
+    trainer, master = masters(in_place=False)
     trainer.publish(1)
     trainer.unpublish(timeout=0.5)
     master += 1
@@ -398,7 +416,7 @@ def test_shards_of_one_replica(masters, server):
 
 
 def test_close_while_the_withdrawal_goes_on(masters, drained):
-    trainer, _ = masters()
+    trainer, _ = masters(in_place=False)
     trainer.publish(1)
     trainer.unpublish(timeout=20)
     began = time.monotonic()

@@ -55,6 +55,7 @@ class Registration:
     devices: tuple[str, ...]  # sorted: ("cpu",), ("cuda:0",), or several
     _in_place: InPlace
     casts: Casts | None = None  # of the caller's tensors that are published in another dtype
+    is_all_cast: bool = False  # all that is published lies in the buffer of `casts`, nothing in the caller's tensors
     table: "BoxTable | None" = None  # which parts of which global tensors they are, where that was said
     boxes: bytes = b""  # the same, encoded
     is_partial: bool = False  # they leave some of the model out, and whoever registered them knows
@@ -197,6 +198,7 @@ def register(
         devices=tuple(sorted({facts.device for facts in described})),
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
+        is_all_cast=casts is not None and not any(facts.size_bytes for facts, _ in kept),
         _held=HeldMapping(tensors, given_items),
         given=(tensors, dtype, given_boxes),
         table=table,

@@ -132,7 +132,7 @@ class Client:
             registration = self.driver.data.registration
             self._wholeness.check_whole(called, self.driver)
             if verb == "unpublish":
-                if registration is None or registration.casts is None:
+                if registration is None or not registration.is_all_cast:  # readers may be in the caller's own tensors
                     return await self._carried(called)
                 await self._behind.begin(self._carried(called), deadline)
                 return None
