@@ -180,9 +180,10 @@ class Weights:
         """Take the promise back: returns when nobody reads these tensors any more and they may be changed.
 
         Readers are moved to other holders, else awaited; those who still read after half of the timeout are cut off.
-        With masters alone (`dtype` of `register`) it returns as soon as nobody new may read: the next call awaits the others,
-        within this timeout, and raises what went wrong. With nothing published it does nothing. Raises `NotDrained` if
-        it was to keep the last copy of a version whose tensors were freed: that version is withdrawn, and lost.
+        With masters alone (`dtype` of `register`) it returns as soon as nobody new may read: the next call awaits the
+        others, within this timeout, and raises what went wrong. With nothing published it does nothing. Raises
+        `NotDrained` if it was to keep the last copy of a version whose tensors were freed: that version is withdrawn,
+        and lost.
         """
         self._wait(self._aio.unpublish(timeout=timeout), timeout, "unpublish()")
 
@@ -197,8 +198,8 @@ class Weights:
         tensors that a failed fill may have begun to write, a `UsageError`. Nobody else can take the number meanwhile.
         If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's again, and the
         exception goes on. In the block no call may fill, publish or withdraw them (`UsageError`); `register` may change
-        them. With masters alone readers of the version before are awaited after the block, not before it. `metadata` is that
-        of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
+        them. With masters alone readers of the version before are awaited after the block, not before it. `metadata` is
+        that of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
         """
         what, claiming = f"mutating(version={version!r})", self._aio._claim(version, timeout, metadata)
         self._aio._block_on(claiming, timeout, what, undo=self._aio._unclaim)
