@@ -182,8 +182,7 @@ class Weights:
         Readers are moved to other holders, else awaited; those who still read after half of the timeout are cut off.
         With masters alone (`dtype` of `register`) it returns as soon as nobody new may read: the next call awaits the
         others, within this timeout, and raises what went wrong. With nothing published it does nothing. Raises
-        `NotDrained` if it was to keep the last copy of a version whose tensors were freed: that version is withdrawn,
-        and lost.
+        `NotDrained` if it was to keep the last copy of what was freed: that version is withdrawn, and lost.
         """
         self._wait(self._aio.unpublish(timeout=timeout), timeout, "unpublish()")
 

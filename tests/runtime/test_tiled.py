@@ -257,6 +257,31 @@ def test_stopping_before_the_first_byte_writes_nothing_and_says_so():
     told(story, Fleet.of_rows)
 
 
+@pytest.mark.parametrize("to_host", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_no_progress_is_told_of_what_was_stopped_before_it_was_started(to_host, is_known, monkeypatch):
+    """The machine makes the host copy when the read is opened: progress before that would be of a copy it does not know."""
+
+    async def story(fleet):
+        fleet.publish()
+        (reader,) = fleet.readers
+        exporting = asyncio.Event()
+        if not is_known:  # it can be served, and the read has not been told yet
+            real = reader.data.tiles.export
+            monkeypatch.setattr(reader.data.tiles, "export", lambda *of, **_: real(*of[:2], exporting.set))
+        reader.open(fleet.tickets(), to_host=to_host)
+        if is_known:
+            await reader.until(AcrossOpened)
+        else:
+            async with asyncio.timeout(20):
+                await exporting.wait()
+        assert reader.data.stop_read(Ticket(1)) is False
+        assert not (await reader.ended()).complete
+        assert not reader.of(ReadAdvanced)
+
+    told(story, Fleet.of_rows)
+
+
 def test_stopping_in_mid_read_says_that_it_was_touched_and_what_is_there_is_not_read_again():
     async def story(fleet):
         valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]

@@ -17,7 +17,7 @@ TELL_EVERY_S = 0.05
 
 
 class Telling:
-    """The half of a read that only looks. Progress is told at most every 50 ms."""
+    """The half of a read that only looks. Progress is told at most every 50 ms, and never before the read was started."""
 
     def __init__(self, plane: Plane, ticket: Ticket, *, is_across: bool) -> None:
         self.ticket = ticket
@@ -28,6 +28,7 @@ class Telling:
         self.parts: dict[Ticket, Part] = {}
         self.loop = asyncio.get_running_loop()
         self.timers: dict[str, asyncio.Handle] = {}
+        self.is_begun = False  # what it fills is known to the machine
         self._told = -1
         self._is_waking = False
 
@@ -59,7 +60,7 @@ class Telling:
             if part.read is not None:
                 self.plane.received.count(part)
         progress = self.content.progress if self.content is not None else None
-        if progress is not None and progress.prefix != self._told and self.state is not State.LOOKING:
+        if progress is not None and progress.prefix != self._told and self.is_begun:
             self._told = progress.prefix
             self.tell(ReadAdvanced(self.ticket, self._told, progress.chunk_count))
 

@@ -193,7 +193,7 @@ class TileReading(Telling):
         if self.state is State.LOOKING and live and self.content is None and "end" not in self.timers:
             self._derive(live)
         elif self.state is State.OPENED and self._starts:
-            self.state = State.READING
+            self.state, self.is_begun = State.READING, True
             self.tell_progress()
             self._advance()
 
