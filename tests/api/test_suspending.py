@@ -8,6 +8,7 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually
+from tensorhub.transport import sealed
 
 torch = pytest.importorskip("torch")
 
@@ -164,6 +165,35 @@ def test_what_was_prefetched_fills_the_new_memory(join, trainer):
     rollout.resume()
     assert rollout.replicate() == 2
     assert (engine.weight == 1.0).all()
+
+
+def test_a_neighbours_host_copy_is_shared_while_it_sleeps(join, server):
+    """Nobody else has that version: whoever does not share the copy waits for it without end."""
+    if sealed.why_not():
+        pytest.skip(f"no memory here that others can map: {sealed.why_not()}")
+    neighbour, _ = join("neighbour", tensors=linear(0.0), host_bytes="4MiB", prefetch="always")
+    trainer, _ = join("t", tensors=linear(1.0))
+    trainer.publish(1)
+    neighbour.replicate()
+    with trainer.mutating(version=2):
+        pass
+    eventually(lambda: neighbour.statistics()["host_bytes"] > 0, "it is fetched ahead")
+    eventually(lambda: copies_of(server, 2) == ("neighbour",), "it is whole")
+    trainer.close()
+    engine = linear(0.0)
+    sleeper, _ = join("sleeper", tensors=engine, host_bytes="4MiB", prefetch="never")
+    sleeper.suspend()
+    sleeper.prefetch("latest")
+    eventually(lambda: copies_of(server, 2) == ("neighbour", "sleeper"), "it is shared")
+    assert sleeper.statistics()["bytes_by_source"] == {}  # nothing was read twice
+    sleeper.resume()
+    assert sleeper.update() == 2
+    assert (engine.weight == 1.0).all()
+
+
+def copies_of(server, version):
+    (model,) = tensorhub.connect(server.address).status(model="m").models
+    return next((tuple(found.host_copies) for found in model.versions if found.version == version), ())
 
 
 def test_masters_are_cast_from_where_they_are_then(join):

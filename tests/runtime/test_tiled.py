@@ -260,7 +260,7 @@ def test_stopping_before_the_first_byte_writes_nothing_and_says_so():
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("is_known", [False, True])
 def test_no_progress_is_told_of_what_was_stopped_before_it_was_started(to_host, is_known, monkeypatch):
-    """The machine makes the host copy when the read is opened: progress before that would be of a copy it does not know."""
+    """The machine makes the host copy when the read is opened: before that it knows none to have progress."""
 
     async def story(fleet):
         fleet.publish()

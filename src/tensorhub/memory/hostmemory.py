@@ -158,6 +158,21 @@ class CopyStream(HostStream):
         self._footing.step(size_bytes)
 
 
+class Nowhere:
+    """The stream of tensors that have no memory now. Whoever maps another's copy of them asks how long it is."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        """Raises `InvariantViolation`: nobody reads what is not there."""
+        raise InvariantViolation(f"bytes {start} to {stop} of tensors that have no memory now")
+
+    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        """Raises `InvariantViolation`: nobody writes there."""
+        return self.reading(start, stop)
+
+
 class SharedStream(HostStream):
     """Memory of another worker's copy."""
 
@@ -199,10 +214,10 @@ def _memory(size_bytes: int) -> tuple[int, object]:
 
 def without_memory(registration: Registration) -> Registration:
     """How it is laid out, and nothing that holds its memory, or the tensors."""
-    return _over(registration, HostStream(()), ())
+    return _over(registration, Nowhere(registration.size_bytes), ())
 
 
-def _over(registration: Registration, stream: HostStream, pieces: tuple[Piece, ...]) -> Registration:
+def _over(registration: Registration, stream: ByteStream, pieces: tuple[Piece, ...]) -> Registration:
     """The same layout over other memory."""
     ours = InPlace([], [])
     return replace(

@@ -17,7 +17,7 @@ TELL_EVERY_S = 0.05
 
 
 class Telling:
-    """The half of a read that only looks. Progress is told at most every 50 ms, and never before the read was started."""
+    """The half of a read that only looks. Progress is told at most every 50 ms, and not before it was started."""
 
     def __init__(self, plane: Plane, ticket: Ticket, *, is_across: bool) -> None:
         self.ticket = ticket
