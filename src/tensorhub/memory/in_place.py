@@ -47,6 +47,10 @@ class InPlace:
                 self._arrays.append((known, tensor))
         self._addresses = [known.address for known in self._known]
 
+    def __len__(self) -> int:
+        """How many of them have bytes."""
+        return len(self._tensors) + len(self._arrays)
+
     def moved(self) -> list[str]:
         """Names of tensors that no longer are the registered memory, torch's first."""
         found = [] if self._is_as_before() else self._moved_torch()

@@ -55,7 +55,6 @@ class Registration:
     devices: tuple[str, ...]  # sorted: ("cpu",), ("cuda:0",), or several
     _in_place: InPlace
     casts: Casts | None = None  # of the caller's tensors that are published in another dtype
-    is_all_cast: bool = False  # all that is published lies in the buffer of `casts`, nothing in the caller's tensors
     table: "BoxTable | None" = None  # which parts of which global tensors they are, where that was said
     boxes: bytes = b""  # the same, encoded
     is_partial: bool = False  # they leave some of the model out, and whoever registered them knows
@@ -74,6 +73,11 @@ class Registration:
     def device(self) -> str:
         """ "cpu", "cuda:0", or several joined by "+"."""
         return "+".join(self.devices)
+
+    @property
+    def is_all_cast(self) -> bool:
+        """What is published lies in the buffer of `casts`, and no byte of it in the caller's tensors."""
+        return self.casts is not None and not self._in_place
 
     def moved(self) -> list[str]:
         """Names of tensors that no longer are the registered memory (`param.data = ...`, a resized storage).
@@ -198,7 +202,6 @@ def register(
         devices=tuple(sorted({facts.device for facts in described})),
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
-        is_all_cast=casts is not None and not any(facts.size_bytes for facts, _ in kept),
         _held=HeldMapping(tensors, given_items),
         given=(tensors, dtype, given_boxes),
         table=table,
