@@ -13,9 +13,10 @@ from collections.abc import Callable
 from functools import partial
 
 from ..core.errors import GroupIncomplete, GroupMismatch
-from ..core.names import WorkerId
+from ..core.names import WorkerId, worker_id
 from ..core.snapshot import CutsView
 from ..memory.registration import Registration
+from ..memory.tiles.grid import Grid
 from ..memory.tiles.tiled import TiledVersion, grid_for, tiled_version
 from .config import Options
 from .questions import fetch_cuts
@@ -36,7 +37,9 @@ async def cut(
     found = await siblings(options, me, shards, registration, deadline, what="publish")
     mine = {view.shard: found.boxes[view.boxes] for view in found.shards if view.replica == me.replica}
     publisher = [mine[shard] for shard in range(shards)]
-    return partial(_hashed, registration, publisher, found.boxes, options.chunk_bytes, metadata)
+    names = {found.boxes[view.boxes]: str(worker_id(me.model, view.replica, view.shard)) for view in found.shards}
+    make_grid = partial(grid_for, publisher, found.boxes, names)
+    return partial(_hashed, registration, make_grid, options.chunk_bytes, metadata)
 
 
 def again(known: TiledVersion, registration: Registration) -> TiledVersion:
@@ -45,10 +48,9 @@ def again(known: TiledVersion, registration: Registration) -> TiledVersion:
 
 
 def _hashed(
-    registration: Registration, publisher: list[bytes], others: tuple[bytes, ...], chunk_bytes: int, metadata: bytes
+    registration: Registration, make_grid: Callable[[], Grid], chunk_bytes: int, metadata: bytes
 ) -> TiledVersion:
-    grid = grid_for(publisher, others)
-    return tiled_version(registration, grid, chunk_bytes, metadata=metadata)
+    return tiled_version(registration, make_grid(), chunk_bytes, metadata=metadata)
 
 
 async def siblings(

@@ -66,12 +66,13 @@ def decode_cut(data: bytes, expected: Digest) -> Cut:
     """A source's shard. Raises `CorruptTransfer` unless it is what the server named by that root."""
     found, manifest = _checked(data, expected)
     try:
-        cut = Cut(decode_table(found.layout), decode_grid(found.grid), manifest)
+        table = decode_table(found.layout, manifest.layout)
+        grid = decode_grid(found.grid, manifest.grid)
     except (msgspec.MsgspecError, UsageError) as error:
         raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
-    if layout_digest(cut.table) != manifest.layout or grid_digest(cut.grid) != manifest.grid:
-        raise CorruptTransfer("the source's boxes or grid are not those that its manifest names")
-    return cut
+    if layout_digest(table) != manifest.layout or grid_digest(grid) != manifest.grid:
+        raise CorruptTransfer("the source's boxes or grid are not written as workers write them")
+    return Cut(table, grid, manifest)
 
 
 def check_cut(data: bytes, expected: Digest) -> None:

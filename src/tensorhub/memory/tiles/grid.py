@@ -30,6 +30,7 @@ from .table import BoxTable, items_of
 BAND_BYTES = 4 << 20  # of a layout's own memory in one run of whole tiles: one chunk
 FEWEST_TILES = 1024  # of one tensor, before rule 4
 SMALLEST_TILE_BYTES = 16 << 10  # on average: below that, digests and rows cost more than the bytes
+MOST_BANDS = 1 << 23  # cuts of one shard of a reader by rule 2: 8 times those of 2 TB in runs of 2 MiB
 RECENT = 8  # tables of tensors that are known by identity
 BITS_OF_PLACE = MAX_EXTENT.bit_length()  # 41; the other 22 bits say which tensor and dimension
 MAX_SEGMENTS = 1 << (63 - BITS_OF_PLACE)  # dimensions of all tensors together
@@ -139,8 +140,12 @@ class Cutting:
         self._all.add(keys)
 
     def add_other(self, table: BoxTable) -> None:
-        """One shard of a layout that is to be read into."""
-        self._all.add(self._keys_of(table))
+        """One shard of a layout that is to be read into.
+
+        Raises `UsageError`, and takes nothing from it, if it asks for more cuts than any memory has chunks: its strides
+        are what it says they are, and nobody knows its memory.
+        """
+        self._all.add(self._keys_of(table, MOST_BANDS))
 
     def grid(self) -> Grid:
         """The grid of all that has been added."""
@@ -176,7 +181,7 @@ class Cutting:
         if self._bases[-1] >= MAX_SEGMENTS:
             raise UsageError(f"{len(self._tensors)} tensors have {self._bases[-1]} dimensions together: too many")
 
-    def _keys_of(self, table: BoxTable) -> Ints:
+    def _keys_of(self, table: BoxTable, most_bands: int = MAX_EXTENT) -> Ints:
         """Boundaries and bands of a table, as keys of segment and place."""
         known = self._known(table)
         rows = np.flatnonzero(known[table.tensor] >= 0) if len(table) else EMPTY
@@ -197,6 +202,9 @@ class Cutting:
             step = steps[cut, d]
             earliest = at[cut, d] // step + 1
             count = np.maximum(0, -(-stop[cut, d] // step) - earliest)
+            most_bands -= min(MAX_EXTENT, int(count.sum(dtype=np.float64)))
+            if most_bands < 0:
+                raise UsageError(f"{len(rows)} boxes are to be cut {MOST_BANDS} times and more: that is the limit")
             places = (np.repeat(earliest, count) + ranks_of(count)) * np.repeat(step, count)
             keys.append(np.repeat(segment[cut], count) | places)
         for row in np.flatnonzero(table.alias_of != np.arange(len(table))).tolist():
@@ -251,6 +259,9 @@ class Cutting:
         if (root != np.arange(len(root))).any():
             order = np.argsort(root, kind="stable")
             firsts = np.searchsorted(root[order], np.arange(len(root) + 1))
+            tensor = np.searchsorted(bases, keys >> BITS_OF_PLACE, "right") - 1
+            first = bases[root[tensor]] - bases[tensor]  # tied tensors have one shape, so one place each in the first
+            keys = sorted_once(keys + (first << BITS_OF_PLACE))
             tensor = np.searchsorted(bases, keys >> BITS_OF_PLACE, "right") - 1
             group = root[tensor]
             copies = firsts[group + 1] - firsts[group]

@@ -11,7 +11,7 @@ Never: take digests from a source whose root is not the one that the server name
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +30,7 @@ from .table import BoxTable
 from .wire import decode_table, grid_digest, layout_digest
 
 _log = logging.getLogger(__name__)
+NOBODY: Mapping[bytes, str] = {}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -105,25 +106,31 @@ class TiledVersion:
 # --- publishing -------------------------------------------------------------------------------------------------------
 
 
-def grid_for(publisher: Sequence[bytes], others: Sequence[bytes]) -> Grid:
+def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping[bytes, str] = NOBODY) -> Grid:
     """The grid of a version, from the boxes of all shards of its publisher and of all that are to read it.
 
-    Raises `LayoutMismatch` if the publisher's shards do not cover every tensor, or mean different ones by one name.
+    Raises `LayoutMismatch` if the publisher's shards do not cover every tensor, or mean different ones by one name, and
+    `UsageError` if what one of them has said is no table of boxes. `names` has a worker that said each, for messages.
     What a reader has said that is no table of boxes makes no cuts: nobody else is to suffer for that.
     """
-    tables = [decode_table(each) for each in publisher]
+    tables = [_decoded(each, names) for each in publisher]
     cutting = Cutting()
     for table in tables:
         cutting.add_publisher(table)
     check_coverage(tables, who="the replica that publishes")
     for each in sorted(set(others) - set(publisher)):
         try:
-            table = decode_table(each)
+            cutting.add_other(decode_table(each))
         except UsageError as error:
-            _log.warning("the boxes of a reader are left out of account: %s", error)
-            continue
-        cutting.add_other(table)
+            _log.warning("the boxes of %s are left out of account: %s", names.get(each, "a reader"), error)
     return cutting.grid()
+
+
+def _decoded(boxes: bytes, names: Mapping[bytes, str]) -> BoxTable:
+    try:
+        return decode_table(boxes)
+    except UsageError as error:
+        raise UsageError(f"the boxes of {names.get(boxes, 'the replica that publishes')}: {error}") from error
 
 
 def tiled_version(registration: Registration, grid: Grid, chunk_bytes: int, *, metadata: bytes = b"") -> TiledVersion:
@@ -157,7 +164,10 @@ class Offer:
     @cached_property
     def cut(self) -> Cut:
         """Raises `CorruptTransfer` if it is not what the server named."""
-        return decode_cut(self._shown, self._root)
+        try:
+            return decode_cut(self._shown, self._root)
+        except CorruptTransfer as error:
+            raise CorruptTransfer(f"{self.name}: {error}") from error
 
     @cached_property
     def source(self) -> Source:

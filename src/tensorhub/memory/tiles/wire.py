@@ -22,7 +22,11 @@ from .grid import MAX_SEGMENTS, Grid
 from .table import BoxTable, filled_shapes, items_of, table_of_columns
 
 LEVEL = 1  # columns repeat so much that higher levels gain little
-MAX_WIRE_BYTES = 1 << 30  # uncompressed: 2^23 boxes
+MAX_PLAIN_BYTES = 128 << 20  # uncompressed: 16 times the largest that is known, 8.1 MB: a shard of 1T parameters as
+# every tensor's part: 69,613 boxes of 64 B and their names
+MAX_RATIO = 128  # uncompressed to compressed: tables of real models have 5 to 17, regular ones of 8 dimensions up to 62
+MAX_TENSORS = 1 << 20  # of one table or grid: 15 times as many as that shard has
+MOST_KEPT = 1 << 17  # tensors of a table that are kept for the next one
 MAX_STREAM_BYTES = 1 << 62
 
 
@@ -35,20 +39,20 @@ class _Tensors(msgspec.Struct, frozen=True, array_like=True):
 class _Table(msgspec.Struct, frozen=True, array_like=True):
     tensors: bytes  # of `_Tensors`: the same bytes in most shards of a layout, and decoded once
     size_bytes: int
-    columns: bytes  # tensor, offset, at, size, strides; 8 bytes each, column after column
+    columns: memoryview  # tensor, offset, at, size, strides; 8 bytes each, column after column
 
 
 class _Grid(msgspec.Struct, frozen=True, array_like=True):
     tensors: _Tensors
     dimensions: int
-    kind: bytes
-    counts: bytes  # cuts of each kind and dimension
-    cuts: bytes
+    kind: memoryview
+    counts: memoryview  # cuts of each kind and dimension
+    cuts: memoryview
 
 
 def encode_table(table: BoxTable) -> bytes:
-    """A shard's boxes as they travel."""
-    return zlib.compress(_plain_table(table), LEVEL)
+    """A shard's boxes as they travel. Raises `UsageError` for more than any worker takes."""
+    return _deflated(_plain_table(table), f"{len(table)} boxes of {len(table.tensors)} tensors")
 
 
 def layout_digest(table: BoxTable) -> Digest:
@@ -57,31 +61,31 @@ def layout_digest(table: BoxTable) -> Digest:
 
 
 def _plain_table(table: BoxTable) -> bytes:
-    columns = np.concatenate(
-        [table.tensor[:, None], table.offset[:, None], table.at, table.size, table.strides], axis=1
-    )
-    return msgspec.msgpack.encode(
-        _Table(
-            msgspec.msgpack.encode(_pack_tensors(table.tensors)),
-            table.size_bytes,
-            np.asarray(columns, "<i8").T.tobytes(),
-        )
-    )
+    columns = np.empty((2 + 3 * table.dimensions, len(table)), "<i8")
+    parts = (table.tensor[None], table.offset[None], table.at.T, table.size.T, table.strides.T)
+    np.concatenate(parts, out=columns)
+    tensors = msgspec.msgpack.encode(_pack_tensors(table.tensors))
+    return msgspec.msgpack.encode(_Table(tensors, table.size_bytes, _bytes_of(columns)))
 
 
-def decode_table(data: bytes) -> BoxTable:
-    """Boxes from a peer's bytes. Raises `UsageError` if they are malformed, or reach out of stream or tensor."""
-    plain = _inflated(data)
+def decode_table(data: bytes, expected: Digest | None = None) -> BoxTable:
+    """Boxes from a peer's bytes. Raises `UsageError` if they are malformed, or reach out of stream or tensor.
+
+    Also if they are not those of the `expected` digest: then no table is made of them.
+    """
+    plain = _inflated(data, expected)
     try:
         found = msgspec.msgpack.decode(plain, type=_Table)
         tensors, shapes, item = _tensors_of(found.tensors)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(f"malformed table of boxes: {error}") from error
+    if len(tensors) > MOST_KEPT:
+        _tensors_of.cache_clear()
     dimensions = shapes.shape[1]
     width = 2 + 3 * dimensions
     if len(found.columns) % (8 * width):
         raise UsageError(f"malformed table of boxes: {len(found.columns)} B of columns of {width} numbers")
-    columns = np.frombuffer(found.columns, "<i8").astype(np.int64).reshape(width, -1).T
+    columns = _numbers_in(found.columns).reshape(width, -1).T
     _check_columns(shapes, item, found.size_bytes, columns)
     return table_of_columns(tensors, found.size_bytes, columns, item)
 
@@ -98,10 +102,15 @@ def _check_columns(shapes: Ints, item: Ints, size_bytes: int, columns: Ints) -> 
     is_good &= ((at >= 0) & (at <= MAX_EXTENT) & (size >= 1) & (size <= MAX_EXTENT)).all(axis=1)
     is_good &= ((strides >= 0) & ((strides > 0) == (size > 1))).all(axis=1)
     if is_good.all():
-        reach = ((size - 1) * strides.astype(np.float64)).sum(axis=1)  # as floats first: products may pass 64 bits
+        reach = np.zeros(len(columns))  # as floats first: products may pass 64 bits
+        for d in range(dimensions):
+            reach += (size[:, d] - 1.0) * strides[:, d]
         is_good &= (at + size <= shapes[tensor]).all(axis=1) & (reach <= size_bytes)
     if is_good.all():
-        is_good &= offset + ((size - 1) * strides).sum(axis=1) + item[tensor] <= size_bytes
+        last = offset + item[tensor]
+        for d in range(dimensions):
+            last += (size[:, d] - 1) * strides[:, d]
+        is_good &= last <= size_bytes
     if not is_good.all():
         raise UsageError(
             f"table of boxes whose row {int(np.flatnonzero(~is_good)[0])} lies outside of stream or tensor"
@@ -109,8 +118,8 @@ def _check_columns(shapes: Ints, item: Ints, size_bytes: int, columns: Ints) -> 
 
 
 def encode_grid(grid: Grid) -> bytes:
-    """A grid as it travels."""
-    return zlib.compress(_plain_grid(grid), LEVEL)
+    """A grid as it travels. Raises `UsageError` for more than any worker takes."""
+    return _deflated(_plain_grid(grid), f"{len(grid.cuts)} cuts of {len(grid.tensors)} tensors")
 
 
 def grid_digest(grid: Grid) -> Digest:
@@ -120,17 +129,16 @@ def grid_digest(grid: Grid) -> Digest:
 
 def _plain_grid(grid: Grid) -> bytes:
     counts = grid.cells.ravel() + 1
-    packed = (np.asarray(column, "<i8").tobytes() for column in (grid.kind, counts, grid.cuts))
+    packed = (_bytes_of(np.asarray(column, "<i8")) for column in (grid.kind, counts, grid.cuts))
     return msgspec.msgpack.encode(_Grid(_pack_tensors(grid.tensors), grid.dimensions, *packed))
 
 
-def decode_grid(data: bytes) -> Grid:
-    """A grid from a peer's bytes. Raises `UsageError` if it is malformed."""
+def decode_grid(data: bytes, expected: Digest | None = None) -> Grid:
+    """A grid from a peer's bytes. Raises `UsageError` if it is malformed, or not that of the `expected` digest."""
+    plain = _inflated(data, expected)
     try:
-        found = msgspec.msgpack.decode(_inflated(data), type=_Grid)
-        kind, counts, cuts = (
-            np.frombuffer(column, "<i8").astype(np.int64) for column in (found.kind, found.counts, found.cuts)
-        )
+        found = msgspec.msgpack.decode(plain, type=_Grid)
+        kind, counts, cuts = (_numbers_in(column).copy() for column in (found.kind, found.counts, found.cuts))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(f"malformed grid: {error}") from error
     tensors, dimensions = _unpack_tensors(found.tensors), found.dimensions
@@ -160,7 +168,16 @@ def _check_cuts(grid: Grid, ends: Ints) -> None:
         raise UsageError("malformed grid: cuts that are not those of its tensors")
 
 
+def _check_count(tensors: int, dimensions: int) -> None:
+    most = min(MAX_TENSORS, MAX_SEGMENTS // max(1, dimensions))
+    if tensors > most:
+        raise UsageError(
+            f"{tensors} tensors of up to {dimensions} dimensions are too many for one shard: {most} are the limit"
+        )
+
+
 def _pack_tensors(tensors: tuple[GlobalTensor, ...]) -> _Tensors:
+    _check_count(len(tensors), max((len(tensor.shape) for tensor in tensors), default=0))
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
     kind = [kinds.setdefault((tensor.dtype, tensor.shape), len(kinds)) for tensor in tensors]
     return _Tensors([tensor.name for tensor in tensors], list(kinds), np.array(kind, "<i4").tobytes())
@@ -178,8 +195,9 @@ def _tensors_of(packed: bytes) -> tuple[tuple[GlobalTensor, ...], Ints, Ints]:
 
 
 def _unpack_tensors(packed: _Tensors) -> tuple[GlobalTensor, ...]:
-    if len(packed.kind) != 4 * len(packed.names) or len(packed.names) >= MAX_SEGMENTS:
+    if len(packed.kind) != 4 * len(packed.names):
         raise UsageError("malformed table of tensors: its columns do not fit each other")
+    _check_count(len(packed.names), max((len(shape) for _, shape in packed.kinds), default=0))
     for dtype, shape in packed.kinds:
         size = float(item_bytes(dtype))  # raises for a dtype that is none
         for extent in shape:
@@ -195,15 +213,44 @@ def _unpack_tensors(packed: _Tensors) -> tuple[GlobalTensor, ...]:
     return tuple(GlobalTensor(name, *packed.kinds[number]) for name, number in zip(names, kind, strict=True))
 
 
-def _inflated(data: bytes) -> bytes:
-    unpacking = zlib.decompressobj()
+def _deflated(plain: bytes, what: str) -> bytes:
+    """As `_inflated` takes it. What is so regular that it would be refused is packed less tightly."""
+    if len(plain) > MAX_PLAIN_BYTES:
+        raise UsageError(f"{what} take {len(plain)} B, and {MAX_PLAIN_BYTES} B are the limit of one shard")
+    packed = zlib.compress(plain, LEVEL)
+    if len(plain) > len(packed) * MAX_RATIO:
+        packing = zlib.compressobj(LEVEL, strategy=zlib.Z_HUFFMAN_ONLY)  # at least a bit for each byte
+        packed = packing.compress(plain) + packing.flush()
+    return packed
+
+
+def _inflated(data: bytes, expected: Digest | None) -> bytes:
+    """Never more than the limits say, and what has another digest than is expected is not looked at."""
+    unpacking, most = zlib.decompressobj(), min(MAX_PLAIN_BYTES, len(data) * MAX_RATIO)
     try:
-        plain = unpacking.decompress(data, MAX_WIRE_BYTES)
+        plain = unpacking.decompress(data, most + 1)
     except zlib.error as error:
         raise UsageError(f"malformed layout: {error}") from error
+    if len(plain) > most:
+        raise UsageError(
+            f"malformed layout: {len(data)} B unpack to more than {most} B; the limit is {MAX_RATIO} times their"
+            f" length, and {MAX_PLAIN_BYTES} B"
+        )
     if not unpacking.eof:
-        raise UsageError("malformed layout: it is cut off, or too long")
+        raise UsageError("malformed layout: it is cut off")
+    if expected is not None and _digest(plain) != expected:
+        raise UsageError(f"a layout with another digest than {expected}")
     return plain
+
+
+def _bytes_of(numbers: Ints) -> memoryview:
+    """The numbers' own memory."""
+    return np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
+
+
+def _numbers_in(column: memoryview) -> Ints:
+    """The numbers where they lie. Raises `ValueError` for a part of one."""
+    return np.frombuffer(column, "<i8").astype(np.int64, copy=False)
 
 
 def _digest(plain: bytes) -> Digest:
