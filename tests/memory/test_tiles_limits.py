@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from tensorhub.core.boxes import Box, GlobalTensor
-from tensorhub.core.errors import CorruptTransfer, UsageError
-from tensorhub.memory.registration import register
+from tensorhub.core.errors import CorruptTransfer, LayoutMismatch, UsageError
+from tensorhub.core.tile_manifest import TileManifest
+from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.tiles import exported, wire
-from tensorhub.memory.tiles.exported import decode_cut
-from tensorhub.memory.tiles.grid import Cutting
+from tensorhub.memory.tiles.exported import Cut, decode_cut
+from tensorhub.memory.tiles.grid import Cutting, Grid
 from tensorhub.memory.tiles.table import BoxTable, table_of_columns
-from tensorhub.memory.tiles.tiled import Offer, grid_for, tiled_version
+from tensorhub.memory.tiles.tiled import Offer, grid_for, tiled_version, version_from
 from tensorhub.memory.tiles.wire import decode_grid, decode_table, encode_grid, encode_table
 
 MIB = 1 << 20
@@ -168,3 +169,36 @@ def test_a_reader_that_ties_everything_costs_little():
     one = np.zeros((2, 2), np.float32)
     tied = register(dict.fromkeys(arrays, one), boxes={}).boxes
     assert peak_of(lambda: grid_for([mine], [tied])) < 8 * MIB
+
+
+def crumbs(extent: int, offered: np.ndarray, *, tiles: int, algorithm: str) -> tuple[Registration, Offer]:
+    """A reader of one matrix, and a source whose grid cuts it into single elements."""
+    registration = register({"w": np.zeros((extent, extent), np.uint8), "x": offered}, boxes={})
+    mine = register({"x": offered}, boxes={}).table if tiles == 1 else registration.table
+    tensors = (GlobalTensor("w", "uint8", (extent, extent)), GlobalTensor("x", "uint8", (1, 1)))
+    cuts = np.concatenate([np.arange(extent + 1)] * 2 + [np.arange(2)] * 2)
+    starts = np.array([[0, extent + 1], [2 * extent + 2, 2 * extent + 4]])
+    grid = Grid(tensors, np.array([0, 1]), cuts, starts, np.array([[extent, extent], [1, 1]]))
+    digests = b"" if algorithm == "none" else bytes(16 * tiles)
+    names = (wire.layout_digest(mine), wire.grid_digest(grid))
+    manifest = TileManifest(*names, algorithm, tiles, digests, "salt" if algorithm == "none" else "")
+    return registration, Offer("m/t[0]", manifest.root(), Cut(mine, grid, manifest).encode())
+
+
+@pytest.mark.parametrize(
+    ("tiles", "algorithm", "error", "text"),
+    [
+        (1024 * 1024 + 1, "none", CorruptTransfer, "m/t.*have 1048577 tiles, .* with 0 B of digests"),
+        (7, "xxh3-128", CorruptTransfer, "m/t.*have 1048577 tiles, of which its manifest names 7"),
+        (1, "xxh3-128", LayoutMismatch, "1048577 tiles are wanted, and m/t.* have 1 of that version"),
+    ],
+)
+def test_a_grid_of_crumbs_costs_a_reader_little(tiles, algorithm, error, text):
+    """A few kB of cuts in each of two dimensions are a million tiles."""
+    registration, offer = crumbs(1024, np.zeros((1, 1), np.uint8), tiles=tiles, algorithm=algorithm)
+
+    def refused() -> None:
+        with pytest.raises(error, match=text):
+            version_from(registration, [offer], MIB)
+
+    assert peak_of(refused) < 10 * MIB

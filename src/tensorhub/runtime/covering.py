@@ -14,8 +14,7 @@ from ..core.boxes import GlobalTensor
 from ..core.names import WorkerId
 from ..memory.registration import Registration
 from ..memory.tiles.coverage import check_coverage
-from ..memory.tiles.tiled import Offer
-from ..memory.tiles.wire import decode_table
+from ..memory.tiles.tiled import Offer, decoded
 from .config import Options
 from .cutting import siblings
 from .loops import in_thread
@@ -45,7 +44,9 @@ class Covering:
 
     def _check(self, boxes: tuple[bytes, ...], wanted: tuple[GlobalTensor, ...]) -> None:
         if self._passed != (boxes, wanted):
-            check_coverage([decode_table(each) for each in boxes], wanted, who=f"{self._me.model}/{self._me.replica}")
+            who = f"{self._me.model}/{self._me.replica}"
+            tables = [decoded(each, f"{who}[{shard}]") for shard, each in enumerate(boxes)]
+            check_coverage(tables, wanted, who=who)
             self._passed = boxes, wanted
 
 

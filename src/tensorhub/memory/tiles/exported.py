@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ...core.errors import CorruptTransfer, UsageError
+from ...core.errors import CorruptTransfer, LayoutMismatch, UsageError
 from ...core.manifest import DIGEST_BYTES
 from ...core.names import Digest
 from ...core.tile_manifest import TileManifest, decode_tile_manifest
@@ -27,7 +27,7 @@ from ..in_place import some
 from ..parallel import in_parallel
 from ..registration import Registration
 from .arrays import Ints, row_major, starts_of
-from .cells import Tiles
+from .cells import Tiles, spans_of
 from .chunks import chunks_of
 from .copies import SOURCE, Bytes, Copies, copies_of
 from .derive import digests_of, tied_tiles
@@ -37,6 +37,7 @@ from .table import BoxTable
 from .turning import THEIRS
 from .wire import decode_grid, decode_table, encode_grid, encode_table, grid_digest, layout_digest
 
+FEW_TILES = 1 << 18  # what takes at most 64 MiB: more of them only with as many digests
 SPREAD = 4  # memory that is this many times longer than the tiles in it is looked at tile by tile
 
 
@@ -68,10 +69,14 @@ def decode_cut(data: bytes, expected: Digest) -> Cut:
     try:
         table = decode_table(found.layout, manifest.layout)
         grid = decode_grid(found.grid, manifest.grid)
-    except (msgspec.MsgspecError, UsageError) as error:
+        tile_count = spans_of(table, grid, here="in its boxes", there="in its grid").tile_count
+    except (msgspec.MsgspecError, UsageError, LayoutMismatch) as error:
         raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
     if layout_digest(table) != manifest.layout or grid_digest(grid) != manifest.grid:
         raise CorruptTransfer("the source's boxes or grid are not written as workers write them")
+    if tile_count != manifest.tile_count or tile_count > max(FEW_TILES, len(manifest.digests) // DIGEST_BYTES):
+        text = f"of which its manifest names {manifest.tile_count}, with {len(manifest.digests)} B of digests"
+        raise CorruptTransfer(f"the source's boxes have {tile_count} tiles, {text}")
     return Cut(table, grid, manifest)
 
 

@@ -21,16 +21,17 @@ from ...core.errors import CorruptTransfer, LayoutMismatch, SourceLost, UsageErr
 from ...core.manifest import DIGEST_BYTES, chunk_count
 from ...core.names import Digest
 from ..registration import Registration
-from .cells import Tiles, tiles_of
+from .cells import Spans, Tiles, spans_of, tiles_of
 from .coverage import check_coverage
 from .derive import Source, derive_manifest
-from .exported import Cut, decode_cut, publish_cut, tile_digests
+from .exported import FEW_TILES, Cut, decode_cut, publish_cut, tile_digests
 from .grid import Cutting, Grid
 from .table import BoxTable
 from .wire import decode_table, grid_digest, layout_digest
 
 _log = logging.getLogger(__name__)
 NOBODY: Mapping[bytes, str] = {}
+COPIES = 4  # of one tile at a reader, on average: tied weights, and what it keeps twice
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,7 +114,7 @@ def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping
     `UsageError` if what one of them has said is no table of boxes. `names` has a worker that said each, for messages.
     What a reader has said that is no table of boxes makes no cuts: nobody else is to suffer for that.
     """
-    tables = [_decoded(each, names) for each in publisher]
+    tables = [decoded(each, names.get(each, "the replica that publishes")) for each in publisher]
     cutting = Cutting()
     for table in tables:
         cutting.add_publisher(table)
@@ -126,11 +127,12 @@ def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping
     return cutting.grid()
 
 
-def _decoded(boxes: bytes, names: Mapping[bytes, str]) -> BoxTable:
+def decoded(boxes: bytes, who: str) -> BoxTable:
+    """As `decode_table`, with who said them in the error."""
     try:
         return decode_table(boxes)
     except UsageError as error:
-        raise UsageError(f"the boxes of {names.get(boxes, 'the replica that publishes')}: {error}") from error
+        raise UsageError(f"the boxes of {who}: {error}") from error
 
 
 def tiled_version(registration: Registration, grid: Grid, chunk_bytes: int, *, metadata: bytes = b"") -> TiledVersion:
@@ -192,8 +194,9 @@ def version_from(registration: Registration, offers: Sequence[Offer], chunk_byte
     for offer, cut in zip(offers, cuts, strict=True):
         if cut.manifest.grid != digest:
             raise CorruptTransfer(f"{offer.name} has another grid than {offers[0].name}: they are not of one version")
-    tiles = tiles_of(table, grid)
+    spans = spans_of(table, grid)
     try:
+        tiles = _wanted(table, grid, spans, offers)
         manifest = derive_manifest(
             tiles, [offer.source for offer in offers], layout=layout_digest(table), grid=grid_digest(grid)
         )
@@ -204,3 +207,12 @@ def version_from(registration: Registration, offers: Sequence[Offer], chunk_byte
         text = f"{', '.join(partly)} registered after that version was published, and can show only parts of some tiles"
         raise SourceLost(f"{text}: {error}", hint="others who hold it can; or publish the next version") from error
     return TiledVersion(Cut(table, grid, manifest), tiles, registration.size_bytes, chunk_bytes)
+
+
+def _wanted(table: BoxTable, grid: Grid, spans: Spans, offers: Sequence[Offer]) -> Tiles:
+    """The tiles of a reader. Not made where the grid has far more of them than the sources have digests for."""
+    shown = sum(offer.cut.manifest.tile_count for offer in offers)
+    if spans.tile_count > max(FEW_TILES, COPIES * shown):
+        names = ", ".join(offer.name for offer in offers)
+        raise LayoutMismatch(f"{spans.tile_count} tiles are wanted, and {names} have {shown} of that version")
+    return tiles_of(table, grid, spans)
