@@ -12,7 +12,7 @@ from tensorhub.core.boxes import Box, GlobalTensor
 from tensorhub.core.errors import CorruptTransfer, LayoutMismatch, UsageError
 from tensorhub.core.tile_manifest import TileManifest
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.tiles import exported, wire
+from tensorhub.memory.tiles import exported, tiled, wire
 from tensorhub.memory.tiles.exported import Cut, decode_cut
 from tensorhub.memory.tiles.grid import Cutting, Grid
 from tensorhub.memory.tiles.table import BoxTable, table_of_columns
@@ -202,3 +202,14 @@ def test_a_grid_of_crumbs_costs_a_reader_little(tiles, algorithm, error, text):
             version_from(registration, [offer], MIB)
 
     assert peak_of(refused) < 10 * MIB
+
+
+def test_readers_cannot_make_a_grid_that_does_not_travel(monkeypatch, caplog):
+    mine = register({"w": np.zeros((64, 4), np.float32)}, boxes={}).boxes
+    rows = [Box("w", (64, 4), (row, 0), (1, 4), 4 * row) for row in range(64)]
+    theirs = register({"w": np.zeros((64, 4), np.float32)}, boxes={"w": rows}).boxes
+    known = encode_grid(grid_for([mine], []))
+    assert encode_grid(grid_for([mine], [theirs])) != known
+    monkeypatch.setattr(tiled, "MOST_CUTS", 50)
+    assert encode_grid(grid_for([mine], [theirs])) == known
+    assert "all readers are left out of account" in caplog.text

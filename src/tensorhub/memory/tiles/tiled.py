@@ -25,12 +25,13 @@ from .cells import Spans, Tiles, spans_of, tiles_of
 from .coverage import check_coverage
 from .derive import Source, derive_manifest
 from .exported import FEW_TILES, Cut, decode_cut, publish_cut, tile_digests
-from .grid import Cutting, Grid
+from .grid import Cutting, Grid, grid_of
 from .table import BoxTable
 from .wire import decode_table, grid_digest, layout_digest
 
 _log = logging.getLogger(__name__)
 NOBODY: Mapping[bytes, str] = {}
+MOST_CUTS = 1 << 23  # of a grid: half of what may travel, `wire.MAX_PLAIN_BYTES`; names take the rest
 COPIES = 4  # of one tile at a reader, on average: tied weights, and what it keeps twice
 
 
@@ -124,7 +125,11 @@ def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping
             cutting.add_other(decode_table(each))
         except UsageError as error:
             _log.warning("the boxes of %s are left out of account: %s", names.get(each, "a reader"), error)
-    return cutting.grid()
+    grid = cutting.grid()
+    if len(grid.cuts) > MOST_CUTS:
+        _log.warning("all readers are left out of account: of %d cuts, %d are the limit", len(grid.cuts), MOST_CUTS)
+        return grid_of(tables)
+    return grid
 
 
 def decoded(boxes: bytes, who: str) -> BoxTable:
