@@ -28,6 +28,7 @@ from tensorhub.integrations import fsdp
 from .kit import digest_of
 
 INSIDE = {"tp": 6, "fsdp-tp": 8}  # what is cut twice along one dimension has to be cut evenly
+BEFORE = ("replaced", "said")  # how a rank fails before its step begins
 
 
 class Net(torch.nn.Module):
@@ -78,9 +79,10 @@ class Rank:
 
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
 
-    def attach(self, model, fails=None, **options):
-        """The rank `fails` has joined, and then its tensors are refused."""
-        refuse = mock.patch.object(tensorhub.Weights, "register", side_effect=tensorhub.UsageError("not these"))
+    def attach(self, model, fails=None, then="register", **options):
+        """The rank `fails` cannot join, or has joined, and then its tensors are refused."""
+        where = {"open": tensorhub, "register": tensorhub.Weights}[then]
+        refuse = mock.patch.object(where, then, side_effect=tensorhub.UsageError("not these"))
         with refuse if fails == dist.get_rank() else nullcontext():
             self.publisher = fsdp.attach(self.module, model, **options)
         return self.publisher.version
@@ -91,7 +93,7 @@ class Rank:
             self.module(torch.ones(2, 4))
 
     def step(self, version=None, fails=None, timeout=None, then="raise"):
-        """One step of training. The rank `fails` raises in it, or is killed."""
+        """One step of training. The rank `fails` raises before it, in it or at its end, or is killed."""
         torch.manual_seed(1000 * (version or 77) + (0 if "tp" in self.kind else dist.get_rank()))
         if self.kind == "language":
             tokens = torch.randint(3, self.module.config.vocab_size, (2, 16))
@@ -99,25 +101,34 @@ class Rank:
         else:
             self.module(torch.randn(3, 4)).square().sum().backward()
             self.forward()
+        said = {"step": version or self.publisher.next_version}
+        fails_here = fails == dist.get_rank()
+        if fails_here and then in BEFORE:
+            self._fail(then, said)
+        refused = tensorhub.UsageError("not these")
+        refuse = mock.patch.object(tensorhub.Weights, "publish", side_effect=refused)
         began = time.monotonic()
         try:
-            with self.publisher.step(
-                version, metadata={"step": version or self.publisher.next_version}, timeout=timeout
+            with (
+                refuse if fails_here and then == "refuse" else nullcontext(),
+                self.publisher.step(version, metadata=said, timeout=timeout),
             ):
-                if fails == dist.get_rank():
-                    self._fail(then)
+                if fails_here and then not in BEFORE:
+                    self._fail(then, said)
                 self.optimizer.step()
         finally:
             self.took_s = time.monotonic() - began
         self.optimizer.zero_grad()
         return self.publisher.version
 
-    def _fail(self, then):
+    def _fail(self, then, said):
         if then == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif then == "replace":
+        elif then in ("replace", "replaced"):
             self.module.scale = self.module.scale.clone()
-        else:
+        elif then in ("say", "said"):
+            said["what"] = object()
+        elif then == "raise":
             raise ValueError("an optimizer that fails")
 
     def save(self, path):

@@ -108,7 +108,7 @@ def test_a_hundred_steps_while_rollouts_read_all_the_time(start, server):
             assert 100 in found
 
 
-@pytest.mark.parametrize(("then", "code"), [("raise", "ValueError"), ("replace", "usage")])
+@pytest.mark.parametrize(("then", "code"), [("raise", "ValueError"), ("replace", "usage"), ("say", "usage")])
 def test_a_rank_raises_in_its_step_and_nothing_is_published(start, server, then, code):
     job = start()
     job.call("build")
@@ -123,9 +123,38 @@ def test_a_rank_raises_in_its_step_and_nothing_is_published(start, server, then,
         assert [each["value"] for each in job.answers("held")] == [None, None, None]
         newest = tensorhub.connect(server).versions("policy")[0]
         assert (newest.version, newest.holders) == (0, ("rollout-0",)), "the trainer has withdrawn it"
-        if then == "raise":
+        if then != "replace":
             assert job.call("step", version=1) == 1, "the same number, since it was never published"
             check(whole, job, 1)
+
+
+@pytest.mark.parametrize("then", ["replaced", "said"])
+def test_a_rank_that_cannot_begin_a_step_keeps_nobody_waiting(start, server, then):
+    """The others would wait in the claim until `call_timeout`, which is longer than this test may take."""
+    job = start()
+    job.call("build")
+    job.call("attach", model="policy")
+    found = job.answers("step", version=1, fails=1, then=then)
+    assert [each["code"] for each in found] == ["group-incomplete", "usage", "group-incomplete"]
+    assert "step(1) could not begin: another rank raised" in found[0]["message"]
+    assert [each["value"] for each in job.answers("held")] == [0, 0, 0]
+    newest = tensorhub.connect(server).versions("policy")[0]
+    assert (newest.version, newest.holders) == (0, ("trainer",)), "still published"
+    if then == "said":
+        assert job.call("step", version=1) == 1
+
+
+def test_a_rank_that_holds_a_copy_hears_that_nothing_was_published(start, server):
+    job = start(2)
+    job.call("build", kind="ddp")
+    job.call("attach", model="policy")
+    found = job.answers("step", version=1, fails=0, then="refuse")
+    assert [each.get("code") for each in found] == ["usage", "group-incomplete"], found
+    assert "step(1) was not published by all ranks: another rank raised" in found[1]["message"]
+    assert [each["value"] for each in job.answers("held")] == [None, None]
+    assert job.call("step") == 1
+    with Whole("policy", replica="rollout-0", server=server) as whole:
+        check(whole, job, 1)
 
 
 def test_a_number_that_is_taken_is_said_before_any_block_runs(start, server):
@@ -175,15 +204,20 @@ def test_a_job_that_is_back_at_once_does_not_wait_for_its_former_self(start, ser
         check(whole, again, 2 if has_rollout else 3)
 
 
-def test_a_rank_that_is_refused_keeps_nobody_waiting(start, server):
-    """Its siblings have joined, and wait for it to fill itself as they do."""
-    first, job = start(2), start()
-    first.call("build")
-    first.call("attach", model="policy", replica="other")
+@pytest.mark.parametrize("then", ["open", "register"])
+@pytest.mark.parametrize("has_other", [True, False])
+def test_a_rank_that_is_refused_keeps_nobody_waiting(start, then, has_other):
+    """Its siblings would wait for it to fill itself, or to publish, as they do."""
+    job = start()
+    if has_other:
+        first = start(2)
+        first.call("build")
+        first.call("attach", model="policy", replica="other")
     job.call("build", seed=1)
-    found = job.answers("attach", model="policy", fails=1)
+    found = job.answers("attach", model="policy", fails=1, then=then)
     assert [each["code"] for each in found] == ["group-incomplete", "usage", "group-incomplete"]
-    assert job.call("attach", model="policy") == 0, "filled by the other one"
+    assert "attach() failed: another rank raised" in found[0]["message"]
+    assert job.call("attach", model="policy") == 0, "filled by the other one, or published"
 
 
 def test_a_rank_is_killed_in_its_step_and_the_job_goes_on_from_the_rollouts(start, server, figures):

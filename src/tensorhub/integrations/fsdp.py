@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorhub
 
+from ..steps import check_metadata, check_step
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def attach(
     module = _bare(module)
     ranks = Ranks(options.get("call_timeout") or WAIT_S)
     with ranks.agreeing("attach() failed"):
+        publisher, version = Publisher(module, ranks), max(version, 0)
         cut = [value for value in tensors_of(module).values() if _is_cut(value)]
         place = ranks.place(cut, shard, shards)
         view = tensorhub.connect(options.get("server"), token=options.get("token"))
@@ -70,16 +72,17 @@ def attach(
         after = max(after, held + 1)
     held, after = ranks.told(held, after)
     number = max(version, after) if held < 0 else held
-    publishes = place.copy == 0
-    publisher = Publisher(module, ranks)
+    publishes, weights = place.copy == 0, None
     with ExitStack() as stack:  # who leaves for an error keeps no sibling waiting
-        with ranks.agreeing("attach() failed"):
+        with ranks.agreeing("attach() failed"):  # else they would wait for a shard that never joins
             if publishes or held >= 0:
                 name = replica if publishes else f"{replica}-copy-{place.copy}"
                 options |= {} if publishes else {"reliable": False, "host_bytes": 0}
                 opening = tensorhub.open(model, replica=name, shard=place.shard, shards=place.shards, **options)
                 weights = stack.enter_context(opening)
                 weights.register(tensors_of(module), dtype=dtype, boxes=boxes or {})
+        with ranks.agreeing("attach() failed"):
+            if weights is not None:
                 if held >= 0:
                     weights.replicate(held)
                 else:
@@ -134,15 +137,21 @@ class Publisher:
         `GroupIncomplete`. Where the number cannot be claimed, no block runs, and the version before is still published.
         """
         version = self.next_version if version is None else version
+        not_begun = f"step({version}) could not begin"
         with ExitStack() as stack:
-            with self._ranks.agreeing(f"step({version}) could not begin"):
+            with self._ranks.agreeing(not_begun):  # first what a rank says alone: the others would wait in the claim
                 self._check_same()  # and so no rank is left with gathered parameters if it raises in the block
+                check_step(self.weights, version, metadata, timeout)
+            with self._ranks.agreeing(not_begun):
                 if self.weights is not None:
                     stack.enter_context(self.weights.mutating(version=version, metadata=metadata, timeout=timeout))
             self.version = None
             with self._ranks.agreeing(f"step({version}) failed, and nothing was published"):
                 yield version
                 self._check_same()
+                check_metadata(metadata)
+            with self._ranks.agreeing(f"step({version}) was not published by all ranks"):  # who holds a copy asks too
+                stack.close()
         self.version, self.next_version = version, version + 1
 
     def _check_same(self) -> None:

@@ -374,6 +374,11 @@ class Client:
         self.turn.check(verb)
         self.suspension.check(verb)
 
+    async def may_begin(self, verb: str, deadline: float) -> None:
+        """Raises what such a call raises of this worker alone, before its siblings hear of it."""
+        self.check_may_call(verb)
+        await self._behind.over(deadline, f"{verb}()")
+
     @contextlib.contextmanager
     def _one_call(self, verb: str) -> Iterator[None]:
         """One call at a time: hashing belongs to the call, but the machine hears of it only afterwards."""

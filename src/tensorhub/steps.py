@@ -1,0 +1,32 @@
+"""What one worker alone may raise at the beginning of a `mutating`, before it calls together with its siblings.
+
+Siblings that have called wait for who has raised here. So those who can ask each other do it first, and agree.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from . import aio
+from .core.metadata import encode_metadata
+
+if TYPE_CHECKING:
+    from .api import Weights
+
+
+def check_step(
+    weights: "Weights | None", version: int, metadata: Mapping[str, object] | None, timeout: float | None
+) -> None:
+    """Raises what `mutating` of these arguments raises of this worker alone. Claims nothing, and changes nothing."""
+    check_metadata(metadata)
+    if weights is None:
+        return
+    ours = weights._aio
+    what = f"mutating(version={version!r})"
+    aio._number(version, f"mutating() of {ours._client.me}")
+    ours._block_on(ours._client.may_begin("mutating", ours._deadline(timeout)), timeout, what)
+
+
+def check_metadata(metadata: Mapping[str, object] | None) -> None:
+    """Raises `UsageError` if it cannot be published."""
+    if metadata is not None:
+        encode_metadata(metadata)
