@@ -5,12 +5,17 @@ on GPUs; that it is refused where it is on is tested too.
 """
 
 import time
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-engines")
 
+import torch
+
 import tensorhub
+from tensorhub.integrations import vllm_in_place
+from tensorhub.integrations.vllm_plan import Plan
 
 from .engine import UNPACKED
 from .engines import is_reading, started, stopped
@@ -151,3 +156,24 @@ def test_weights_that_vllm_packs_are_refused_by_name(start, jobs, tmp_path, kind
     assert refused["kind"] == "TensorHubError"
     assert why in refused["message"]
     assert named in refused["message"]
+
+
+def test_a_rank_whose_tensors_were_refused_has_left_and_joins_again(server, monkeypatch):
+    """Else each later fetch would be `ShardTaken`, by this rank itself."""
+    plan = Plan({"w": torch.zeros(4)}, {"w": [tensorhub.Box("w", (4,), (0,), (4,))]})
+    monkeypatch.setattr(vllm_in_place, "processed", lambda *_: {})
+    monkeypatch.setattr(vllm_in_place, "planned", lambda *_: plan)
+    with tensorhub.open("policy", replica="trainer", server=server) as trainer:
+        trainer.register({"w": torch.ones(4)}, boxes={})
+        trainer.publish(1)
+        published = tensorhub.connect(server).layout("policy")
+        place = {"replica": "rollout-0", "shard": 0, "shards": 1, "server": server}
+        way = vllm_in_place.InPlace(torch.nn.Module(), torch.float32, published, "policy", **place)
+        refuse = mock.patch.object(tensorhub.Weights, "register", side_effect=tensorhub.UsageError("not these"))
+        for _ in range(2):
+            with refuse, pytest.raises(tensorhub.UsageError, match="not these"):
+                way.fetch(1, 10.0)
+        way.fetch(1, 10.0)
+        way.load(1)
+        assert torch.equal(plan.tensors["w"], torch.ones(4))
+        way.close(5.0)

@@ -24,6 +24,7 @@ from .vllm_plan import planned, refuse
 
 _log = logging.getLogger(__name__)
 
+LEAVE_S = 1.0  # for what has never held anything
 ONCE = "_already_called_process_weights_after_loading"  # vLLM's mark for layers that it must not process twice
 
 
@@ -48,7 +49,11 @@ class InPlace:
             weights = tensorhub.open(self._name, reliable=False, **self._where)
             if self._ignored:  # by vLLM's loader, or other ranks have them
                 _log.info("%d tensors of %s are not read, such as %r", len(self._ignored), self._name, self._ignored[0])
-            weights.register(self._plan.tensors, boxes=self._plan.boxes, partial=bool(self._ignored))
+            try:
+                weights.register(self._plan.tensors, boxes=self._plan.boxes, partial=bool(self._ignored))
+            except BaseException:  # else the next fetch could not join, and would say only that
+                weights.close(timeout=LEAVE_S)
+                raise
             self.weights = weights
         self.weights.wait_for(version, timeout=timeout)
         self._timeout = timeout
