@@ -1,8 +1,10 @@
 """verl's own manager, actors with FSDP2 and rollouts that come and go, with the checkpoint engine "tensorhub"."""
 
+import asyncio
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -11,11 +13,13 @@ import tensorhub
 pytest.importorskip("verl", reason="verl is not installed here: make test-engines")
 
 import ray
+import torch
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 import tensorhub.integrations.verl
+from tensorhub import aio
 from tensorhub.integrations.ray import start_server
 
 from . import verl_workers
@@ -95,3 +99,21 @@ def test_who_publishes_has_to_be_certain():
 def test_what_the_adapter_chooses_is_not_configured(name):
     with pytest.raises(tensorhub.UsageError, match=rf"engine_kwargs.tensorhub has {name}, which"):
         CheckpointEngineRegistry.get("tensorhub")(bucket_size=1, server="127.0.0.1:1", **{name: 1})
+
+
+async def received(engine):
+    return {name: tensor.clone() async for name, tensor in engine.receive_weights()}
+
+
+@pytest.mark.parametrize("error", [tensorhub.UsageError("not these"), asyncio.CancelledError()])
+def test_a_rollout_that_could_not_register_takes_the_next_update(monkeypatch, error):
+    monkeypatch.setattr(tensorhub.integrations.verl, "placed", lambda **given: {**given, "replica": "rollout-0"})
+    with tensorhub.serve() as server, tensorhub.open("policy", replica="trainer", server=server.address) as trainer:
+        trainer.register({"w": torch.ones(4)}, boxes={})
+        trainer.publish(1)
+        engine = CheckpointEngineRegistry.get("tensorhub")(bucket_size=1, server=server.address)
+        engine.init_process_group(1)
+        with mock.patch.object(aio.Weights, "register", side_effect=error), pytest.raises(type(error)):
+            asyncio.run(received(engine))
+        assert torch.equal(asyncio.run(received(engine))["w"], torch.ones(4))
+        asyncio.run(engine._weights.close(timeout=5.0))

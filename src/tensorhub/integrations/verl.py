@@ -105,8 +105,9 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         else:
             (found,) = (await self._view.layout(self._model, self._version)).shards
             empty = ((each.name, tensorhub.empty(each.shape, dtype=each.dtype)) for each in found)
-            self._tensors = {name: torch.as_tensor(tensor) for name, tensor in empty}
-            await self._weights.register(self._tensors, boxes={})
+            made = {name: torch.as_tensor(tensor) for name, tensor in empty}
+            await self._weights.register(made, boxes={})
+            self._tensors = made  # not before: what was never registered cannot be updated
             await self._weights.replicate(self._version)
         for name, tensor in self._tensors.items():
             yield name, tensor
