@@ -13,6 +13,7 @@ import pytest
 
 import tensorhub
 from tensorhub.core.errors import InvariantViolation
+from tensorhub.core.worker.events import Called
 from tensorhub.runtime import long_waits
 from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, SOON_RETRY_S, SOON_S, retry_delay_s
 from tensorhub.runtime.loops import in_thread, loop_thread
@@ -163,6 +164,23 @@ def test_a_crash_of_the_machine_while_a_call_waits_fails_that_call(server, monke
         error, _ = in_threads(lambda: weights.replicate("latest", timeout=20), crash)
     assert isinstance(error, InvariantViolation)
     weights.close()
+
+
+def test_what_is_missed_while_a_call_waits_is_not_the_end_of_that_call(server):
+    reader, trainer = worker(server, "r"), worker(server)
+    driver = reader._aio._client.driver
+
+    async def miss():
+        driver.miss(Called("choose", "prefetched", 0.0), ValueError("of the other call"))
+
+    def publish():
+        eventually(lambda: driver.worker.call is not None)
+        loop_thread().wait(miss(), deadline=time.monotonic() + 5, what="it")
+        return trainer.publish(1)
+
+    assert in_threads(lambda: reader.replicate("latest", timeout=20), publish) == [1, 1]
+    reader.close()
+    trainer.close()
 
 
 def test_blocking_work_runs_beside_the_loop_and_its_error_arrives():

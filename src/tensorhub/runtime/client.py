@@ -165,6 +165,11 @@ class Client:
             await self._behind.over(deadline, f"{what}({spec!r})")
             return await self.driver.call(Called("choose", spec, deadline, floor=floor, waits=waits))
 
+    async def settled(self, verb: str, deadline: float) -> None:
+        """What was called before, and went on behind its caller's back, is over. Raises what went wrong there."""
+        with self._one_call(verb):
+            await self._behind.over(deadline, f"{verb}()")
+
     async def _carried(self, called: Called) -> Version | None:
         """That call, from the machine's word to its end. Returns the version then held."""
         worker, copies, verb = self.driver.worker, self.driver.data.copies, called.verb

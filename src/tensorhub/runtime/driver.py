@@ -180,9 +180,9 @@ class Driver:
 
     def missed(self, called: Called, why: Failure) -> None:
         """The same, where it is known what to say."""
-        if self.broken is None:
-            missed = why.bounded()
-            self.feed(Called(called.verb, called.spec, self._loop.time(), missed=missed))
+        event = Called(called.verb, called.spec, self._loop.time(), missed=why.bounded())
+        if self.broken is None and self.worker.why_not_begin(event) is None:  # else another call would hear the refusal
+            self.feed(event)
 
     def _with_circumstances(self, failure: Failure) -> Failure:
         """With what only this process knows of why time ran out."""

@@ -81,7 +81,7 @@ class SetCalls:
         begun, left = list[Client](), dict[Client, tuple[Version, Known | None]]()
         try:
             for client in self._clients:
-                client.check_may_call("mutating")  # else the claim that it may have is that of the outer block
+                await client.settled("mutating", deadline)  # else the claim that it may have is that of the outer block
                 begun.append(client)
                 held, known = client.version, client.manifest_held
                 await client.operate("unpublish", "", deadline, claim=version)
@@ -120,6 +120,8 @@ class SetCalls:
 
     async def _fill(self, verb: str, spec: Spec, deadline: float, *, waits: bool) -> Version:
         first = self._clients[0]
+        for client in self._clients:  # before anything is looked at: until then it is not what it will be
+            await client.settled(verb, deadline)
         self._had = self.version if self.version is not None else self._had
         if verb == "update" and spec == PREFETCHED and (kept := self._kept(deadline)) is not None:
             return kept
