@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import threading
 import time
 
@@ -470,6 +471,30 @@ def test_close_while_the_withdrawal_goes_on(masters, drained):
     closing.join(20)
     assert not closing.is_alive()
     assert time.monotonic() - began < 10
+
+
+def test_a_cast_that_is_cut_off_for_a_cancelled_call_is_no_error_that_nobody_looked_at(monkeypatch):
+    registration = register({"w": torch.zeros(100)}, dtype="bfloat16")
+    wholeness, begun, said = Wholeness(worker_id("m", "r", 0)), threading.Event(), []
+
+    def fill(_, is_over):
+        begun.set()
+        eventually(is_over, "it is cut off")
+        raise tensorhub.Closed("the cast was given up")
+
+    async def story():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+        task = asyncio.ensure_future(wholeness.cast(registration, time.monotonic() + 20, "publish"))
+        assert await asyncio.to_thread(begun.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        gc.collect()
+
+    monkeypatch.setattr(Casts, "fill", fill)
+    asyncio.run(story())
+    assert said == []
 
 
 def test_awaited(server):

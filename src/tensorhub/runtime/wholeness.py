@@ -114,6 +114,7 @@ class Wholeness:
         """In threads, until the deadline at the latest; afterwards nobody casts any more."""
         over, began = threading.Event(), time.monotonic()
         job = asyncio.ensure_future(in_thread(lambda: work(over.is_set), name="cast"))
+        job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # looked at, whoever was cancelled
         try:
             done, _ = await asyncio.wait([job], timeout=max(0.0, deadline - began))
         finally:
