@@ -1,8 +1,8 @@
 """TensorHub for coroutines: the same names as in `tensorhub`, to be awaited in any event loop.
 
 The work happens in one thread of this process that all workers share; a coroutine here only waits for it, so a caller
-that is cancelled cancels its call, and nothing here ever blocks the caller's loop. (`register` looks at each
-tensor in the caller's thread: milliseconds for ten thousand.)
+that is cancelled cancels its call, and nothing here ever blocks the caller's loop. (`register` and `resume` look at the
+tensors, and take memory for masters, in a thread of their own.)
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from .runtime.client import Client
 from .runtime.config import Options, check_name, check_place, parse_fraction, parse_seconds, worker_options
 from .runtime.descriptions import layout_of, metadata_of
 from .runtime.errands import Undo
-from .runtime.loops import LoopThread, check_process, loop_thread
+from .runtime.loops import LoopThread, check_process, in_thread, loop_thread
 from .runtime.opening import leave_at_once, open_client
 from .runtime.questions import fetch_status, wait_for_number
 
@@ -122,7 +122,8 @@ class Weights:
     ) -> None:
         """Take these tensors in place, instead of any before; nothing is copied. As `tensorhub.Weights.register`."""
         self._check_process()
-        await self.take(register_tensors(tensors, dtype, boxes, partial=partial))
+        looking = in_thread(lambda: register_tensors(tensors, dtype, boxes, partial=partial), name="register")
+        await self.take(await looking)
 
     async def take(self, registration: Registration, *, is_resumed: bool = False) -> None:
         """Take tensors that `memory.registration.register` has looked at already."""
@@ -139,7 +140,7 @@ class Weights:
     async def resume(self, tensors: "type_of_weights | None" = None) -> None:
         """Register again what was suspended, where it is now, or these tensors."""
         self._check_process()
-        await self.take(self._client.suspension.again(tensors), is_resumed=True)
+        await self.take(await in_thread(lambda: self._client.suspension.again(tensors), name="resume"), is_resumed=True)
 
     async def publish(
         self,

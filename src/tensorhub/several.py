@@ -42,7 +42,11 @@ class Several:
 
     def resume(self) -> None:
         """As `Weights.resume`, of all: what was registered is looked for where it is now."""
-        self._all(lambda m: m.resume(), None, "resume()")
+        self._members[0]._check_process()
+        asleep = [m for m in self._members if m._client.suspension.is_suspended] or self._members
+        found = [m._client.suspension.again(None) for m in asleep]  # in the caller's thread: it may take memory
+        works = [m.take(one, is_resumed=True) for m, one in zip(asleep, found, strict=True)]
+        self._wait(works, None, "resume()")
 
     def publish(
         self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None

@@ -1,6 +1,8 @@
 """An engine that sleeps: its tensors' memory goes away, and comes back elsewhere."""
 
+import asyncio
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -8,6 +10,9 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually
+from tensorhub.memory import masters
+from tensorhub.runtime.client import Client
+from tensorhub.runtime.loops import loop_thread
 from tensorhub.transport import sealed
 
 torch = pytest.importorskip("torch")
@@ -210,6 +215,86 @@ def test_masters_are_cast_from_where_they_are_then(join):
     reader, _ = join("r", tensors=filled)
     reader.replicate()
     assert (filled.weight == 5.0).all()
+
+
+@pytest.fixture
+def takers(monkeypatch):
+    """The threads that have taken memory for masters, in order."""
+    seen, real = [], masters._memory
+
+    def memory(size_bytes):
+        seen.append(threading.current_thread())
+        return real(size_bytes)
+
+    monkeypatch.setattr(masters, "_memory", memory)
+    return seen
+
+
+@pytest.fixture
+def several(server):
+    """`several(kind)` opens a group or a set, with masters; returns it."""
+    opened = []
+
+    def joined(kind):
+        tensors = {name: {"w": np.ones(1000, np.float32)} for name in ("a", "b")}
+        if kind == "group":
+            found = tensorhub.open_group("m", replica="t", shards=2, server=server.address)
+            found.register(list(tensors.values()), dtype="float16")
+        else:
+            found = tensorhub.open_set(list(tensors), replica="t", server=server.address)
+            found.register(tensors, dtype="float16")
+        opened.append(found)
+        return found
+
+    yield joined
+    for each in opened:
+        each.close(timeout=3)
+
+
+@pytest.mark.parametrize("kind", ["group", "set"])
+def test_several_take_memory_for_masters_in_the_callers_thread_and_not_in_that_of_all_workers(kind, several, takers):
+    trainer = several(kind)
+    for version in (1, 2):
+        trainer.publish(version)
+        trainer.suspend()
+        trainer.resume()
+    assert trainer.publish(3) == 3
+    assert takers == [threading.current_thread()] * 6
+
+
+@pytest.mark.parametrize("kind", ["group", "set"])
+def test_a_resume_of_several_that_has_failed_for_some_goes_on_with_those(kind, several, monkeypatch):
+    trainer = several(kind)
+    trainer.suspend()
+    real, left = Client.register, [2]
+
+    async def register(client, *arguments, **options):
+        left[0] -= 1
+        if not left[0]:
+            raise tensorhub.Unavailable("not yet")
+        await real(client, *arguments, **options)
+
+    monkeypatch.setattr(Client, "register", register)
+    with pytest.raises(tensorhub.Unavailable, match="not yet"):
+        trainer.resume()
+    trainer.resume()
+    assert trainer.publish(1) == 1
+    trainer.unpublish()
+    with pytest.raises(tensorhub.UsageError, match="not suspended"):
+        trainer.resume()
+
+
+def test_awaited_the_memory_for_masters_is_taken_in_no_loop(server, takers):
+    async def story():
+        async with await tensorhub.aio.open("m", replica="t", server=server.address) as weights:
+            await weights.register({"w": np.ones(1000, np.float32)}, dtype="float16")
+            await weights.suspend()
+            await weights.resume()
+            assert await weights.publish(1) == 1
+
+    asyncio.run(story())
+    assert len(takers) == 2
+    assert not {threading.current_thread(), loop_thread().thread} & set(takers)
 
 
 def test_what_a_failed_fill_has_spoiled_stays_so_while_it_sleeps(join):

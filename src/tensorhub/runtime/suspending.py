@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 
 class Suspension:
-    """Of one worker. Used in the worker's loop only, except for `again`."""
+    """Of one worker. Used in the worker's loop only, except for `again` and `is_suspended`."""
 
     def __init__(self, driver: Driver, behind: Behind) -> None:
         self._driver, self._behind = driver, behind
         self._given: tuple[object, object, object] | None = None  # what was registered; None while nothing is suspended
+
+    @property
+    def is_suspended(self) -> bool:
+        """Any thread may ask."""
+        return self._given is not None
 
     def check(self, verb: str) -> None:
         """Raises `UsageError` if the call would need the tensors."""
@@ -53,7 +58,7 @@ class Suspension:
         self._given = None
 
     def again(self, tensors: "type_of_weights | None") -> Registration:
-        """What was suspended, or these tensors, as they are now. In the caller's thread.
+        """What was suspended, or these tensors, as they are now. In any thread but the loop's: it may take memory.
 
         Raises `UsageError` if nothing is suspended, or what there is now is laid out otherwise.
         """
