@@ -23,7 +23,7 @@ def check_step(
     ours = weights._aio
     what = f"mutating(version={version!r})"
     aio._number(version, f"mutating() of {ours._client.me}")
-    ours._block_on(ours._client.may_begin("mutating", ours._deadline(timeout)), timeout, what)
+    ours._block_on(ours._client.settled("mutating", ours._deadline(timeout)), timeout, what)
 
 
 def check_metadata(metadata: Mapping[str, object] | None) -> None:

@@ -166,7 +166,7 @@ class Client:
             return await self.driver.call(Called("choose", spec, deadline, floor=floor, waits=waits))
 
     async def settled(self, verb: str, deadline: float) -> None:
-        """What was called before, and went on behind its caller's back, is over. Raises what went wrong there."""
+        """No call goes on behind its caller's back. Raises what went wrong there, and what bars such a call here."""
         with self._one_call(verb):
             await self._behind.over(deadline, f"{verb}()")
 
@@ -378,11 +378,6 @@ class Client:
         self._check_usable()
         self.turn.check(verb)
         self.suspension.check(verb)
-
-    async def may_begin(self, verb: str, deadline: float) -> None:
-        """Raises what such a call raises of this worker alone, before its siblings hear of it."""
-        self.check_may_call(verb)
-        await self._behind.over(deadline, f"{verb}()")
 
     @contextlib.contextmanager
     def _one_call(self, verb: str) -> Iterator[None]:
