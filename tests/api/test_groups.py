@@ -94,6 +94,27 @@ def test_who_cannot_begin_a_step_tells_its_siblings(join):
     assert all_of(other, failed(step)) == [tensorhub.UsageError] * 2
 
 
+@pytest.mark.parametrize("verb", ["replicate", "update"])
+def test_who_cannot_be_filled_tells_its_siblings(join, verb):
+    """A tensor was replaced on one shard alone: the others would wait for it until their time is up."""
+    torch = pytest.importorskip("torch")
+    trainer = [join("t", tensors={"w": torch.ones(10)}, shard=shard, shards=2) for shard in range(2)]
+    all_of(trainer, lambda weights: weights.publish(1))
+    modules = [torch.nn.ParameterDict({"w": torch.zeros(10)}) for _ in range(2)]
+    rollout = [join("r", tensors=module, shard=shard, shards=2) for shard, module in enumerate(modules)]
+    modules[1]["w"] = torch.nn.Parameter(torch.zeros(10))
+
+    def failed(weights):
+        with pytest.raises(tensorhub.TensorHubError) as caught:
+            getattr(weights, verb)("latest", timeout=100)
+        return type(caught.value), str(caught.value)
+
+    (sibling, text), (mine, _) = all_of(rollout, failed)
+    assert mine is tensorhub.UsageError
+    assert sibling is tensorhub.GroupIncomplete
+    assert "no longer holds what was registered" in text
+
+
 def test_two_models_in_one_process_do_not_meet(join):
     actor, _ = join("t", 1.0, model="actor")
     critic, _ = join("t", 2.0, model="critic")

@@ -136,19 +136,19 @@ class Client:
                     return await self._carried(called)
                 await self._behind.begin(self._carried(called), deadline)
                 return None
-            self._check_in_place()
-            if not is_again:
-                self._wholeness.check(registration, f"{verb}()")
-            if registration is not None:
-                registration.check_fillable()
             worker = self.driver.worker
-            if worker.held is None and not is_again:
-                self._wholeness.forget()
             try:
+                self._check_in_place()
+                if not is_again:
+                    self._wholeness.check(registration, f"{verb}()")
+                if registration is not None:
+                    registration.check_fillable()
                 known = self.wishes.update_at_once(called, self.hello)
             except UsageError as error:
                 self.driver.miss(called, error)
                 raise
+            if worker.held is None and not is_again:
+                self._wholeness.forget()
             version = known if known is not None else await self._carried(called)
             held = worker.buffer if isinstance(worker.buffer, Holding) else None
             await self._wholeness.give_back(registration, held, deadline)
