@@ -48,6 +48,32 @@ def test_a_taken_port_ends_a_server_with_its_reason(server):
     assert f"cannot listen on {server.address}" in ended.stderr
 
 
+SERVES = """
+import signal, sys, tensorhub
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+with tensorhub.serve() as server:
+    print(server.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_peers_that_leave_do_not_end_a_program_that_serves_with_sigpipe_at_its_default():
+    """They ask much, end their half and go without having read: what is still written to them then is a broken pipe."""
+    process = subprocess.Popen([sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        host, port = process.stdout.readline().strip().split(":")
+        with contextlib.suppress(ConnectionError):  # it has ended
+            for _ in range(50):
+                with socket.create_connection((host, int(port)), timeout=30) as peer:
+                    peer.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 200)
+                    peer.recv(1, socket.MSG_PEEK)
+                    peer.shutdown(socket.SHUT_WR)
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
 def test_a_killed_server_comes_back_and_learns_everything_from_the_workers(server):
     trainer, source = worker(server, "t", 1.0)
     reader, target = worker(server, "r")

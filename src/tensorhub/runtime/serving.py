@@ -20,6 +20,7 @@ from aiohttp import web
 from ..core.errors import TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.snapshot import Status
+from ..transport.signals import block_sigpipe
 from ..transport.threads import Thread, start
 from .loops import check_process, held_lock, inheritable_loop, wait_in
 from .server import DECISIONS, ServerShell
@@ -186,6 +187,7 @@ class ServerThread:
         self._thread.join(STOP_S + START_S)
 
     def _run(self) -> None:
+        block_sigpipe()
         try:
             with asyncio.Runner(loop_factory=inheritable_loop) as runner:
                 runner.run(self._serve())
