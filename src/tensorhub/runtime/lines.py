@@ -6,6 +6,7 @@ message of memory, and its line is cut after a while. It must never: block whoev
 
 import asyncio
 import contextlib
+import logging
 import time
 from math import inf
 
@@ -14,6 +15,8 @@ from aiohttp import WSCloseCode, web
 from ..core.messages import LayoutWanted, Orders, Refusal, ToWorker
 from ..core.names import Digest, Ticket
 from .codec import encode
+
+_log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0  # for the other side's goodbye
 
@@ -77,6 +80,18 @@ class Line:
         with contextlib.suppress(OSError, RuntimeError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.socket.close(code=WSCloseCode.GOING_AWAY)
+
+    def note_end(self, writer: "asyncio.Task[None]") -> None:
+        """What wrote to it has ended. If not by the line's end, that is our bug: it is said, and the line cut."""
+        if not writer.cancelled() and (error := writer.exception()) is not None:
+            _log.error("the line to %s ends: %r", self.name, error, exc_info=error)
+            self.cut()
+
+    def forget_failure(self) -> None:
+        """What ended it knows the socket, which knows it: without this circle all that it holds goes at once."""
+        error = self.socket.exception()
+        if error is not None:
+            error.__traceback__ = None
 
     def cut(self) -> None:
         """End it without a word."""

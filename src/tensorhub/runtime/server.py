@@ -11,6 +11,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from math import inf
 
 import msgspec
@@ -36,6 +37,7 @@ from .intake import Intake
 from .layouts import UnknownLayouts
 from .lines import Line
 from .showing import encode_status, take_status
+from .strangers import Stranger, Strangers
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class ServerShell:
             lambda layout: layout in self.machine.state.layouts, self.intake.put_back, patience_s=settings.lease_s / 4
         )
         self._lines: dict[str, Line] = {}
+        self._strangers = Strangers()
         self._opened = 0
         self._timer: asyncio.Handle | None = None
         self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
@@ -163,23 +166,36 @@ class ServerShell:
         if self._is_stopping or len(self._lines) >= self.settings.most_workers + SPARE_CONNECTIONS:
             return web.Response(status=503, text="no room for another connection\n")
         socket = web.WebSocketResponse(max_msg_size=MAX_LAYOUT_BYTES, compress=False, timeout=1.0)
-        await socket.prepare(request)
         self._opened += 1
         line = Line(f"line-{self._opened}", socket, request)
+        stranger = Stranger(self._strangers, request, partial(line.post, _malformed("too much before any Hello")))
         self._lines[line.sender] = line
         try:
-            async with asyncio.TaskGroup() as group:
-                writer = group.create_task(line.write())
-                await self._listen(line)
-                if not line.is_refused:
-                    writer.cancel()
+            if stranger.has_said_too_much:
+                return web.Response(status=413, text="too much before any answer\n", headers={"Connection": "close"})
+            await socket.prepare(request)
+            await self._converse(line, stranger)
         finally:
+            stranger.leave()
+            line.forget_failure()
             del self._lines[line.sender]
             if line.has_said_hello and not self._is_stopping:
                 self.intake.end(line)
         return socket
 
-    async def _listen(self, line: Line) -> None:
+    async def _converse(self, line: Line, stranger: Stranger) -> None:
+        """Until the line ends. Not in a `TaskGroup`: before Python 3.13 that and what has cancelled it know each other,
+        and keep all that the line was sent until circles are looked for, which is seldom."""
+        writer = asyncio.create_task(line.write())
+        writer.add_done_callback(line.note_end)
+        try:
+            await self._listen(line, stranger)
+            if line.is_refused:
+                await writer
+        finally:
+            writer.cancel()
+
+    async def _listen(self, line: Line, stranger: Stranger) -> None:
         """Hand on messages until the line ends."""
         async for frame in line.socket:
             line.heard_at = time.monotonic()
@@ -201,7 +217,9 @@ class ServerShell:
             if refusal is not None:
                 line.post(refusal)
                 continue
-            line.has_said_hello = True
+            if not line.has_said_hello:
+                line.has_said_hello = True
+                stranger.leave()
             self.intake.put(line, message)
 
     def _why_refuse(self, line: Line, hello: Hello) -> Refusal | None:
