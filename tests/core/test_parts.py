@@ -3,12 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Failure, Part, Report
+from tensorhub.core.messages import Failure, LayoutInfo, Part, Report
 from tensorhub.core.names import Digest, Ticket
 from tensorhub.core.worker import events
 from tensorhub.core.worker.parts import Parts
 
-from .kit import Conversation, grant, orders, worker
+from .kit import LAYOUT, Conversation, grant, orders, worker
 
 FIRST, SECOND = (replace(grant(5 + shard, source=worker("trainer", shard)), parts=2) for shard in (0, 1))
 LOST = Failure("source-lost", "connection reset")
@@ -62,3 +62,25 @@ def test_the_end_of_a_part_that_is_over_or_unknown_changes_nothing(part: int) ->
     before = failed_sources(it)
     it.tell(events.PartEnded(Ticket(5), Ticket(part), failure=LOST))
     assert failed_sources(it) == before == [Ticket(6)]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_what_is_opened_for_a_host_copy_of_other_tensors_is_stopped(is_open: bool) -> None:
+    """What it brings was worked out for the tensors that were registered then."""
+    it = Conversation.begun(max_copies=1)
+    ahead = tuple(replace(part, to_host=True) for part in (FIRST, SECOND))
+    it.tell(events.Received(orders(2, fetch=FIRST.version, across=ahead)))
+    assert it.wants(events.OpenAcross(Ticket(5), ahead))
+    if is_open:
+        it.tell(events.AcrossOpened(Ticket(5), Digest("here")))
+        assert any(isinstance(effect, events.StartAcross) for effect in it.wanted)
+    it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("of other tensors"), 16, 1))
+    assert it.wants(events.StopRead(Ticket(5)))
+    it.tell(events.AcrossOpened(Ticket(5), Digest("here")))  # it was on its way
+    copies = it.worker.state.copies.by_version
+    assert all(copy.layout == Digest("l") for copy in copies.values())
+    assert bool(copies) is is_open
+    it.tell(events.ReadEnded(Ticket(5)))
+    again = tuple(replace(part, ticket=Ticket(part.ticket + 4)) for part in ahead)
+    it.tell(events.Received(orders(3, fetch=FIRST.version, across=again)))
+    assert it.wants(events.OpenAcross(Ticket(9), again)) is not is_open  # that copy has to leave first

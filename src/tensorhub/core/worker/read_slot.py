@@ -29,6 +29,7 @@ class ReadSlot:
     reading: Reading | None = None
     begun: Grant | None = None  # under which `reading` was begun
     is_across: bool = False  # it is one out of several sources
+    layout: Digest = Digest("")  # of the tensors for which one across was begun
     is_opening: bool = False  # it fetches the manifest only
     is_opened: bool = False  # the manifest is here, and it waits for the buffer
     is_stopping: bool = False

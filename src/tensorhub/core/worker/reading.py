@@ -120,13 +120,22 @@ def _is_wanted(worker: WorkerState, grant: Grant | None) -> bool:
     if grant is None:
         return False
     if grant.to_host:
-        return worker.copies.may_fetch(grant.version, call.resolved if call is not None else None)
+        may_fetch = worker.copies.may_fetch(grant.version, call.resolved if call is not None else None)
+        return may_fetch and not _is_of_other_tensors(worker)
     if call is None or not call.fills or call.resolved != grant.version:
         return False
     if isinstance(worker.buffer, Filling):
         return worker.buffer.version == grant.version and worker.copies.copying is None
     is_other = not isinstance(worker.buffer, Empty | Poisoned) and worker.buffer.version != grant.version
     return is_other and worker.copies.whole(grant.version) is None
+
+
+def _is_of_other_tensors(worker: WorkerState) -> bool:
+    """What is opened across for a host copy was worked out for tensors that are not registered any more."""
+    slot, reading = worker.slot, worker.reading
+    if reading is None or not (slot.is_across and reading.to_host):
+        return False
+    return reading.version not in worker.copies.by_version and slot.layout != worker.copies.layout
 
 
 def _go_on(worker: WorkerState) -> None:
@@ -149,6 +158,7 @@ def _begin_across(worker: WorkerState, grant: Grant) -> None:
     if not is_free and worker.call is not None and worker.call.opened == grant.version:
         return  # it was opened before, at other sources: it is read once the buffer is free
     worker.slot.start_across()
+    worker.slot.layout = worker.copies.layout
     tickets = ", ".join(str(part) for part in worker.slot.parts.open)
     worker.note(f"opens {grant.version} across {len(worker.slot.parts.open)} sources, tickets {tickets}")
 
