@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.errors import SourceLost, TransportMissing
+from tensorhub.core.errors import HostMemoryFull, SourceLost, TransportMissing
 from tensorhub.core.messages import Grant, Report
 from tensorhub.core.names import Digest, Ticket, Version, worker_id
 from tensorhub.core.worker.events import (
@@ -25,6 +25,7 @@ from tensorhub.core.worker.events import (
 )
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import register
+from tensorhub.runtime import dataplane
 from tensorhub.runtime.codec import decode_to_server, encode
 from tensorhub.runtime.dataplane import DataPlane
 from tensorhub.runtime.routes import Meter
@@ -214,6 +215,29 @@ def test_a_read_that_is_told_to_stop_because_it_could_not_be_mapped_ends():
         read.on_end(None)
         (ended,) = await s.until(ReadEnded)
         assert (ended.ticket, ended.complete) == (Ticket(10), False)
+
+    run(story)
+
+
+def test_a_read_that_could_not_be_mapped_and_has_no_room_is_over(monkeypatch):
+    async def story(s):
+        def content(*arguments):
+            raise HostMemoryFull("no room")
+
+        monkeypatch.setattr(dataplane, "NO_ROOM_S", 0.01)
+        monkeypatch.setattr(s.data.copies, "content", content)
+        read = start_to_share(s)
+        assert read.sink.begin(s.manifest.encode()) == ()
+        former = s.data._reading
+        read.on_end(None)
+        await s.until(NotShared)
+        assert not s.data.is_reading
+        assert former.measuring.cancelled()
+        assert s.data.stop_read(Ticket(10)) is False
+        (ended,) = await s.until(ReadEnded)
+        assert (ended.complete, ended.failure.code) == (False, "host-memory-full")
+        await asyncio.sleep(0)
+        assert len([event for event in s.told if isinstance(event, ReadEnded)]) == 1
 
     run(story)
 

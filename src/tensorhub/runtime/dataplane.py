@@ -140,6 +140,9 @@ class DataPlane:
         if is_tiled(grant.root):
             self.tiles.read(grant, is_only_opened=is_only_opened)
             return
+        if self._reading is not None:  # it was opened, or could not be mapped, and is now read
+            self._reading.end()
+            self._reading = None  # there may be no room to read it
         try:
             content = self._content_for(grant)
         except TensorHubError as error:  # no host memory
@@ -156,8 +159,6 @@ class DataPlane:
             shares=grant.shares,
             on_touch=lambda: self.wake(self.touched, grant.ticket, grant, content),
         )
-        if self._reading is not None:
-            self._reading.end()  # it was opened, and is now read
         reading = self._reading = OpenRead(grant, content, sink)
         self._background.once_free(content.key, lambda: self._begin(reading))
 
@@ -341,11 +342,9 @@ class DataPlane:
         grant, registration = reading.grant, self.registration
         if reading.sink.shared is None:
             self.tell(events.NotShared(grant.ticket))
-            if self._reading is not reading:
-                return
             if reading.sink.is_stopped:  # by what was just told: a lease or a deadline was over
                 self._ended(reading, None)
-            else:
+            elif self._reading is reading:
                 self.start_read(structs.replace(grant, shares=False))
             return
         assert registration is not None, "reading without registered memory"
