@@ -165,10 +165,7 @@ class DataPlane:
     def _begin(self, reading: OpenRead) -> None:
         if self._reading is not reading or reading.sink.is_stopped:
             return
-        try:
-            reading.ways = self.routes.to(reading.grant)
-            self._read(reading)
-        except TensorHubError as error:
+        if (error := self._read_by_any(reading)) is not None:
             self._loop.call_soon(self._ended, reading, error)
 
     def stop_read(self, ticket: Ticket) -> bool:
@@ -322,7 +319,7 @@ class DataPlane:
         self._tell_progress(reading)
         if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
             self.routes.failed(reading.way, reading.grant, error)
-            error = self._read_otherwise(reading)
+            error = self._read_by_any(reading)
             if error is None:
                 return
         self._reading = None
@@ -335,6 +332,8 @@ class DataPlane:
         if error is not None and not is_complete and not isinstance(error, SessionLost):
             failure = Failure(error.code, str(error), error.hint or "")
             _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
+        if is_complete and self.incoming is reading.content:  # there was no byte to write: it is there all the same
+            self.touched(reading.grant.ticket, reading.grant, reading.content)
         self.tell(ReadEnded(reading.grant.ticket, is_complete, failure))
 
     def _share(self, reading: OpenRead) -> None:
@@ -367,8 +366,8 @@ class DataPlane:
             self.copies.keep_shared(content, sink)
             self.tell(ReadEnded(reading.grant.ticket, complete=True))
 
-    def _read_otherwise(self, reading: OpenRead) -> TensorHubError | None:
-        """Begin again by the ways that are left; returns why there is none."""
+    def _read_by_any(self, reading: OpenRead) -> TensorHubError | None:
+        """Begin, or begin again, by the ways that are left; returns why there is none."""
         try:
             reading.ways = self.routes.to(reading.grant)
             self._read(reading)
