@@ -1,5 +1,6 @@
 """A worker's shell: its line comes back, and a machine that contradicts itself ends its worker, loudly and alone."""
 
+import asyncio
 import logging
 import random
 import signal
@@ -14,7 +15,8 @@ import pytest
 import tensorhub
 from tensorhub.core.errors import InvariantViolation
 from tensorhub.core.worker.events import Called
-from tensorhub.runtime import long_waits
+from tensorhub.runtime import client, long_waits
+from tensorhub.runtime.behind import Behind
 from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, SOON_RETRY_S, SOON_S, retry_delay_s
 from tensorhub.runtime.loops import in_thread, loop_thread
 from tensorhub.runtime.serving import ServerThread
@@ -164,6 +166,63 @@ def test_a_crash_of_the_machine_while_a_call_waits_fails_that_call(server, monke
         error, _ = in_threads(lambda: weights.replicate("latest", timeout=20), crash)
     assert isinstance(error, InvariantViolation)
     weights.close()
+
+
+def test_a_publish_whose_worker_is_closed_while_it_hashes_ends_at_once(server, monkeypatch):
+    weights = worker(server)
+    driver, hashed, hashing = weights._aio._client.driver, client.hashed, threading.Event()
+
+    async def until_it_has_gone(*arguments):
+        hashing.set()
+        await asyncio.to_thread(eventually, lambda: driver.is_gone)
+        return await hashed(*arguments)
+
+    monkeypatch.setattr(client, "hashed", until_it_has_gone)
+
+    def close():
+        assert hashing.wait(5)
+        weights.close(timeout=2)
+
+    with within(8):
+        error, _ = in_threads(lambda: weights.publish(1, timeout=20), close)
+    assert isinstance(error, tensorhub.Closed)
+    assert driver.broken is None
+
+
+def test_whoever_waits_for_something_of_a_worker_hears_that_it_has_gone(server):
+    weights = worker(server)
+    driver, asked = weights._aio._client.driver, threading.Event()
+
+    async def wait():
+        await driver.until(lambda: bool(asked.set()), time.monotonic() + 20)
+
+    def ask():
+        loop_thread().wait(wait(), deadline=time.monotonic() + 20, what="it")
+
+    def close():
+        assert asked.wait(5)
+        weights.close(timeout=2)
+
+    with within(8):
+        error, _ = in_threads(ask, close)
+    assert isinstance(error, tensorhub.Closed)
+    with within(2), pytest.raises(tensorhub.Closed):
+        ask()
+
+
+def test_an_unpublish_behind_its_caller_is_not_granted_by_the_end_of_its_worker(server):
+    weights = worker(server)
+    driver = weights._aio._client.driver
+
+    async def work():
+        await asyncio.to_thread(eventually, lambda: driver._awaited)
+        await driver.end(time.monotonic() + 1)
+        raise tensorhub.Closed("it")
+
+    begun = Behind(driver).begin(work(), time.monotonic() + 20)
+    with within(8), pytest.raises(tensorhub.Closed):
+        loop_thread().wait(begun, deadline=time.monotonic() + 20, what="it")
+    weights.close(timeout=1)
 
 
 def test_what_is_missed_while_a_call_waits_is_not_the_end_of_that_call(server):

@@ -28,6 +28,8 @@ class Behind:
         granted = loop.create_task(self._driver.until(lambda: worker.is_withdrawing, deadline))
         try:
             await asyncio.wait([task, granted], return_when=asyncio.FIRST_COMPLETED)
+            if granted.done() and granted.exception() is not None:  # the worker has gone: no grant
+                await asyncio.wait([task])
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait([task])

@@ -267,6 +267,7 @@ class Client:
 
     async def _hashed(self, held: Known | None, deadline: float, metadata: bytes) -> Known:
         """What is registered now; cast before, unless it is held."""
+        self._check_usable()  # it may have been closed while masters were compared
         registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
         if held is None:

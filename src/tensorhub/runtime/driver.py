@@ -10,11 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from math import inf
-from typing import assert_never
+from typing import Any, assert_never
 
 from msgspec.structs import replace
 
 from ..core.errors import (
+    Closed,
     DeadlineExceeded,
     InvariantViolation,
     ServerUnreachable,
@@ -141,7 +142,8 @@ class Driver:
             raise ServerUnreachable(f"{text}: {self.line.why}", hint=hint) from error
 
     async def call(self, called: Called) -> Version | None:
-        """One call, from here to its end. Cancelling it tells the machine so."""
+        """One call, from here to its end. Cancelling it tells the machine so. `Closed` once the worker has gone."""
+        self._check_here()
         ended: asyncio.Future[Finished] = self._loop.create_future()
         self._finished = ended
         self._waits = waits = LongWait(f"{called.verb} of {self.me}", self._waits_for)
@@ -208,7 +210,8 @@ class Driver:
         }
 
     async def until(self, is_true: Callable[[], bool], deadline: float) -> bool:
-        """Wait until something is so of the machine, or the deadline; returns whether it is."""
+        """Wait until something is so of the machine, or the deadline; returns whether it is. Raises as `call` does."""
+        self._check_here()
         future: asyncio.Future[None] = self._loop.create_future()
         self._awaited[future] = is_true
         try:
@@ -234,6 +237,7 @@ class Driver:
     async def end(self, deadline: float) -> None:
         """Cut everything: the line, the clock, the transports. Afterwards no thread touches the registered memory."""
         self.is_gone = True
+        _fail(self._gone(), self._finished, *self._awaited)  # the machine hears of nothing any more
         if self._timer is not None:
             self._timer.cancel()
         if self._life is not None:
@@ -250,6 +254,14 @@ class Driver:
             data.registration = data.content = data.incoming = data.vacated = None
             data.tiles.let_go()
             data.copies.let_go()
+
+    def _gone(self) -> Closed | InvariantViolation:
+        return self.broken or Closed(f"{self.me} was closed", hint="open it again")
+
+    def _check_here(self) -> None:
+        """The machine hears of what is asked now, and so whoever asks is answered."""
+        if self.is_gone or self.broken is not None:
+            raise self._gone()
 
     # --- the machine --------------------------------------------------------------------------------------------------
 
@@ -350,10 +362,7 @@ class Driver:
         _log.critical("%s stops: %r; what happened to it:\n%s", self.me, error, story, exc_info=error)
         self.broken = error if isinstance(error, InvariantViolation) else InvariantViolation(f"{self.me}: {error!r}")
         self.broken.__cause__ = error if error is not self.broken else None
-        for future in (self._finished, self._left, self._answered, *self._awaited):
-            if future is not None and not future.done():
-                future.set_exception(self.broken)
-                future.exception()  # looked at: nobody needs to await it
+        _fail(self.broken, self._finished, self._left, self._answered, *self._awaited)
         if not self.is_gone:
             self._end = self._loop.create_task(self.end(time.monotonic()))
 
@@ -361,3 +370,11 @@ class Driver:
         error = None if life.cancelled() else life.exception()
         if isinstance(error, Exception):
             self._break(error)
+
+
+def _fail(error: Closed | InvariantViolation, *futures: "asyncio.Future[Any] | None") -> None:
+    """Who waits for any of them hears so."""
+    for future in futures:
+        if future is not None and not future.done():
+            future.set_exception(error)
+            future.exception()  # looked at: nobody needs to await it

@@ -216,6 +216,8 @@ async def _is_near(client: Client, work: Filling, deadline: float) -> bool:
     finally:
         reached.cancel()
         await asyncio.wait((reached,))
+        if not reached.cancelled():
+            reached.exception()  # looked at: its worker may have gone
     if not work.done():
-        return not reached.cancelled() and reached.result()  # False: time is over
+        return not reached.cancelled() and not reached.exception() and reached.result()  # False: time is over
     return not work.cancelled() and work.exception() is None
