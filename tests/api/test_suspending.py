@@ -11,8 +11,10 @@ import pytest
 import tensorhub
 from runtime.kit import eventually
 from tensorhub.memory import masters
+from tensorhub.runtime import client
 from tensorhub.runtime.client import Client
 from tensorhub.runtime.loops import loop_thread
+from tensorhub.runtime.suspending import Suspension
 from tensorhub.transport import sealed
 
 torch = pytest.importorskip("torch")
@@ -199,6 +201,33 @@ def test_a_neighbours_host_copy_is_shared_while_it_sleeps(join, server):
 def copies_of(server, version):
     (model,) = tensorhub.connect(server.address).status(model="m").models
     return next((tuple(found.host_copies) for found in model.versions if found.version == version), ())
+
+
+def test_a_publish_that_comes_before_the_tensors_are_forgotten_keeps_them(join, monkeypatch):
+    weights, _ = join("t", 1.0)
+    hashed, begin, hashing, go_on, tasks = client.hashed, Suspension.begin, asyncio.Event(), asyncio.Event(), []
+
+    async def slowly(*arguments):
+        hashing.set()
+        await go_on.wait()
+        return await hashed(*arguments)
+
+    async def begin_late(suspension, deadline):
+        tasks.append(asyncio.create_task(weights._aio._client.publish(1, deadline)))
+        await hashing.wait()
+        try:
+            await begin(suspension, deadline)
+        finally:
+            go_on.set()
+
+    monkeypatch.setattr(client, "hashed", slowly)
+    monkeypatch.setattr(Suspension, "begin", begin_late)
+    with pytest.raises(tensorhub.UsageError, match=r"suspend on m/t\[0\] while its publish has not ended"):
+        weights.suspend(timeout=10)
+    eventually(lambda: weights.version == 1)
+    reader, array = join("r")
+    assert reader.replicate(timeout=5) == 1
+    assert (array == 1.0).all()
 
 
 def test_masters_are_cast_from_where_they_are_then(join):

@@ -66,9 +66,9 @@ class Client:
         self._behind = Behind(self.driver)
         self.wishes = Wishes(self.me, self.driver)
         self._wholeness = Wholeness(self.me)
-        self.suspension = Suspension(self.driver, self._behind)
         self.hello = hello
         self.turn = Turn(self.me)
+        self.suspension = Suspension(self.driver, self._behind, self.turn)
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self, deadline: float) -> None:

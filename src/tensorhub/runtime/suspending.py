@@ -12,6 +12,7 @@ from ..memory.hostmemory import without_memory
 from ..memory.registration import Registration, register
 from .behind import Behind
 from .driver import Driver
+from .turns import Turn
 
 if TYPE_CHECKING:
     from ..memory.registration import type_of_weights
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class Suspension:
     """Of one worker. Used in the worker's loop only, except for `again` and `is_suspended`."""
 
-    def __init__(self, driver: Driver, behind: Behind) -> None:
-        self._driver, self._behind = driver, behind
+    def __init__(self, driver: Driver, behind: Behind, turn: Turn) -> None:
+        self._driver, self._behind, self._turn = driver, behind, turn
         self._given: tuple[object, object, object] | None = None  # what was registered; None while nothing is suspended
 
     @property
@@ -41,7 +42,14 @@ class Suspension:
             raise UsageError(f"suspend() on {self._driver.me} before register()", hint="register the tensors first")
 
     async def begin(self, deadline: float) -> None:
-        """Nothing is held any more: forget where the tensors are, once nobody touches them."""
+        """Nothing is held any more: forget where the tensors are, once nobody touches them. A call of its own.
+
+        Raises `UsageError` if another call has begun since the unpublish: a publish serves the tensors.
+        """
+        with self._turn.of("suspend"):
+            await self._begin(deadline)
+
+    async def _begin(self, deadline: float) -> None:
         await self._behind.over(deadline, "suspend()")
         worker, data, me = self._driver.worker, self._driver.data, self._driver.me
         if not await self._driver.until(lambda: worker.may_register, deadline):
