@@ -11,6 +11,8 @@ import pytest
 import tensorhub
 from runtime.kit import eventually
 from tensorhub.memory import masters
+from tensorhub.memory.hostmemory import HostMemory
+from tensorhub.memory.room import Room
 from tensorhub.runtime import client
 from tensorhub.runtime.client import Client
 from tensorhub.runtime.loops import loop_thread
@@ -171,6 +173,28 @@ def test_what_was_prefetched_fills_the_new_memory(join, trainer):
     give_other_storage(engine)
     rollout.resume()
     assert rollout.replicate() == 2
+    assert (engine.weight == 1.0).all()
+
+
+@pytest.mark.parametrize("left_bytes", [0, (96 << 20) + 300 * 200 * 4 + 800])  # beside the copy: none, or one more
+def test_what_was_prefetched_fills_the_new_memory_where_waking_has_left_little_room(
+    server, join, trainer, monkeypatch, left_bytes
+):
+    """No limit was given: what there is room for at that moment is beside the copy that is there already."""
+    engine = linear(0.0)
+    rollout, _ = join("r", tensors=engine, reliable=False, prefetch="always")
+    eventually(lambda: "r" in copies_of(server, 1), "it is fetched ahead")
+    rollout.suspend()
+    held = rollout.statistics()["host_bytes"]
+    give_other_storage(engine)
+    look = {**HostMemory.__init__.__kwdefaults__, "look": lambda: Room(left_bytes, "a limit of this test")}
+    monkeypatch.setattr(HostMemory.__init__, "__kwdefaults__", look)
+    rollout.resume()
+    statistics = rollout.statistics()
+    assert statistics["host_bytes"] == held > 0
+    assert statistics["host_bytes_limit"] == held * (2 if left_bytes else 1)
+    trainer.close()  # only the copy has it
+    assert rollout.update(timeout=8) == 1
     assert (engine.weight == 1.0).all()
 
 

@@ -9,7 +9,7 @@ import pytest
 from tensorhub.core.errors import InvariantViolation
 from tensorhub.memory.hostmemory import HostMemory, copy_stream, on_host, over_shared
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.room import Room
+from tensorhub.memory.room import SPARE_BYTES, Room
 from tensorhub.transport import sealed
 from tensorhub.transport.located import bare_addresses
 from tensorhub.transport.sealed import Sealed, Shared, regions_of
@@ -98,3 +98,11 @@ def test_without_such_memory_copies_are_made_as_before(monkeypatch: pytest.Monke
 )
 def test_it_says_which_limit_has_no_room_for_any_copy(limit_bytes: int | None, why: str) -> None:
     assert HostMemory(registered(1 << 20), limit_bytes, look=lambda: Room(16 << 20, "memory.max")).why_none == why
+
+
+@pytest.mark.parametrize(("left", "had", "taken", "most"), [(0, 0, 0, 0), (0, 1, 1, 1), (1, 1, 1, 2), (2, 0, 3, 2)])
+def test_room_is_beside_the_copies_that_are_there(left: int, had: int, taken: int, most: int) -> None:
+    tensors = registered()
+    size_bytes = tensors.size_bytes
+    look = lambda: Room(SPARE_BYTES + left * size_bytes - (not left), "a limit")  # noqa: E731
+    assert HostMemory(tensors, None, look=look, had=had, taken_bytes=taken * size_bytes).most == most

@@ -45,17 +45,21 @@ class HostMemory:
         *,
         look: Callable[[], Room | None] = room,
         most: int = MOST_COPIES,
+        had: int = 0,
+        taken_bytes: int = 0,
     ) -> None:
         """`limit_bytes` for all copies together; None: `most` copies, or as many as there is room for now.
 
-        `look` says what is left to take.
+        `look` says what is left to take. Beside that, `taken_bytes` are in copies that are there already, of former
+        tensors: `had` of them have this layout, and so many are allowed in any case.
         """
         size_bytes, found = registration.size_bytes, look() if limit_bytes is None else None
         self._shape = without_memory(registration)
         if limit_bytes is None:
-            self.most = copies_that_fit(size_bytes, found, most)
+            there = found._replace(left_bytes=found.left_bytes + taken_bytes) if found is not None else None
+            self.most = max(had, copies_that_fit(size_bytes, there, most))
         else:
-            self.most = limit_bytes // max(1, size_bytes)
+            self.most = max(had, limit_bytes // max(1, size_bytes))
         self.why_none = ""  # why there will never be a copy of these tensors
         if not self.most:
             leaves = f"{found.limit} left {size_text(found.left_bytes)} at register()" if found is not None else ""

@@ -77,11 +77,19 @@ class HostCopies:
         self._copying = threading.Lock()  # held by the thread that copies: one at a time, as the machine has it
 
     def register(self, registration: Registration) -> int:
-        """From now on copies are made of these tensors. Returns how many the limit allows where there are no others."""
+        """From now on copies are made of these tensors. Returns how many the limit allows where there are no others.
+
+        Never fewer than there are already: those are counted on, and cannot go at once.
+        """
         if self._pool is not None:
             self._pool.retire()
             self._former = [pool for pool in (*self._former, self._pool) if pool.used_bytes]
-        self._pool = HostMemory(registration, self._limit_bytes, most=self.most)
+            self._pool = None
+        digest = registration.layout_digest
+        had = sum(
+            pool is not None and each.registration.layout_digest == digest for pool, each in self._contents.values()
+        )
+        self._pool = HostMemory(registration, self._limit_bytes, most=self.most, had=had, taken_bytes=self.used_bytes)
         level = logging.WARNING if self._pool.is_short else logging.INFO
         _log.log(level, "%s: copies of versions that must be kept may take %s", self.me, self._pool.cost)
         if reason := sealed.why_not():
