@@ -63,3 +63,14 @@ def test_that_it_became_impatient_is_one_line_of_its_story() -> None:
         it.tell(events.Tick())
     assert it.worker.buffer == Withdrawing(ONE, Digest("r"), published=True, impatient=True)
     assert [line for _, line in it.worker.story() if "impatient" in line] == ["withdraws version 1, impatient"]
+
+
+def test_a_copy_that_was_begun_is_finished_though_tensors_that_come_again_would_have_no_room_for_one() -> None:
+    it = Conversation.begun(max_copies=2)
+    ahead = replace(grant(2), to_host=True)
+    it.tell(events.Received(orders(2, fetch=ONE, grant=ahead)))
+    assert it.wants(events.StartRead(ahead))
+    it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, max_copies=0))
+    assert it.worker.state.copies.room == 0
+    it.tell(events.ReadEnded(Ticket(2), complete=True))
+    assert it.worker.state.copies.whole(ONE) is not None

@@ -64,6 +64,12 @@ class HostCopies:
     _to_share: tuple[Digest, int] = (Digest(""), 0)  # layout and size of what the open read maps
 
     @property
+    def count(self) -> int:
+        """How many are of the present tensors, begun or whole, but for those that another worker made."""
+        made = (copy for copy in self.by_version.values() if copy.version not in self.mapped)
+        return sum(copy.layout == self.layout for copy in made)
+
+    @property
     def room(self) -> int:
         """How many more copies of the present tensors fit beside all copies that are here, of former tensors too."""
         if not self.size_bytes:
@@ -87,9 +93,13 @@ class HostCopies:
         return max((version for version in self.by_version if self.whole(version) is not None), default=None)
 
     def register(self, layout: Digest, size_bytes: int, max_copies: int, *, next_report: int) -> None:
-        """Other tensors. Whole copies stay, as others may need them; unfinished ones can no longer be finished."""
+        """Other tensors. Whole copies stay, as others may need them; unfinished ones can no longer be finished.
+
+        Copies of the same tensors, registered again, stay allowed where memory has become short: also one that is
+        begun here, and for which there is no memory yet.
+        """
         self.layout, self.size_bytes, self.failed = layout, size_bytes, {}
-        self.max_copies = min(max_copies, MAX_COPIES)
+        self.max_copies = max(min(max_copies, MAX_COPIES), self.count)
         for copy in self.by_version.values():
             if copy.layout != layout and not copy.whole:
                 self.leave(copy.version, next_report=next_report)

@@ -25,8 +25,6 @@ def contradiction(worker: WorkerState) -> str | None:
     if isinstance(buffer, Holding | Withdrawing) and slot.may_write:
         return f"holds {buffer.version} while {reading} still writes"
     copies = worker.copies
-    made = [copy for copy in copies.by_version.values() if copy.version not in copies.mapped]
-    count = sum(copy.layout == copies.layout for copy in made)
-    if count > copies.max_copies and not copies.leaving:
-        return f"has {count} host copies where {copies.max_copies} are allowed"
+    if copies.count > copies.max_copies and not copies.leaving:
+        return f"has {copies.count} host copies where {copies.max_copies} are allowed"
     return None
