@@ -1,5 +1,6 @@
 """A worker whose buffer and host copy are filled with one version, as a fetch ahead and a call meet on the way."""
 
+import pytest
 from msgspec.structs import replace
 
 from tensorhub.core.messages import Answer, Holding, LayoutInfo, Poisoned, Withdrawing
@@ -72,5 +73,18 @@ def test_a_copy_that_was_begun_is_finished_though_tensors_that_come_again_would_
     assert it.wants(events.StartRead(ahead))
     it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, max_copies=0))
     assert it.worker.state.copies.room == 0
+    it.tell(events.ReadEnded(Ticket(2), complete=True))
+    assert it.worker.state.copies.whole(ONE) is not None
+
+
+@pytest.mark.parametrize("is_across", [False, True])
+def test_a_copy_that_is_opened_is_begun_though_there_would_be_no_room_for_it_by_then(is_across: bool) -> None:
+    it = Conversation.begun(max_copies=2)
+    parts = tuple(replace(grant(ticket), to_host=True, parts=2) for ticket in (2, 3))
+    shared = replace(grant(2), to_host=True, from_host=True, shares=True)
+    it.tell(events.Received(orders(2, fetch=ONE, **({"across": parts} if is_across else {"grant": shared}))))
+    assert it.wants(events.OpenAcross(Ticket(2), parts) if is_across else events.StartRead(shared))
+    it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, max_copies=0))
+    it.tell(events.AcrossOpened(Ticket(2), Digest("r")) if is_across else events.NotShared(Ticket(2)))
     it.tell(events.ReadEnded(Ticket(2), complete=True))
     assert it.worker.state.copies.whole(ONE) is not None

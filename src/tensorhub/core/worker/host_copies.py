@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from ..errors import CorruptTransfer, InvariantViolation
 from ..messages import MAX_COPIES, Failure, Holding, HostCopy, Orders, Reading, Spec, Withdrawing
 from ..names import Digest, Version
-from .events import CopyIn, CopyOut, DropCopy, Effect
+from .events import CopyIn, CopyOut, DropCopy, Effect, Registered
 
 Copying = tuple[Literal["in", "out"], Version]
 
@@ -92,14 +92,16 @@ class HostCopies:
         """The newest version that is whole here, and can fill the buffer."""
         return max((version for version in self.by_version if self.whole(version) is not None), default=None)
 
-    def register(self, layout: Digest, size_bytes: int, max_copies: int, *, next_report: int) -> None:
+    def register(self, event: Registered, reading: Reading | None, *, next_report: int) -> None:
         """Other tensors. Whole copies stay, as others may need them; unfinished ones can no longer be finished.
 
         Copies of the same tensors, registered again, stay allowed where memory has become short: also one that is
-        begun here, and for which there is no memory yet.
+        begun here, and for which there is no memory yet, and one that will begin as what the open read finds.
         """
-        self.layout, self.size_bytes, self.failed = layout, size_bytes, {}
-        self.max_copies = max(min(max_copies, MAX_COPIES), self.count)
+        layout = event.digest
+        self.layout, self.size_bytes, self.failed = layout, event.size_bytes, {}
+        will_begin = reading is not None and reading.to_host and reading.version not in self.by_version
+        self.max_copies = max(min(event.max_copies, MAX_COPIES), self.count + will_begin)
         for copy in self.by_version.values():
             if copy.layout != layout and not copy.whole:
                 self.leave(copy.version, next_report=next_report)
