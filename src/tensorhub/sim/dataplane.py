@@ -181,8 +181,10 @@ class SimRead:
         if place is None or place.available(version) < len(reader.memory):
             self._end(Failure("source-lost", f"{self.grant.source} has no host copy of version {version}"))
         elif self.plane.fates.fails(reader.name, "unmappable", self.plane.plan.conditions.unmappable):
-            self.shares, self.target = False, reader.host.place(version)
+            self.shares = False
             reader.tell(NotShared(self.grant.ticket))
+            if not self.is_stopped:  # else there was no room for a copy of its own
+                self.target = reader.host.place(version)
             self._fetch()
         else:
             self.target = reader.host.mapped(place, source)

@@ -92,16 +92,15 @@ class HostCopies:
         """The newest version that is whole here, and can fill the buffer."""
         return max((version for version in self.by_version if self.whole(version) is not None), default=None)
 
-    def register(self, event: Registered, reading: Reading | None, *, next_report: int) -> None:
+    def register(self, event: Registered, *, next_report: int) -> None:
         """Other tensors. Whole copies stay, as others may need them; unfinished ones can no longer be finished.
 
         Copies of the same tensors, registered again, stay allowed where memory has become short: also one that is
-        begun here, and for which there is no memory yet, and one that will begin as what the open read finds.
+        begun here, and for which there is no memory yet.
         """
         layout = event.digest
         self.layout, self.size_bytes, self.failed = layout, event.size_bytes, {}
-        will_begin = reading is not None and reading.to_host and reading.version not in self.by_version
-        self.max_copies = max(min(event.max_copies, MAX_COPIES), self.count + will_begin)
+        self.max_copies = max(min(event.max_copies, MAX_COPIES), self.count)
         for copy in self.by_version.values():
             if copy.layout != layout and not copy.whole:
                 self.leave(copy.version, next_report=next_report)
@@ -152,7 +151,7 @@ class HostCopies:
         found = self.by_version.get(version)
         if version in self.leaving or (found is not None and found.whole) or version not in (self.fetch, resolved):
             return False  # what was begun of other tensors is leaving
-        return found is not None or self.room > 0
+        return self.may_begin(version)
 
     def begun(self, version: Version, root: Digest) -> None:
         """A read into the copy has begun."""
@@ -162,6 +161,10 @@ class HostCopies:
     def begun_to_share(self) -> None:
         """A read is begun that maps another worker's copy: it will be of the present tensors, whatever comes."""
         self._to_share = (self.layout, self.size_bytes)
+
+    def may_begin(self, version: Version) -> bool:
+        """A read may be into the copy of that version, or into one that there is room for."""
+        return version in self.by_version or self.room > 0
 
     def shared(self, version: Version, root: Digest) -> None:
         """The copy of another worker of this host is mapped here: all of it at once, and it counts there."""

@@ -283,7 +283,7 @@ class Worker:
             raise InvariantViolation(f"{self.me} was given other tensors while {self.buffer}")
         worker.layout = event
         worker.memory.register()
-        worker.copies.register(event, worker.reading, next_report=worker.next_report)
+        worker.copies.register(event, next_report=worker.next_report)
         if worker.connected:
             worker.want(events.Send(event.layout))
 

@@ -35,7 +35,7 @@ def advanced(worker: WorkerState, event: events.ReadAdvanced) -> None:
     if reading is None or reading.ticket != event.ticket:
         return
     if reading.to_host:
-        if not reading.shares:
+        if reading.version in worker.copies.by_version:
             worker.copies.advanced(reading.version, event.done, event.chunks)
         return
     if event.done:
@@ -45,9 +45,9 @@ def advanced(worker: WorkerState, event: events.ReadAdvanced) -> None:
 
 
 def not_shared(worker: WorkerState, event: events.NotShared) -> None:
-    """A host copy of its own is made."""
+    """A host copy of its own is made; without room for one the read is not wanted any more, and is stopped."""
     reading = worker.slot.not_shared(event.ticket)
-    if reading is not None:
+    if reading is not None and worker.copies.may_begin(reading.version):
         worker.copies.begun(reading.version, worker.slot.root)
         worker.note(f"cannot map the host copy of version {reading.version} of {reading.source}, and reads it")
 
