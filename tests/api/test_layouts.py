@@ -2,15 +2,16 @@
 
 import contextlib
 import itertools
+import threading
 
 import numpy as np
 import pytest
 import torch
 
 import tensorhub
-from runtime.kit import in_threads
+from runtime.kit import eventually, in_threads
 from tensorhub import Box
-from tensorhub.runtime import cutting
+from tensorhub.runtime import cutting, tile_plane
 from tensorhub.transport import nixl_probe
 
 ROWS, COLUMNS = 300, 128
@@ -394,3 +395,39 @@ def test_what_can_be_hashed_of_a_version_that_is_cut_otherwise_is_looked_at_when
             assert isinstance(found, tensorhub.VersionConflict)
             assert "holds that version, but these tensors were changed since: 'v'" in str(found)
         assert [weights.version for weights in late] == [1, 1]
+
+
+def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_their_own_bytes(server, monkeypatch):
+    """Of one size and in another order: what was worked out for those before would be the other's, and verified."""
+    inside, go, real = threading.Event(), threading.Event(), tile_plane.version_from
+
+    def held_up(*arguments):
+        found = real(*arguments)
+        inside.set()
+        assert go.wait(20)
+        return found
+
+    first, second = content(1), content(2)
+    with contextlib.ExitStack() as stack:
+        publishers = []
+        for shard, rows in enumerate((slice(0, 100), slice(100, ROWS))):
+            options = {"shard": shard, "shards": 2, "server": server.address, "call_timeout": 20}
+            weights = stack.enter_context(tensorhub.open("m", replica="t", prefetch="never", **options))
+            at, size = (rows.start, 0), (rows.stop - rows.start, COLUMNS)
+            tensors = {"a": first[rows].copy(), "b": second[rows].copy()}
+            weights.register(tensors, boxes={name: [Box(name, SHAPE, at, size)] for name in tensors})
+            publishers.append(weights)
+        assert in_threads(*(lambda weights=weights: weights.publish(1) for weights in publishers)) == [1, 1]
+        monkeypatch.setattr(tile_plane, "version_from", held_up)
+        reader = tensorhub.open("m", replica="r", prefetch="always", server=server.address, call_timeout=20)
+        stack.enter_context(reader)
+        stack.callback(go.set)
+        reader.register({name: np.zeros(SHAPE, np.float32) for name in ("a", "b")}, boxes={})
+        assert inside.wait(20)
+        tensors = {name: np.zeros(SHAPE, np.float32) for name in ("b", "a")}
+        reader.register(tensors, boxes={})
+        go.set()
+        eventually(lambda: reader.statistics()["host_bytes"] > 0, "it is fetched ahead")
+        assert reader.replicate(1) == 1
+        assert (tensors["a"] == first).all()
+        assert (tensors["b"] == second).all()
