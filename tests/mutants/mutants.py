@@ -19,6 +19,24 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "what was opened across for other tensors is read into a host copy",
+        "        return may_fetch and not _is_of_other_tensors(worker)\n",
+        "        return may_fetch\n",
+        "tensors that are registered meanwhile get their own bytes, and not those worked out for the ones before",
+    ),
+    Mutant(
+        "what could not be shared is begun without room",
+        "    if reading is not None and worker.copies.may_begin(reading.version):\n",
+        "    if reading is not None:\n",
+        "no more host copies than the limit allows",
+    ),
+    Mutant(
+        "tensors that come again count on no copy that is there",
+        "        self.max_copies = max(min(event.max_copies, MAX_COPIES), self.count)\n",
+        "        self.max_copies = min(event.max_copies, MAX_COPIES)\n",
+        "a worker whose host has less memory by then keeps its copies, and lives",
+    ),
+    Mutant(
         "what a shard was told that it may give up comes to be",
         "m.stands_by(buffer.version) for m in group",
         "m.holds(buffer.version) for m in group",
