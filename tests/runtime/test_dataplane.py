@@ -696,6 +696,7 @@ def test_a_source_that_is_lost_is_not_tried_on_another_way():
         (ended,) = await s.until(ReadEnded)
         assert ended.failure.code == "source-lost"
         assert s.transport.reads == []
+        assert s.data.received.by_replica == {}  # it was none
 
     run(story)
 

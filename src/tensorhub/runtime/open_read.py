@@ -79,6 +79,8 @@ class Received:
             return
         replica, received = reading.grant.source.replica, reading.read.received_bytes
         news, reading.counted_bytes = received - reading.counted_bytes, received
+        if not news:  # a source that was tried, and was not there, is none
+            return
         add_up(self.by_replica, replica, news, most=MAX_SOURCES)
         if reading.grant.is_cross_site:
             self._count_cross_site(reading.grant.version, news)
