@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from tensorhub.core.names import Ticket
-from tensorhub.core.worker.events import ReadAdvanced, ReadEnded, ReadOpened, ReadTouched, ServingStopped
+from tensorhub.core.worker.events import CopiedIn, ReadAdvanced, ReadEnded, ReadOpened, ReadTouched, ServingStopped
 from tensorhub.core.worker.events_across import AcrossOpened, PartEnded, PartMeasured, StopPart
 from tensorhub.memory.tiles import across
 from tensorhub.runtime import tiled
@@ -278,6 +278,31 @@ def test_no_progress_is_told_of_what_was_stopped_before_it_was_started(to_host, 
         assert reader.data.stop_read(Ticket(1)) is False
         assert not (await reader.ended()).complete
         assert not reader.of(ReadAdvanced)
+        assert not reader.data.copies.has(V)  # what nobody counts is not kept
+
+    told(story, Fleet.of_rows)
+
+
+def test_a_host_copy_that_was_stopped_before_it_was_started_is_in_nobodys_way():
+    """The same number may come again with other content."""
+
+    async def story(fleet):
+        fleet.publish()
+        (reader,) = fleet.readers
+        reader.open(fleet.tickets(), to_host=True)
+        await reader.until(AcrossOpened)
+        reader.data.stop_read(Ticket(1))
+        assert not (await reader.ended()).complete
+        for node in fleet.publishers:
+            node.data.stop_serving(V)
+            await node.until(ServingStopped)
+            node.shard.arrays["w"][:] = 7
+            node.publish(fleet.grid)
+        reader.told.clear()
+        await reader.fill(fleet.tickets(11), to_host=True)
+        reader.data.copies.copy_in(V, reader.registration, lambda known: None)
+        await reader.seen(lambda: reader.of(CopiedIn))
+        assert (reader.shard.arrays["w"] == 7).all()
 
     told(story, Fleet.of_rows)
 

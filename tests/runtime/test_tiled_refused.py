@@ -5,7 +5,7 @@ import pytest
 
 from memory.cutting import Shard
 from tensorhub.core.messages import Failure
-from tensorhub.core.names import Digest, Ticket
+from tensorhub.core.names import Ticket
 from tensorhub.core.worker.events import ReadTouched
 from tensorhub.core.worker.events_across import AcrossOpened, PartEnded
 from tensorhub.memory.room import Room
@@ -124,8 +124,9 @@ def test_a_host_copy_for_which_there_is_no_room_any_more_ends_the_read_and_blame
         fleet.publish()
         (reader,) = fleet.readers
         reader.open(fleet.tickets(), to_host=True)
-        await reader.until(AcrossOpened)
-        reader.data.copies.content(V, Digest("")).registration.stream._footing._look = lambda: Room(0, "a test's limit")
+        (opened,) = await reader.until(AcrossOpened)
+        copy = reader.data.copies.content(V, opened.root).registration.stream
+        copy._footing._look = lambda: Room(0, "a test's limit")
         reader.start(1)
         ended = await reader.ended()
         assert ended.failure.code == "host-memory-full"

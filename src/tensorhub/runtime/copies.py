@@ -9,7 +9,15 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-from ..core.errors import Closed, CorruptTransfer, HostMemoryFull, TensorHubError, UsageError, error_from_code
+from ..core.errors import (
+    Closed,
+    CorruptTransfer,
+    HostMemoryFull,
+    TensorHubError,
+    UsageError,
+    VersionConflict,
+    error_from_code,
+)
 from ..core.manifest import Manifest
 from ..core.messages import Failure
 from ..core.names import Digest, Version, WorkerId
@@ -118,14 +126,23 @@ class HostCopies:
         return self._pool.limit_bytes if self._pool is not None else 0
 
     def content(self, version: Version, root: Digest, *, is_ahead: bool = False) -> Content:
-        """What is there of that version, or memory for it (ahead: if it can be spared). Raises `HostMemoryFull`."""
+        """What is there of that content, or memory for it (ahead: if it can be spared). Raises `HostMemoryFull`.
+
+        And `VersionConflict`, where that number is kept with other content.
+        """
         found = self._contents.get(version)
         if found is not None:
+            if found[1].root != root:
+                raise VersionConflict(f"{self.me} keeps a host copy of version {version} with other content")
             return found[1]
         assert self._pool is not None, "a host copy before register()"
         content = Content(version, root, self.key(version), self._pool.take(is_ahead=is_ahead))
         self._contents[version] = (self._pool, content)
         return content
+
+    def has(self, version: Version) -> bool:
+        """There is one of that version, or it is being made."""
+        return version in self._contents
 
     def not_ahead(self, version: Version, error: TensorHubError) -> None:
         """There is no room to fetch it ahead. It is tried again; aloud the second time, and not once more."""
@@ -286,20 +303,30 @@ class HostCopies:
 
     def drop(self, version: Version) -> None:
         """Cut its readers off, and free its memory."""
+        gone = self.let_go_of(version)
+
+        async def run() -> None:
+            await gone
+            self._tell(CopyDropped(version))
+
+        self._start(run())
+
+    def let_go_of(self, version: Version) -> Coroutine[object, object, None]:
+        """It is none of the copies from now on. What is to be awaited cuts its readers off, and frees its memory."""
         found = self._contents.pop(version, None)
         self._uncounted.pop(version, None)
 
         async def run() -> None:
-            if found is not None:
-                pool, content = found
-                content.stop(TensorHubError(f"{self.me} released its host copy of version {version}"))
-                await in_thread(lambda: self._withdraw(content.key), name="withdraw", otherwise="wait")
-                self._counted_bytes.pop(version, None)
-                if pool is not None:
-                    pool.give(content.registration)
-            self._tell(CopyDropped(version))
+            if found is None:
+                return
+            pool, content = found
+            content.stop(TensorHubError(f"{self.me} released its host copy of version {version}"))
+            await in_thread(lambda: self._withdraw(content.key), name="withdraw", otherwise="wait")
+            self._counted_bytes.pop(version, None)
+            if pool is not None:
+                pool.give(content.registration)
 
-        self._start(run())
+        return run()
 
     # ------------------------------------------------------------------------------------------------------------------
 

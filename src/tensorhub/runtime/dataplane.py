@@ -74,6 +74,7 @@ class DataPlane:
         self.tiles = TilePlane(self, chunk_bytes)
         self._background = Background(self._loop)
         self.call_soon, self.once_free = self._loop.call_soon, self._background.once_free
+        self.begin_for = self._background.begin_for
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class DataPlane:
         incoming, self.incoming = self.incoming, None
         if incoming is not None:
             incoming.stop(TensorHubError(f"{self.me} does not fill version {incoming.version} any more"))
-            self._background.begin_for(incoming.key, partial(self._withdrawn, incoming.key))
+            self.begin_for(incoming.key, partial(self._withdrawn, incoming.key))
 
     def touched(self, ticket: Ticket, grant: Grant, content: Content) -> None:
         """In the loop, once: the read may be writing. What the memory held before is gone."""

@@ -37,6 +37,7 @@ class TilePlane:
         self.chunk_bytes = chunk_bytes
         self.reading: TileReading | None = None
         self.covering: Covering | None = None  # else whoever reads here reads what it has boxes for
+        self._taken: Version | None = None  # a host copy that the machine does not count before the read is started
         self._data = data
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
@@ -48,6 +49,7 @@ class TilePlane:
             case OpenAcross(ticket=ticket, grants=grants):
                 self._begin(TileReading(self, ticket, grants, is_across=True, starts=False))
             case StartAcross(ticket=ticket, grants=grants):
+                self._taken = None
                 if reading is not None:
                     reading.start()
                 else:
@@ -122,13 +124,19 @@ class TilePlane:
         return found
 
     def adopt(self, grant: Grant, tiled: TiledVersion) -> Content:
-        """What is already there of that content, or a new fill. Raises `HostMemoryFull`, `UsageError`."""
+        """What is already there of that content, or a new fill.
+
+        Raises `HostMemoryFull`, `UsageError`, `VersionConflict`.
+        """
         data, root = self._data, tiled.root()
         assert data.registration is not None, "reading without registered memory"
         if grant.to_host:
+            is_taken, reading = data.copies.has(grant.version), self.reading
             content = data.copies.content(grant.version, root)
             if isinstance(content.fill, Across):
                 return content
+            if not is_taken and reading is not None and reading.is_across and not reading.starts:
+                self._taken = grant.version
         else:
             for known in (data.content, data.incoming):
                 if known is not None and known.is_of(grant.version, root) and isinstance(known.fill, Across):
@@ -172,6 +180,10 @@ class TilePlane:
         """That read is over."""
         if self.reading is not None and self.reading.ticket == ticket:
             self.reading = None
+            taken, self._taken, copies = self._taken, None, self._data.copies
+            if taken is not None:
+                gone = copies.let_go_of(taken)
+                self._data.begin_for(copies.key(taken), lambda: gone)
 
     def let_go(self) -> None:
         """All is closed: what was not told to stop has ended too."""

@@ -46,7 +46,7 @@ class TileReading(Telling):
     def __init__(self, plane: Plane, ticket: Ticket, grants: Sequence[Grant], *, is_across: bool, starts: bool) -> None:
         """`starts`: bytes are wanted as soon as it is known what it is."""
         super().__init__(plane, ticket, is_across=is_across)
-        self._starts = starts
+        self.starts = starts
         self._grant = grants[0]
         self.parts = {grant.ticket: Part(grant) for grant in grants}
         self._lacking = 0  # parts that ended without what was wanted of them, and were not replaced
@@ -66,7 +66,7 @@ class TileReading(Telling):
 
     def start(self) -> None:
         """It was opened, and its bytes are wanted now."""
-        self._starts = True
+        self.starts = True
         self.loop.call_soon(self._advance)
 
     def add(self, grant: Grant) -> None:
@@ -154,7 +154,7 @@ class TileReading(Telling):
         if self.state is not State.LOOKING or self.content is None:
             return
         self.state = State.OPENED
-        if not self._starts:
+        if not self.starts:
             self.tell(AcrossOpened(self.ticket, self.content.root) if self.is_across else ReadOpened(self.ticket))
         self._advance()
 
@@ -192,7 +192,7 @@ class TileReading(Telling):
             return
         if self.state is State.LOOKING and live and self.content is None and "end" not in self.timers:
             self._derive(live)
-        elif self.state is State.OPENED and self._starts:
+        elif self.state is State.OPENED and self.starts:
             self.state, self.is_begun = State.READING, True
             self.tell_progress()
             self._advance()
