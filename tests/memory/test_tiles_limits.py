@@ -171,6 +171,20 @@ def test_a_reader_that_ties_everything_costs_little():
     assert peak_of(lambda: grid_for([mine], [tied])) < 8 * MIB
 
 
+def test_a_reader_that_ties_everything_and_cuts_one_of_it_finely_costs_little():
+    """All cuts of one tensor for each of those that it is tied to would be 315 MB."""
+    count, rows = 600, 1 << 16
+    arrays = {f"w{n:03}": np.zeros((rows, 1), np.uint8) for n in range(count)}
+    mine = register(arrays, boxes={}).boxes
+    cut = [Box("w000", (rows, 1), (row, 0), (1, 1), row) for row in range(rows)]
+    fine = register({"w": arrays["w000"]}, boxes={"w": cut}).boxes
+    tied = register(dict.fromkeys(arrays, arrays["w000"]), boxes={}).boxes
+    known = encode_grid(grid_for([mine], []))
+    found = []
+    assert peak_of(lambda: found.append(grid_for([mine], [tied, fine]))) < 40 * MIB
+    assert encode_grid(found[0]) == known  # so fine a cut is not taken
+
+
 def crumbs(extent: int, offered: np.ndarray, *, tiles: int, algorithm: str) -> tuple[Registration, Offer]:
     """A reader of one matrix, and a source whose grid cuts it into single elements."""
     registration = register({"w": np.zeros((extent, extent), np.uint8), "x": offered}, boxes={})

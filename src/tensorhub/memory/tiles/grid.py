@@ -151,9 +151,10 @@ class Cutting:
         """The grid of all that has been added."""
         bases = ints(self._bases)
         root = self._roots()
-        every, published = (self._tied(keys.merged(), root, bases) for keys in (self._all, self._published))
+        every, published = (self._folded(keys.merged(), root, bases) for keys in (self._all, self._published))
+        in_root = np.arange(bases[-1]) + np.repeat(bases[root] - bases[:-1], np.diff(bases))  # of each segment
         counts, own_counts = (
-            np.bincount(keys >> BITS_OF_PLACE, minlength=bases[-1]) - 1 for keys in (every, published)
+            np.bincount(keys >> BITS_OF_PLACE, minlength=bases[-1])[in_root] - 1 for keys in (every, published)
         )
         item = items_of(self._tensors)
         has_own = np.zeros(len(root), np.bool_)
@@ -163,8 +164,12 @@ class Cutting:
             cells = np.multiply.reduceat(counts.astype(np.float64), bases[:-1])  # whose product may pass 64 bits
             has_own = cells > np.maximum(self._fewest_tiles, sizes / SMALLEST_TILE_BYTES)
         takes_own = np.repeat(has_own, np.diff(bases))
+        # Not before it is known who takes which: a group that ties many tensors has all its cuts in each of them.
         keys = np.concatenate(
-            [every[~takes_own[every >> BITS_OF_PLACE]], published[takes_own[published >> BITS_OF_PLACE]]]
+            [
+                _spread(every, root, bases, np.flatnonzero(~has_own)),
+                _spread(published, root, bases, np.flatnonzero(has_own)),
+            ]
         )
         keys.sort()
         return _grid_of_keys(self._tensors, bases, root, keys, np.where(takes_own, own_counts, counts))
@@ -251,23 +256,14 @@ class Cutting:
             root[max(a, b)] = min(a, b)
         return ints([find(n) for n in range(len(root))])
 
-    def _tied(self, keys: Ints, root: Ints, bases: Ints) -> Ints:
-        """Every tensor's keys, with both ends of each dimension, and with those of the tensors that it is tied to."""
+    def _folded(self, keys: Ints, root: Ints, bases: Ints) -> Ints:
+        """The keys of the first tensors of all groups: their own, those of whoever is tied to them, and both ends."""
         shapes = ints([extent for tensor in self._tensors for extent in (tensor.shape or (1,))])
         segments = np.arange(bases[-1]) << BITS_OF_PLACE
         keys = np.concatenate([keys, segments, segments | shapes])
         if (root != np.arange(len(root))).any():
-            order = np.argsort(root, kind="stable")
-            firsts = np.searchsorted(root[order], np.arange(len(root) + 1))
-            tensor = np.searchsorted(bases, keys >> BITS_OF_PLACE, "right") - 1
-            first = bases[root[tensor]] - bases[tensor]  # tied tensors have one shape, so one place each in the first
-            keys = sorted_once(keys + (first << BITS_OF_PLACE))
-            tensor = np.searchsorted(bases, keys >> BITS_OF_PLACE, "right") - 1
-            group = root[tensor]
-            copies = firsts[group + 1] - firsts[group]
-            member = order[np.repeat(firsts[group], copies) + ranks_of(copies)]
-            shift = (bases[member] - np.repeat(bases[tensor], copies)) << BITS_OF_PLACE
-            keys = np.repeat(keys, copies) + shift
+            first = np.repeat(bases[root] - bases[:-1], np.diff(bases))  # tied tensors have one shape
+            keys += first[keys >> BITS_OF_PLACE] << BITS_OF_PLACE
         return sorted_once(keys)
 
 
@@ -288,6 +284,21 @@ class _Keys:
         found = sorted_once(*self._parts)
         self._parts, self._merged, self._pending = [found], len(found), 0
         return found
+
+
+def _spread(folded: Ints, root: Ints, bases: Ints, tensors: Ints) -> Ints:
+    """Those keys for each of the tensors, as its first one has them."""
+    order = tensors[np.argsort(root[tensors], kind="stable")]
+    firsts = np.searchsorted(root[order], np.arange(len(root) + 1))
+    copies = np.repeat(np.diff(firsts), np.diff(bases))[folded >> BITS_OF_PLACE]
+    if (root == np.arange(len(root))).all():
+        once: Ints = folded[copies > 0]
+        return once
+    group = np.repeat(np.arange(len(root)), np.diff(bases))[folded >> BITS_OF_PLACE]
+    member = order[np.repeat(firsts[group], copies) + ranks_of(copies)]
+    shift = (bases[member] - np.repeat(bases[group], copies)) << BITS_OF_PLACE
+    found: Ints = np.repeat(folded, copies) + shift
+    return found
 
 
 def _power_below(numbers: Ints) -> Ints:
