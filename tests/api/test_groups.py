@@ -1,5 +1,7 @@
 """Replicas of several shards, each a thread here: one version for all of them, or an error for all of them."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -113,6 +115,46 @@ def test_who_cannot_be_filled_tells_its_siblings(join, verb):
     assert mine is tensorhub.UsageError
     assert sibling is tensorhub.GroupIncomplete
     assert "no longer holds what was registered" in text
+
+
+@pytest.mark.parametrize("verb", ["replicate", "update", "publish", "unpublish", "mutating"])
+def test_who_raises_what_a_call_before_went_on_with_tells_its_siblings(join, verb):
+    """Whose tensors are published from a buffer hears only at the next call what became of the last unpublish."""
+    group = [join("t", 1.0, shard=shard, shards=2) for shard in range(2)]
+    leave_behind(group[1][0], tensorhub.NotDrained("version 1 was lost"), sibling=group[0][0])
+
+    def call(weights):
+        if verb == "mutating":
+            with weights.mutating(version=2, timeout=100):
+                pytest.fail("the block ran")
+        spec = {"publish": (2,), "unpublish": ()}.get(verb, ("latest",))
+        getattr(weights, verb)(*spec, timeout=100)
+
+    def failed(weights):
+        with pytest.raises(tensorhub.TensorHubError) as caught:
+            call(weights)
+        return type(caught.value), str(caught.value)
+
+    (sibling, text), mine = all_of(group, failed)
+    assert mine == (tensorhub.NotDrained, "version 1 was lost")
+    assert sibling is tensorhub.GroupIncomplete
+    assert "version 1 was lost" in text
+    assert all_of(group, lambda weights: weights.publish(2)) == [2, 2]
+
+
+def leave_behind(weights, error, sibling):
+    """What goes on behind the caller's back ends with that error once the server has heard the sibling's next call."""
+    aio, other = weights._aio, sibling._aio._client.driver.worker
+
+    async def lost():
+        while other.call is None or other.call.answer is None:  # noqa: ASYNC110 - it is another loop's
+            await asyncio.sleep(0.01)
+        raise error
+
+    async def begun():
+        aio._client._behind._task = asyncio.ensure_future(lost())
+
+    asyncio.run_coroutine_threadsafe(begun(), aio._thread.loop).result(10)
 
 
 def test_two_models_in_one_process_do_not_meet(join):

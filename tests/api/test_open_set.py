@@ -1,5 +1,6 @@
 """`open_set`: models with trainers of their own, of which a reader has all under one number or none."""
 
+import asyncio
 import inspect
 import threading
 import time
@@ -221,6 +222,36 @@ def test_a_model_that_fails_half_way_leaves_no_version_until_the_next_call(train
     draft(3)
     assert rollout.update() == rollout.version == 3
     assert numbers(mine) == {3.0}
+
+
+@pytest.mark.parametrize("member", range(len(MODELS)))
+def test_who_raises_what_a_call_before_went_on_with_tells_the_other_shards(trainer, server, member):
+    """They wait in the choice of the version, whichever member it was."""
+    sets = [
+        tensorhub.open_set(MODELS, replica="r", shard=s, shards=2, server=server.address, call_timeout=20)
+        for s in range(2)
+    ]
+    for each in sets:
+        each.register(arrays())
+    (choosing, *_), clients = (each._calls._clients for each in sets)
+
+    async def lost() -> None:
+        while choosing.driver.worker.call is None or choosing.driver.worker.call.answer is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        raise tensorhub.NotDrained("what was held was lost")
+
+    async def begun() -> None:
+        clients[member]._behind._task = asyncio.ensure_future(lost())
+
+    asyncio.run_coroutine_threadsafe(begun(), sets[1]._members[0]._thread.loop).result(10)
+    try:
+        sibling, mine = in_threads(*(partial(each.update, timeout=100) for each in sets))
+        assert isinstance(mine, tensorhub.NotDrained)
+        assert isinstance(sibling, tensorhub.GroupIncomplete)
+        assert "what was held was lost" in str(sibling)
+    finally:
+        for each in sets:
+            each.close(timeout=0.5)
 
 
 def test_all_shards_get_one_number_however_they_ask(trainer, server):

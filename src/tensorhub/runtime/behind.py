@@ -42,8 +42,21 @@ class Behind:
         self._task = task
         task.add_done_callback(_look_at)
 
-    async def over(self, deadline: float | None, what: str) -> None:
-        """Wait for its end, and raise what went wrong. Then there is none any more."""
+    async def over(
+        self, deadline: float | None, what: str, missed: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """Wait for its end, and raise what went wrong. Then there is none any more.
+
+        `missed` is told what is raised: the siblings wait for who does not come to the call that this barred.
+        """
+        try:
+            await self._over(deadline, what)
+        except BaseException as error:
+            if missed is not None:
+                missed(error)
+            raise
+
+    async def _over(self, deadline: float | None, what: str) -> None:
         task = self._task
         if task is None:
             return

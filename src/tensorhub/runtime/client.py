@@ -6,10 +6,10 @@ call's deadline counts from its beginning, hashing included. It must never: bloc
 
 import asyncio
 import contextlib
-import functools
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -27,7 +27,6 @@ from ..core.metadata import Json, decode_metadata, digest_of_metadata
 from ..core.names import Digest, Version
 from ..core.version_spec import PREFETCHED
 from ..core.worker.events import Called, ClaimDropped, Registered
-from ..memory.in_place import some
 from ..memory.registration import Registration
 from ..memory.room import HINT
 from ..transport.base import Transport
@@ -35,9 +34,9 @@ from .behind import Behind
 from .callers import Callers
 from .codec import encode
 from .config import Options
-from .content import Known, changed_tensors
+from .content import Known
 from .driver import AFTER_DEADLINE_S, Driver
-from .hashing import by, grid_of, hashed
+from .hashing import check_unchanged, grid_of, hashed
 from .questions import wait_for_holders, wait_for_version
 from .suspending import Suspension
 from .turns import Turn
@@ -127,8 +126,8 @@ class Client:
         `is_again`: it is what was held until a moment ago, and masters stay what their owner has made of it since.
         """
         with self._one_call("mutating" if claim is not None else verb):
-            await self._behind.over(deadline, f"{verb}()")
             called = Called(verb, spec, deadline, claim=claim, waits=waits, is_held_back=is_held_back)
+            await self._behind.over(deadline, f"{verb}()", partial(self.miss, called))
             registration = self.driver.data.registration
             self._wholeness.check_whole(called, self.driver)
             if verb == "unpublish":
@@ -162,13 +161,20 @@ class Client:
         `what` is called on the set.
         """
         with self._one_call(what):
-            await self._behind.over(deadline, f"{what}({spec!r})")
-            return await self.driver.call(Called("choose", spec, deadline, floor=floor, waits=waits))
+            called = Called("choose", spec, deadline, floor=floor, waits=waits)
+            await self._behind.over(deadline, f"{what}({spec!r})", partial(self.miss, called))
+            return await self.driver.call(called)
 
-    async def settled(self, verb: str, deadline: float) -> None:
-        """No call goes on behind its caller's back. Raises what went wrong there, and what bars such a call here."""
+    async def settled(
+        self, verb: str, deadline: float, *, missed: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """No call goes on behind its caller's back. Raises what went wrong there (`missed` is told), or bars one."""
         with self._one_call(verb):
-            await self._behind.over(deadline, f"{verb}()")
+            await self._behind.over(deadline, f"{verb}()", missed)
+
+    def miss(self, called: Called, why: BaseException) -> None:
+        """Its siblings hear that it does not come to that call: once what is behind it is over, if it is not."""
+        self._behind.then(lambda: self.driver.miss(called, why))
 
     async def _carried(self, called: Called) -> Version | None:
         """That call, from the machine's word to its end. Returns the version then held."""
@@ -222,7 +228,8 @@ class Client:
         `again`: what this number was here until a moment ago. It is to be just that, and nothing is cast.
         """
         with self._one_call("publish"):
-            await self._behind.over(deadline, f"publish({version!r})")
+            missed = partial(self.miss, Called("publish", version, deadline))
+            await self._behind.over(deadline, f"publish({version!r})", missed)
             for more in range(MOST_CUTS - 1, -1, -1):
                 try:
                     return await self._publish(version, deadline, metadata, again)
@@ -305,17 +312,10 @@ class Client:
     async def check(self, deadline: float) -> None:
         """Hash the held version again. Raises `NotDrained` naming the tensors that were changed."""
         self._check_usable()
-        content, registration = self.driver.data.content, self.driver.data.registration
-        held = self.driver.worker.held
-        if held is None or content is None or content.manifest is None or registration is None:
+        content, held = self.driver.data.content, self.driver.worker.held
+        if held is None or content is None or content.manifest is None:
             raise UsageError(f"{self.me} holds no version, so there is nothing to check", hint="publish or replicate")
-        manifest = content.manifest
-        what = f"check() of version {held} of {self.me}"
-        names = await by(deadline, what, functools.partial(changed_tensors, registration, manifest))
-        changed = dict.fromkeys([*registration.moved(), *names])
-        if changed:
-            text = f"{self.me} holds version {held}, but these tensors were changed since: {some(list(changed))}"
-            raise NotDrained(text, hint="unpublish() before changing tensors, or use mutating(version=...)")
+        await check_unchanged(self.me, held, content.registration, content.manifest, deadline)
 
     async def close(self, deadline: float) -> None:
         """Withdraw, wait for readers, leave. Idempotent; ends by its deadline."""

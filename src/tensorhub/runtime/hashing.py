@@ -13,8 +13,8 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from ..core.errors import DeadlineExceeded, VersionConflict
-from ..core.names import Digest, WorkerId
+from ..core.errors import DeadlineExceeded, NotDrained, VersionConflict
+from ..core.names import Digest, Version, WorkerId
 from ..memory.digests import algorithm_of, build_manifest
 from ..memory.in_place import some
 from ..memory.registration import Registration
@@ -60,6 +60,18 @@ async def hashed(
     salt = uuid4().hex
     build = partial(build_manifest, registration, chunk_bytes, verify=options.verify, algorithm=algorithm, salt=salt)
     return replace(await by(deadline, what, build), metadata=metadata)
+
+
+async def check_unchanged(
+    me: WorkerId, version: Version, registration: Registration, known: Known, deadline: float
+) -> None:
+    """Raises `NotDrained` naming the tensors that are not any more what the version held says of them."""
+    what = f"check() of version {version} of {me}"
+    names = await by(deadline, what, partial(changed_tensors, registration, known))
+    changed = dict.fromkeys([*registration.moved(), *names])
+    if changed:
+        text = f"{me} holds version {version}, but these tensors were changed since: {some(list(changed))}"
+        raise NotDrained(text, hint="unpublish() before changing tensors, or use mutating(version=...)")
 
 
 async def by(deadline: float, what: str, work: Callable[[], T]) -> T:

@@ -80,8 +80,9 @@ class SetCalls:
         self._check_of_one_version()
         begun, left = list[Client](), dict[Client, tuple[Version, Known | None]]()
         try:
-            for client in self._clients:
-                await client.settled("mutating", deadline)  # else the claim that it may have is that of the outer block
+            for client in self._clients:  # else the claim that it may have is that of the outer block
+                missed = partial(client.miss, Called("unpublish", "", deadline))
+                await client.settled("mutating", deadline, missed=missed)
                 begun.append(client)
                 held, known = client.version, client.manifest_held
                 await client.operate("unpublish", "", deadline, claim=version)
@@ -121,7 +122,7 @@ class SetCalls:
     async def _fill(self, verb: str, spec: Spec, deadline: float, *, waits: bool) -> Version:
         first = self._clients[0]
         for client in self._clients:  # before anything is looked at: until then it is not what it will be
-            await client.settled(verb, deadline)
+            await client.settled(verb, deadline, missed=partial(first.miss, Called("choose", spec, deadline)))
         self._had = self.version if self.version is not None else self._had
         if verb == "update" and spec == PREFETCHED and (kept := self._kept(deadline)) is not None:
             return kept
@@ -144,7 +145,7 @@ class SetCalls:
             try:
                 known = client.wishes.update_at_once(called, client.hello)
             except UsageError as error:  # the siblings wait in the choice, which this shard will not come to
-                self._clients[0].driver.miss(Called("choose", PREFETCHED, deadline), error)
+                self._clients[0].miss(Called("choose", PREFETCHED, deadline), error)
                 raise
             if known is not None and self.version == known:
                 return known
