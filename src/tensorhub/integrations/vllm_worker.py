@@ -31,6 +31,7 @@ from .whole import Whole, layout_of_whole
 
 logger = logging.getLogger("vllm.tensorhub")  # below vLLM's own, so that it is written where vLLM writes
 LEAVE_S = 5.0
+NOTHING = -1  # versions begin at 0
 COMPUTES = ("forward", "compute_logits")  # the second is called where a captured graph takes the place of the first
 
 
@@ -165,11 +166,19 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             setattr(self.model, name, refused)
 
     def _told(self, ask: Callable[[], int]) -> int:
-        """What rank 0 finds."""
-        group = get_world_group()
-        found = torch.tensor([ask() if group.rank_in_group == 0 else 0])
+        """What rank 0 finds. Where it finds nothing all raise: they wait for its word."""
+        group, wrong, found = get_world_group(), None, torch.tensor([NOTHING])
+        if group.rank_in_group == 0:
+            try:
+                found = torch.tensor([ask()])
+            except Exception as error:  # noqa: BLE001 - raised below
+                wrong = error
         if group.world_size > 1:
             torch.distributed.broadcast(found, group.ranks[0], group=group.cpu_group)
+        if wrong is not None:
+            raise wrong
+        if int(found) == NOTHING:
+            raise tensorhub.VersionUnavailable("rank 0 has found no version; its log says why")
         return int(found)
 
     def _all(self, well: bool) -> bool:
