@@ -246,7 +246,8 @@ class Established:
 
         def was_said(life: Life, newer: Version) -> bool:
             until = max(life.heard_at, truth.troubles.server_back) + lease_s
-            return truth.said_to_have(life, newer) and life.heard_by == truth.server_life and decided < until
+            is_said = truth.said_to_have(life, newer) or _said_to_wait(life, newer)
+            return is_said and life.heard_by == truth.server_life and decided < until
 
         return any(
             all(any(was_said(life, newer) for life in self._ever_there(shard)) for shard in cut)
