@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from tensorhub.core.manifest import Layout
-from tensorhub.core.messages import Holding, LayoutInfo, Refusal
+from tensorhub.core.messages import CallReport, Holding, LayoutInfo, Refusal, Withdrawing
 from tensorhub.core.names import Digest, Shard, Version
 from tensorhub.core.server.lines import Line
 
@@ -73,3 +73,43 @@ def test_whoever_says_otherwise_on_its_next_line_counts_otherwise(is_reliable: b
     town.says(READER, layout=Digest(""))
     counting = town.server.state.models[TRAINER.model].reliable
     assert [who for those in counting.values() for who in those if who == READER] == [READER] * (not is_reliable)
+
+
+def test_what_a_former_job_wanted_kept_is_over_with_it() -> None:
+    """Else whoever once asked for many would fill the memory of all who come after it."""
+    town = Town(lease_s=4.0)
+    town.joins(OTHER, retain=6)
+    town.joins(READER, retain=2)
+    model = town.server.state.models[TRAINER.model]
+    town.says(OTHER, leaving=True)
+    assert (model.retain, model.retain_asked_by) == (6, OTHER)  # it is kept whoever leaves
+    town.says(READER, leaving=True)
+    town.joins(TRAINER)
+    assert (model.retain, model.retain_asked_by) == (1, None)
+
+
+def test_who_comes_back_after_all_were_cut_off_keeps_what_was_asked_for() -> None:
+    """Whoever asked may come a moment later."""
+    town = Town(lease_s=4.0)
+    town.joins(TRAINER, retain=3)
+    town.joins(READER)
+    town.until(6.0)
+    assert not town.server.state.members
+    town.loses_its_line(READER)
+    town.says_hello_again(READER)
+    town.says(READER)
+    assert town.server.state.members
+    assert town.server.state.models[TRAINER.model].retain == 3
+
+
+def test_who_has_no_room_hears_who_wanted_that_much_kept() -> None:
+    town = Town()
+    town.joins(OTHER, retain=2)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), copies_left=0)
+    call = CallReport(1, "unpublish", "")
+    town.says(TRAINER, buffer=Withdrawing(ONE, ROOT, published=True), copies_left=0, call=call)
+    answer = town.orders[TRAINER].answer
+    assert answer is not None
+    assert answer.error is not None
+    assert answer.error.code == "host-memory-full"
+    assert f"the newest 2 are kept, as {OTHER} asked" in answer.error.message

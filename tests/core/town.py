@@ -33,11 +33,12 @@ class Town:
         place: str = "",
         reliable: bool = True,
         may_be_elected: bool = False,
+        retain: int = 0,
         **more: object,
     ) -> None:
         prefetch = "seed" if may_be_elected else "never"
         said = hello(who, site=site, host=host)
-        self.hellos[who] = replace(said, place=place, reliable=reliable, prefetch=prefetch)
+        self.hellos[who] = replace(said, place=place, reliable=reliable, prefetch=prefetch, retain=retain)
         for message in (self.hellos[who], LayoutInfo.of(LAYOUT)):
             self._hear(self.server.handle(message, sender=str(who), now=self.now))
         self.says(who, **more)

@@ -203,7 +203,9 @@ class Options:
         "limit of host memory for copies; empty: two of the shard, or `retain` + 1, if there is room",
     )
     prefetch: str = _option("seed", parse_prefetch, 'fill a host copy ahead: "seed" of a site, "always" or "never"')
-    retain: int = _option(0, parse_retain, "newest versions of the model to keep; 0: as the server says")
+    retain: int = _option(
+        0, parse_retain, "newest versions of the model to keep, until all its workers have left; 0: as the server says"
+    )
     # a lease is 10 s: by then the place of a predecessor that died is free
     connect_s: float = _option(15.0, parse_seconds, "how long open() waits for the reference server")
     timeout_s: float = _option(300.0, parse_seconds, "how long every other call may take")

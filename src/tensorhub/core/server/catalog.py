@@ -39,6 +39,7 @@ class Model:
     is_listening: bool = False  # for a lease after a restart: nothing counts as lost
     keeps_established: bool = True
     retain: int = 0
+    retain_asked_by: WorkerId | None = None  # where that is more than the server says
     pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
     closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
     sites: Counter[str] = field(default_factory=Counter)  # members by site
@@ -51,9 +52,7 @@ class Model:
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
     noted: Glance | None = None  # how it was when those who wait for news were last decided for
-    lately: dict[tuple[bool, bool], deque[float]] = field(
-        default_factory=dict
-    )  # rates of reads that ended, by distance
+    lately: dict[tuple[bool, bool], deque[float]] = field(default_factory=dict)  # rates of ended reads, by distance
     read_from: dict[WorkerId, None] = field(default_factory=dict)  # workers on whom reads are open
     _held: dict[WorkerId, dict[Place, None]] = field(default_factory=dict)  # of what each is a holder
     _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`

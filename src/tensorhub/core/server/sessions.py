@@ -20,6 +20,8 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
         model.roll.is_over, model.others = not state.is_recovering, state.models
     if not model.replicas:
         model.cuts = {}
+        if not report.session:  # a new job: what those before it wanted kept is over with them
+            model.retain, model.retain_asked_by = 0, None
     model.shards = hello.shards
     replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
     member = Member(hello, sender, state.next_number(), state.now + state.settings.lease_s)
@@ -30,6 +32,8 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     state.note_size()
     rollcall.begin(state, model, member, report)
     _take_place(state, model, member)
+    if hello.retain > max(model.retain, state.settings.default_retain):
+        model.retain_asked_by = hello.worker
     model.retain = max(state.settings.default_retain, model.retain, hello.retain)
     state.counters["sessions"] += 1
     return member

@@ -195,6 +195,8 @@ def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> F
         f"{member.worker} is the last reliable holder of version {version} of {model.name}, "
         f"and its limit on host memory allows no further copy of {report.size_bytes} B (it has: {kept})"
     )
+    if model.retain_asked_by is not None:
+        text = f"{text}; the newest {model.retain} are kept, as {model.retain_asked_by} asked"
     return Failure("host-memory-full", text, "raise host_bytes, unpin a version, or add reliable replicas")
 
 
