@@ -5,6 +5,7 @@ from math import inf
 
 from ...core.names import Digest, ReplicaName, Shard, Version, WorkerId
 from ..truth.life import Call, Life
+from ..truth.made import Made
 from ..truth.record import Truth
 from ..world import World
 from .bench import Judge
@@ -42,7 +43,8 @@ class RetentionJudge(Judge):
         if life in truth.holders(life.shard, version) or self._is_kept_outside(life, version, made.replica):
             return  # in its other memory, or by others
         is_published = self._is_relied_on(life, version, lambda _other: True)  # by its publisher
-        if (is_published or not had_room) and self._were_all_away(life, version, decided):
+        is_proved = self._is_proved(made, decided)
+        if (is_published or not had_room or not is_proved) and self._were_all_away(life, version, decided):
             return
         if self._was_left_lately(life, version, told) or not truth.was_known(made):
             return
@@ -177,6 +179,15 @@ class RetentionJudge(Judge):
         """Who was gone by then had no session any more at that time, and what follows from that was said."""
         session_s = 1.2 * self.settings.lease_s + self.spread_s
         return self.truth.troubles.before_sessions(at - session_s, session_s)
+
+    def _is_proved(self, made: Made, decided: float) -> bool:
+        """The present server has said that it exists, or hears those to whom one before it has: they have the proof."""
+        truth = self.truth
+        if any(server == truth.server_life and at <= decided for server, at in made.known_to.values()):
+            return True
+        every = [*truth.lives.values(), *truth.dead.values()]
+        heard = [life for life in every if life.heard_by == truth.server_life and life.heard_since <= decided]
+        return any(life.name in made.known_to for life in heard)
 
     def _were_all_away(self, life: Life, version: Version, decided: float) -> bool:
         """All who have some other shard of it were where the server could not hear them, or have only just got it."""

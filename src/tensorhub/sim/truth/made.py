@@ -20,6 +20,12 @@ class Made:
     cut: str = ""
     exists: float = inf  # since when all shards had it
     known: float = inf  # since when a server had said so
+    known_to: dict[str, tuple[int, float]] = field(default_factory=dict)  # lives who heard so: of which server, when
+
+    def note_known(self, life: str, server: int, now: float) -> None:
+        """That life of a server has told that life of a worker that it exists."""
+        self.known = min(self.known, now)
+        self.known_to.setdefault(life, (server, now))
 
     def root_of(self, shard: tuple[str, int]) -> Digest | None:
         """What it is in that shard of its own cut or of another one."""

@@ -145,7 +145,7 @@ class Truth:
         """A server has said of that version that it exists: a call for it ended well, or it may be read."""
         for made in self.made.get((life.me.model, version), {}).values():
             if made.exists < inf and made.roots.get(life.me.shard) == root:
-                made.known = min(made.known, self.now)
+                made.note_known(life.name, self.server_life, self.now)
 
     def note_loss(self, life: Life, version: Version) -> None:
         """The process has it no longer: perhaps nobody has."""
