@@ -152,6 +152,9 @@ class Established:
             return False
         if self._perhaps.get(model, version) > version or (newest is not known and self._may_be_known(model, newest)):
             return False
+        between = (each for each in truth.existing(model) if version < each < newest.version)
+        if any(self._may_be_known(model, Newest(each, truth.now), is_relied_on=True) for each in between):
+            return False  # no server knows of the newest one, as nobody has been able to say so
         is_next = truth.troubles.server_died >= known.since
         if is_next and self._known_by.get(model) != (version, truth.server_life):
             return False
@@ -162,10 +165,10 @@ class Established:
                 return False
         return True
 
-    def _may_be_known(self, model: str, newest: Newest, by: int = 0) -> bool:
+    def _may_be_known(self, model: str, newest: Newest, by: int = 0, *, is_relied_on: bool = False) -> bool:
         """Each shard of a cut has somebody who has told a server of it, whether he was among the first or not.
 
-        `by`: that life of it.
+        `by`: that life of it. `is_relied_on`: and he is.
 
         He may be on his way to another version, as long as no server has told him that he may give this one up.
         """
@@ -174,7 +177,8 @@ class Established:
 
         def has_told(life: Life) -> bool:
             is_said = truth.said_to_have(life, newest.version) or _said_to_wait(life, newest.version)
-            return life.me.replica != publisher and is_said and by in (0, life.heard_by)
+            is_one = life.me.replica != publisher and (life.hello.reliable or not is_relied_on)
+            return is_one and is_said and by in (0, life.heard_by)
 
         return any(all(any(map(has_told, truth.same_shard(shard))) for shard in cut) for cut in truth.cuts(model))
 
