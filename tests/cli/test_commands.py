@@ -30,7 +30,11 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 def run(*arguments: str, timeout_s: float = 60.0) -> tuple[int, str, str]:
     """Exit status, stdout, stderr."""
     with start(*arguments) as program:
-        out, err = program.communicate(timeout=timeout_s)
+        try:
+            out, err = program.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
     return program.returncode, out, err
 
 
@@ -68,6 +72,14 @@ def test_a_bad_address_is_an_error_not_a_traceback() -> None:
     status, _, err = run("status", "--server", "http://[nonsense")
     assert status == 1
     assert err.startswith("error (usage)")
+
+
+@pytest.mark.parametrize("command", ["serve", "status", "watch"])
+def test_a_token_that_cannot_be_given_is_refused_and_not_shown(command: str) -> None:
+    status, out, err = run(command, "--token", "s3cret ", timeout_s=20)
+    assert (status, out) == (1, "")
+    assert err.startswith("error (usage): token begins or ends with a blank\nhint: ")
+    assert "s3cret" not in err
 
 
 @pytest.mark.parametrize(

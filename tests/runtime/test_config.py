@@ -68,7 +68,7 @@ BAD = {
     "verify": ["maybe", "FULL"],
     "timeout_s": ["0", "-1", "nan", "inf", "soon", "1e99"],
     "connect_s": ["0", "never"],
-    "token": ["a\nb", "x" * 2000],
+    "token": ["a\nb", "x" * 2000, "a\tb", "s3cret\n", "s3cret ", " s3cret", " ", "\udcff"],
     "site": ["\x00"],
     "transports": ["smoke", "tcp,tcp", ",", "tcp,", "TCP"],
     "ptrace": ["maybe", "2", "", "yes no"],
@@ -84,9 +84,17 @@ def test_a_bad_value_is_refused_by_its_name(name, value):
             worker_options({variable_of(name): value})
 
 
+def test_a_token_that_is_refused_is_not_shown():
+    for token in ("s3cret ", " s3cret", "s3cret\n", "s3\tcret"):
+        with pytest.raises(UsageError) as found:
+            worker_options({"TENSORHUB_TOKEN": token})
+        assert "TENSORHUB_TOKEN" in str(found.value)
+        assert "cret" not in f"{found.value} {found.value.hint}"
+
+
 @pytest.mark.parametrize("value", [True, [], 1.5, b"x"])
 def test_values_of_another_type_are_refused(value):
-    for name in ("chunk_bytes", "server", "verify"):
+    for name in ("chunk_bytes", "server", "verify", "token"):
         with pytest.raises(UsageError, match=name):
             worker_options({}, **{name: value})
 

@@ -204,6 +204,23 @@ def test_a_server_with_a_token_answers_nobody_without_it():
         assert json.loads(said) == {"status": "ok", "protocol": PROTOCOL, "decisions": server_module.DECISIONS}
 
 
+@pytest.mark.parametrize("token", ["s3cret ", " s3cret", "s3\tcret", "s3cret\n", b"s3cret"])
+def test_no_server_starts_with_a_token_that_no_client_can_give(token):
+    """HTTP takes blanks off the ends: then workers could join, and nobody could ask how they are."""
+    for start in (tensorhub.serve, ServerThread):
+        with pytest.raises(UsageError, match="token") as found:
+            start(token=token)
+        assert "cret" not in f"{found.value} {found.value.hint}"
+
+
+@pytest.mark.parametrize("token", ["s3 cret", "gehüllt", "秘密"])
+def test_a_token_that_may_be_given_serves_workers_and_questions(token):
+    with tensorhub.serve(token=token) as server:
+        with tensorhub.open("m", replica="r", server=server.address, token=token):
+            assert tensorhub.connect(server.address, token=token).models() == ["m"]
+        assert get(server.address, "/v1/status", Authorization="Bearer \udcff")[0] == 401, "bytes that are no text"
+
+
 def get(address, path, **headers):
     async def ask():
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}{path}", headers=headers) as answer:

@@ -68,6 +68,20 @@ def parse_text(value: object, what: str) -> str:
     raise UsageError(f"{what} is no printable text of at most 1000 characters")
 
 
+def parse_token(value: object, what: str) -> str:
+    """A shared secret that HTTP carries as it is; empty for none. No error shows it.
+
+    HTTP takes blanks off both ends of what a header says, so such a token would differ from itself.
+    """
+    try:
+        token = parse_text(value, what)
+    except UsageError as error:
+        raise UsageError(str(error), hint="a token that is read from a file may end with a line break") from error
+    if token != token.strip():
+        raise UsageError(f"{what} begins or ends with a blank", hint="take it off, for the server and for everybody")
+    return token
+
+
 def parse_address(value: object, what: str) -> str:
     """`host:port` of a reference server; the port may be left out, `http://` may stand before it."""
     text = parse_text(value, what)
@@ -185,7 +199,7 @@ class Options:
     """Settings of one worker. The variable of a setting is TENSORHUB_ and its name in capitals."""
 
     server: str = _option("127.0.0.1:7450", parse_address, "the reference server: host:port")
-    token: str = _option("", parse_text, "shared secret, of server and peers alike; empty: none")
+    token: str = _option("", parse_token, "shared secret, of server and peers alike; empty: none")
     site: str = _option("", parse_text, "this worker's datacenter")
     host: str = _option("", parse_text, "addresses or interfaces to be read at; empty: the one that reaches the server")
     # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB

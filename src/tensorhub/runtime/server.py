@@ -268,7 +268,7 @@ class ServerShell:
         return web.json_response(state, status=503 if self._is_stopping else 200)
 
     def _authorise(self, request: web.Request) -> None:
-        shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
         if self._token and not hmac.compare_digest(shown, self._token):
             raise web.HTTPUnauthorized(text="this server wants a token\n", headers={"WWW-Authenticate": "Bearer"})
 

@@ -22,6 +22,7 @@ from ..core.settings import Settings
 from ..core.snapshot import Status
 from ..transport.signals import block_sigpipe
 from ..transport.threads import Thread, start
+from .config import parse_token
 from .loops import check_process, held_lock, inheritable_loop, wait_in
 from .server import DECISIONS, ServerShell
 
@@ -46,8 +47,10 @@ class RunningServer:
 
 
 async def start_server(host: str, port: int, *, settings: Settings, token: str, fresh: bool) -> RunningServer:
-    """Listen. Raises `UsageError` if the address cannot be had. Port 0 takes any free one."""
-    shell = ServerShell(settings=settings, token=token, fresh=fresh)
+    """Listen. Port 0 takes any free one. Raises `UsageError` if the address cannot be had, or no client could give
+    the token.
+    """
+    shell = ServerShell(settings=settings, token=parse_token(token, "token"), fresh=fresh)
     runner = web.AppRunner(shell.application(), access_log=None, shutdown_timeout=STOP_S, handler_cancellation=True)
     await runner.setup()
     try:
