@@ -107,6 +107,15 @@ def test_a_read_says_how_it_goes_and_why_not_a_better_way() -> None:
     assert "not by local: it is on another host" in shown
 
 
+def test_of_who_is_cut_off_nobody_knows_the_rate() -> None:
+    told = transfer(0, 32, transport="tcp", rate_bytes_per_s=3 << 30)
+    for is_there in (True, False):
+        reader = ReplicaView("rollout-2", 1, (worker(0, "filling", connected=is_there),), None)
+        model = ModelView("policy", 1, 7, 64, (), (reader,))
+        text = words(drawn(Status("p", 1.0, 0.0, (model,), (told,), {}), UNFOLDED))
+        assert ("at 3.0 GiB/s" in text) == is_there
+
+
 def test_a_holder_that_is_cut_off_is_named_as_such() -> None:
     well, away = (
         ReplicaView(name, 1, (worker(0, connected=is_there),), None) for name, is_there in (("t", True), ("r", False))

@@ -4,6 +4,7 @@ import io
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from tensorhub.cli.live import Watcher, watch
@@ -36,7 +37,7 @@ def look(watcher: Watcher) -> str:
 
 def test_rates_come_from_two_pictures() -> None:
     watcher = watcher_of([busy(done=16), busy(done=32)])
-    assert "/s:" not in look(watcher)
+    assert "/s" not in look(watcher)
     assert "128.0 MiB of 256.0 MiB at 64.0 MiB/s" in look(watcher)
 
 
@@ -46,6 +47,31 @@ def test_between_two_reports_the_rate_stays() -> None:
     assert "64.0 MiB/s" in [look(watcher), look(watcher)][1]
     assert "64.0 MiB/s" in look(watcher)
     assert "64.0 MiB/s" in look(watcher), "128 MiB in the 2 s since it last moved"
+
+
+def test_a_read_that_stands_still_loses_its_rate() -> None:
+    """After two reports without progress the former rate says nothing about the read any more."""
+    watcher = watcher_of([busy(done=16), busy(done=32), *[busy(done=32)] * 6, busy(done=64)])
+    seen = ["at 64.0 MiB/s" in look(watcher) for _ in range(8)]
+    assert seen == [False, True, True, True, False, False, False, False]
+    assert "at 18.3 MiB/s" in look(watcher), "128 MiB in the 7 s since it last moved"
+
+
+def test_what_has_not_moved_yet_has_no_rate() -> None:
+    watcher = watcher_of([busy(done=16), busy(done=16)])
+    assert "/s" not in look(watcher) + look(watcher), "unknown is not 0"
+
+
+def test_the_rate_that_a_transport_reports_is_the_rate_also_where_it_is_0() -> None:
+    def told(done: int, rate: int) -> Status:
+        status = busy(done)
+        reads = tuple(replace(each, transport="tcp", rate_bytes_per_s=rate) for each in status.transfers)
+        return replace(status, transfers=reads)
+
+    watcher = watcher_of([told(16, 5 << 20), told(32, 5 << 20), told(32, 0)])
+    look(watcher)
+    assert "of 256.0 MiB at 5.0 MiB/s" in look(watcher), "not 64, which is what two pictures say"
+    assert "of 256.0 MiB at 0 B/s" in look(watcher)
 
 
 def test_a_server_that_goes_away_leaves_its_last_picture() -> None:

@@ -157,8 +157,9 @@ def _add_replica(
             does.append(doing)
         if number == 0 and (claims := sorted({each.claim for each in replica.workers if each.claim is not None})):
             does.append(Text(f"is to publish {', '.join(map(str, claims))}", style="cyan"))
-        does += [_reading(transfer, rates) for transfer in row.transfers]
         worker = row.worker
+        is_heard = worker is not None and worker.connected
+        does += [_reading(transfer, rates, is_heard=is_heard) for transfer in row.transfers]
         cells: list[RenderableType] = [
             _name(replica) if number == 0 else Text(""),
             Text(shards_text(row.shards)),
@@ -211,7 +212,7 @@ def _call(call: CallView | None) -> Text | None:
     return text
 
 
-def _reading(transfer: Transfer, rates: dict[int, float]) -> Text:
+def _reading(transfer: Transfer, rates: dict[int, float], *, is_heard: bool = True) -> Text:
     if transfer.is_void:
         return Text(f"stops reading from {transfer.source}", style="dim")
     text = Text.assemble("reads from ", (transfer.source, "bold"))
@@ -219,8 +220,9 @@ def _reading(transfer: Transfer, rates: dict[int, float]) -> Text:
         text.append(" by ").append(transfer.transport, style="bold")
     if transfer.chunks:
         text.append(f", {size_text(bytes_done(transfer))} of {size_text(transfer.size_bytes)}")
-    rate = transfer.rate_bytes_per_s or rates.get(transfer.ticket)  # the target's own count is the finer one
-    if rate is not None:
+    # the target's own count is the finer one, and its 0 is a 0; before it names its transport it has counted nothing
+    rate = transfer.rate_bytes_per_s if transfer.transport else rates.get(transfer.ticket)
+    if rate is not None and is_heard:  # of who is cut off nobody knows it
         text.append(f" at {size_text(rate)}/s", style="cyan")
     if transfer.reason:
         text.append(f": {transfer.reason}", style="dim")

@@ -9,9 +9,12 @@ from rich.live import Live
 from rich.text import Text
 
 from ..core.errors import ServerUnreachable
+from ..core.settings import Settings
 from ..core.snapshot import Status
 from .draw import draw_status
-from .rows import Progress, progress_of, rates_between
+from .rows import Progress, progress_after, rates_of
+
+FRESH_REPORTS = 2  # between two reports nothing seems to move, and one may come late: the former rate still holds
 
 
 class Watcher:
@@ -40,21 +43,14 @@ class Watcher:
             away = Text(f"no answer for {now - self._away_since:.0f} s; below is what was last heard", style="bold red")
             return Group(away, self._draw(self._last, width))
         self._away_since = None
-        progress = progress_of(status, now)
-        fresh = rates_between(self._progress, progress)
-        # a report a second: between two of them nothing seems to move, and the former rate still holds
-        self._rates = {ticket: rate or self._rates.get(ticket, 0.0) for ticket, rate in fresh.items()}
-        moved = {t: p for t, p in progress.items() if p.done_bytes != _done(self._progress.get(t))}
-        self._progress = {t: moved.get(t, self._progress.get(t, p)) for t, p in progress.items()}
+        self._progress = progress_after(self._progress, status, now)
+        workers = sum(len(replica.workers) for each in status.models for replica in each.replicas)
+        self._rates = rates_of(self._progress, now, fresh_s=FRESH_REPORTS * Settings().report_s_of(workers))
         self._last = status
         return self._draw(status, width)
 
     def _draw(self, status: Status, width: int) -> RenderableType:
         return draw_status(status, server=self._server, model=self._model, width=width, bars=True, rates=self._rates)
-
-
-def _done(progress: Progress | None) -> float | None:
-    return progress.done_bytes if progress is not None else None
 
 
 def watch(watcher: Watcher, console: Console, *, every_s: float, times: int | None) -> None:

@@ -87,27 +87,35 @@ def _merged(a: WorkerView, b: WorkerView, received: dict[str, int]) -> WorkerVie
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one read was, at one moment."""
+    """Where one read stood when it was last seen to move, and how fast it had come there."""
 
     done_bytes: float
     at_s: float
+    rate_bytes_per_s: float | None = None  # None: it has not been seen to move
 
 
-def progress_of(status: Status, at_s: float) -> dict[int, Progress]:
-    """Bytes done of every read, by ticket."""
-    return {t.ticket: Progress(bytes_done(t), at_s) for t in status.transfers}
+def progress_after(before: dict[int, Progress], status: Status, now_s: float) -> dict[int, Progress]:
+    """How far every read is, by ticket, once this picture has been seen too."""
+    return {read.ticket: _moved(before.get(read.ticket), bytes_done(read), now_s) for read in status.transfers}
+
+
+def _moved(then: Progress | None, done_bytes: float, now_s: float) -> Progress:
+    if then is None:
+        return Progress(done_bytes, now_s)
+    if done_bytes == then.done_bytes or now_s <= then.at_s:
+        return then
+    return Progress(done_bytes, now_s, max(0.0, (done_bytes - then.done_bytes) / (now_s - then.at_s)))
+
+
+def rates_of(progress: dict[int, Progress], now_s: float, *, fresh_s: float) -> dict[int, float]:
+    """Bytes per second of each read that has moved within the last `fresh_s`, by ticket."""
+    return {
+        ticket: read.rate_bytes_per_s
+        for ticket, read in progress.items()
+        if read.rate_bytes_per_s is not None and now_s - read.at_s <= fresh_s
+    }
 
 
 def bytes_done(transfer: Transfer) -> float:
     """What the target has of the version, as far as chunks tell."""
     return transfer.size_bytes * transfer.done / transfer.chunks if transfer.chunks else 0.0
-
-
-def rates_between(before: dict[int, Progress], after: dict[int, Progress]) -> dict[int, float]:
-    """Bytes per second of each read that is in both pictures, by ticket."""
-    rates: dict[int, float] = {}
-    for ticket, now in after.items():
-        then = before.get(ticket)
-        if then is not None and now.at_s > then.at_s:
-            rates[ticket] = max(0.0, (now.done_bytes - then.done_bytes) / (now.at_s - then.at_s))
-    return rates
