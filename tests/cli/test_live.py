@@ -95,6 +95,13 @@ def test_without_a_terminal_it_prints_one_below_the_other() -> None:
     assert out.getvalue().count("reference server") == 2
 
 
+def test_on_a_dumb_terminal_it_prints_one_below_the_other() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, _environ={"TERM": "dumb"})
+    watch(watcher_of([busy(), busy()]), console, every_s=0.01, times=2)
+    assert out.getvalue().count("reference server") == 2
+
+
 def test_on_a_terminal_it_draws_in_place() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, height=60, force_terminal=True, _environ={"TERM": "xterm-256color"})

@@ -78,6 +78,15 @@ def test_an_interrupt_keeps_what_was_found(console: Console, monkeypatch: pytest
     assert printed(console).endswith("interrupted\n")
 
 
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be drawn over there: a bar would be shown once, at the end."""
+    monkeypatch.setattr(seeds, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(seeds, "run_all", run_at_once(lambda seed: False))
+    dumb = Console(file=io.StringIO(), width=40, force_terminal=True, _environ={"TERM": "dumb"})
+    seeds.show_seeds(range(2), dumb, total=2, jobs=1)
+    assert printed(dumb).splitlines() == ["1 of 2 seeds, 0 failed", "2 of 2 seeds, 0 failed"]
+
+
 def die(seed: int) -> SeedResult:
     """A simulation that takes its process with it."""
     os.kill(os.getpid(), signal.SIGKILL)

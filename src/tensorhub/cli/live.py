@@ -56,7 +56,7 @@ class Watcher:
 def watch(watcher: Watcher, console: Console, *, every_s: float, times: int | None) -> None:
     """Show it every `every_s` seconds, `times` times or until Ctrl-C."""
     rounds = range(times) if times is not None else count()
-    if not console.is_terminal:
+    if not console.is_interactive:  # no terminal, or a dumb one, in which nothing can be drawn over
         for number in rounds:
             time.sleep(every_s if number else 0.0)
             console.print(watcher.look(console.width))

@@ -20,7 +20,7 @@ from ..sim.runner import SeedResult, run_seed
 
 MOST_FAILED = 20  # then it is plain that something is wrong
 IN_HAND = 4  # seeds given to each process ahead of time
-LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on
+LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on, or a dumb one
 
 
 @dataclass
@@ -85,7 +85,7 @@ def show_seeds(
     is_over = lambda: len(tally.failed) >= MOST_FAILED or (seconds is not None and time.monotonic() - began > seconds)  # noqa: E731 - a question
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     line_at = began + LINE_EVERY_S
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_interactive) as progress:
         task = progress.add_task("simulating", total=total)
         try:
             for result in run_all(seeds, jobs=jobs, until=is_over):
@@ -96,7 +96,7 @@ def show_seeds(
                     progress.console.print(
                         f"seed {result.seed} failed: {first}", markup=False, highlight=False, soft_wrap=True
                     )
-                if not console.is_terminal and time.monotonic() >= line_at:
+                if not console.is_interactive and time.monotonic() >= line_at:
                     line_at += LINE_EVERY_S
                     console.print(f"{tally.done} of {total or 'many'} seeds, {len(tally.failed)} failed")
         except KeyboardInterrupt:
