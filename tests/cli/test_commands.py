@@ -2,11 +2,14 @@
 
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -187,6 +190,66 @@ def test_a_model_that_is_not_there_is_said_and_those_that_are(address: str) -> N
         assert "draft" not in out
     _, out, _ = run("watch", "--server", address, "--model", "polcy", "--times", "1")
     assert "No model 'polcy' yet" in out
+
+
+@contextmanager
+def on_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The program on a terminal that can be drawn on, and the other end of that terminal."""
+    ours, its = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "tensorhub.cli", *arguments]
+    program = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True)
+    os.close(its)
+    try:
+        yield program, ours
+    finally:
+        program.kill()
+        program.wait()
+        os.close(ours)
+
+
+def heard(terminal: int, until: bytes = b"") -> bytes:
+    """What comes from the terminal up to these words, or else until nobody has it open any more."""
+    text = b""
+    while not until or until not in text:
+        is_ready, _, _ = select.select([terminal], [], [], 30)
+        assert is_ready, f"nothing more came after {text!r}"
+        try:
+            text += os.read(terminal, 65536)
+        except OSError:  # Linux's way to say so
+            break
+    return text
+
+
+SHOW_CURSOR, HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_watch_leaves_the_terminal_as_it_was(address: str, number: signal.Signals) -> None:
+    with on_a_terminal("watch", "--server", address, "--every", "0.1") as (program, terminal):
+        assert b"\x1b[?1049h" in heard(terminal, until=b"No model yet"), "it has taken the whole screen"
+        program.send_signal(number)
+        assert heard(terminal).endswith(SHOW_CURSOR + b"\x1b[?1049l"), "the screen is that of before"
+        assert program.wait(timeout=20) == 128 + number
+
+
+@pytest.mark.simulation
+def test_a_signal_that_ends_a_storm_shows_the_cursor_again() -> None:
+    with on_a_terminal("simulate", "--storm", "--jobs", "1") as (program, terminal):
+        heard(terminal, until=HIDE_CURSOR)
+        program.send_signal(signal.SIGTERM)
+        assert SHOW_CURSOR in heard(terminal)
+        assert program.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.processes
+def test_a_signal_that_ends_the_doctor_shows_the_cursor_again() -> None:
+    with on_a_terminal("doctor") as (program, terminal):
+        heard(terminal, until=HIDE_CURSOR)
+        program.send_signal(signal.SIGTERM)
+        assert SHOW_CURSOR in heard(terminal)
+        assert program.wait(timeout=20) == 128 + signal.SIGTERM
 
 
 @pytest.mark.processes

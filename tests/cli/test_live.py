@@ -1,12 +1,14 @@
 """`watch`: rates from one picture to the next, and patience with a server that is away."""
 
 import io
+import signal
 from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from tensorhub.cli.leaving import shown
 from tensorhub.cli.live import Watcher, watch
 from tensorhub.core.errors import ServerUnreachable
 from tensorhub.core.snapshot import Status
@@ -100,6 +102,49 @@ def test_on_a_dumb_terminal_it_prints_one_below_the_other() -> None:
     console = Console(file=out, width=100, force_terminal=True, _environ={"TERM": "dumb"})
     watch(watcher_of([busy(), busy()]), console, every_s=0.01, times=2)
     assert out.getvalue().count("reference server") == 2
+
+
+class Slow:
+    """A display that a signal meets while it starts, or while it stops."""
+
+    def __init__(self, at: str, number: signal.Signals) -> None:
+        self.at, self.number = at, number
+        self.did: list[str] = []
+
+    def start(self) -> None:
+        self._do("start")
+
+    def stop(self) -> None:
+        self._do("stop")
+
+    def _do(self, what: str) -> None:
+        if what == self.at:
+            signal.raise_signal(self.number)
+        self.did.append(what)
+
+
+@pytest.mark.parametrize("at", ["start", "stop"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_display_is_started_and_stopped_in_one_piece(at: str, number: signal.Signals) -> None:
+    """A display that was begun by half cannot be taken back."""
+    display, before = Slow(at, number), signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended, shown(display):
+            display.did.append("block")
+        assert ended.value.code == 128 + number
+        assert display.did == (["start", "stop"] if at == "start" else ["start", "block", "stop"])
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with shown(Slow("never", signal.SIGHUP)):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_on_a_terminal_it_draws_in_place() -> None:

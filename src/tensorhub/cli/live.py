@@ -12,6 +12,7 @@ from ..core.errors import ServerUnreachable
 from ..core.settings import Settings
 from ..core.snapshot import Status
 from .draw import draw_status
+from .leaving import shown
 from .rows import Progress, progress_after, rates_of
 
 FRESH_REPORTS = 2  # between two reports nothing seems to move, and one may come late: the former rate still holds
@@ -54,7 +55,10 @@ class Watcher:
 
 
 def watch(watcher: Watcher, console: Console, *, every_s: float, times: int | None) -> None:
-    """Show it every `every_s` seconds, `times` times or until Ctrl-C."""
+    """Show it every `every_s` seconds, `times` times or until Ctrl-C.
+
+    SIGTERM and SIGHUP raise `SystemExit` while it draws in place, once the terminal is as it was.
+    """
     rounds = range(times) if times is not None else count()
     if not console.is_interactive:  # no terminal, or a dumb one, in which nothing can be drawn over
         for number in rounds:
@@ -62,7 +66,7 @@ def watch(watcher: Watcher, console: Console, *, every_s: float, times: int | No
             console.print(watcher.look(console.width))
         return
     first = watcher.look(console.width)  # an error before the screen is taken stays readable
-    with Live(first, console=console, screen=times is None, auto_refresh=False) as live:
+    with shown(Live(first, console=console, screen=times is None, auto_refresh=False)) as live:
         for number in rounds:
             if number:
                 time.sleep(every_s)

@@ -152,16 +152,16 @@ def doctor(
 
     from .doctor import examine
     from .doctor_draw import draw_findings
+    from .leaving import shown
 
     source = context.get_parameter_source("server")
     named_by = "TENSORHUB_SERVER" if source is not None and source.name == "ENVIRONMENT" else ""
-    if as_json:
+    console = Console(quiet=as_json)
+    with shown(console.status("moving 256 MiB between two processes, once for each transport")):
         found = examine(server, token, named_by=named_by)
+    if as_json:
         typer.echo(found.as_json())
     else:
-        console = Console()
-        with console.status("moving 256 MiB between two processes, once for each transport"):
-            found = examine(server, token, named_by=named_by)
         console.print(draw_findings(found, is_long=all_))
     raise typer.Exit(0 if found.is_well else 1)
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..core.errors import TensorHubError
 from ..sim.runner import SeedResult, run_seed
+from .leaving import shown
 
 MOST_FAILED = 20  # then it is plain that something is wrong
 IN_HAND = 4  # seeds given to each process ahead of time
@@ -85,7 +86,8 @@ def show_seeds(
     is_over = lambda: len(tally.failed) >= MOST_FAILED or (seconds is not None and time.monotonic() - began > seconds)  # noqa: E731 - a question
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     line_at = began + LINE_EVERY_S
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_interactive) as progress:
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_interactive)
+    with shown(bar) as progress:
         task = progress.add_task("simulating", total=total)
         try:
             for result in run_all(seeds, jobs=jobs, until=is_over):
