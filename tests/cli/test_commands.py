@@ -102,6 +102,31 @@ def test_misuse_has_status_2(arguments: list[str]) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "value", "bounds"),
+    [
+        ("watch", "--every", "inf", "from 0.1 to 86,400"),
+        ("watch", "--every", "nan", "from 0.1 to 86,400"),
+        ("watch", "--every", "1e10", "from 0.1 to 86,400"),
+        ("watch", "--every", "0", "from 0.1 to 86,400"),
+        ("simulate --seeds 0", "--jobs", "99999999999", "from 1 to 1,024"),
+        ("simulate --seeds 0", "--jobs", "0", "from 1 to 1,024"),
+        ("simulate", "--seeds", "0..99999999999999999999", "0..1000000000000000000"),
+        ("lab ettr", "--mib", "inf", "from 1 to 1,048,576"),
+        ("lab ettr", "--seconds", "inf", "from 5 to 86,400"),
+        ("lab ettr", "--step", "inf", "from 0.05 to 3,600"),
+    ],
+)
+def test_a_number_that_is_out_of_bounds_is_refused_with_them(
+    command: str, option: str, value: str, bounds: str
+) -> None:
+    status, out, err = run(*command.split(), option, value, timeout_s=20)
+    assert (status, out) == (2, "")
+    assert option in err
+    assert bounds in " ".join(err.split())
+    assert "Traceback" not in err
+
+
 def test_a_plan_with_a_misspelt_call_is_named_and_not_run(tmp_path: Path) -> None:
     plan = tmp_path / "a.plan"
     plan.write_text("seed 1\ntrainer policy/trainer\n  publih 1\n", encoding="utf-8")

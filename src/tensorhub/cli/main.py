@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .bounds import between
 from .errors import ErrorsAreLines, error_text
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ app = ErrorsAreLines(
 
 DEFAULT_SERVER = "127.0.0.1:7450"
 NO_TYPE = ""  # of a switch: "<bool>" behind it in the help looks as if it took a value
+MOST_JOBS = 1_024  # each is a Python of its own, and all are started at once
 PATIENCE_S = 5.0  # people wait; the status of 20,000 workers takes about one second
 
 ServerOption = Annotated[
@@ -114,7 +116,7 @@ def watch(
     server: ServerOption = DEFAULT_SERVER,
     token: TokenOption = "",
     model: ModelOption = "",
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 0.5,
+    every: Annotated[float, between(0.1, 86_400, help="Seconds between two looks.")] = 0.5,
     times: Annotated[int | None, typer.Option(help="How many looks.", min=1, show_default="until Ctrl-C")] = None,
 ) -> None:
     """Show the status live, with progress bars and rates."""
@@ -226,14 +228,14 @@ def lab(
     ] = "",
     rollouts: Annotated[int | None, typer.Option(min=1, help="Rollout replicas.", show_default="4 to 12")] = None,
     sites: Annotated[int | None, typer.Option(min=1, help="Of rollouts, behind uplinks.", show_default="3")] = None,
-    mib: Annotated[float | None, typer.Option(min=1.0, help="MiB of weights.", show_default="8 to 64")] = None,
+    mib: Annotated[float | None, between(1, 1 << 20, help="MiB of weights.", show_default="8 to 64")] = None,
     mbit: Annotated[
         int | None, typer.Option(min=10, help="Rate of each worker's link.", show_default="400; 200; 50")
     ] = None,
     versions: Annotated[int | None, typer.Option(min=1, help="Versions published after the first.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=5.0, help="Of an elastic run, and of the storm.")] = None,
+    seconds: Annotated[float | None, between(5, 86_400, help="Of an elastic run, and of the storm.")] = None,
     step: Annotated[
-        float | None, typer.Option(min=0.05, help="Seconds of a training step, of ettr.", show_default="0.5 and 2")
+        float | None, between(0.05, 3_600, help="Seconds of a training step, of ettr.", show_default="0.5 and 2")
     ] = None,
     interpreter: Annotated[
         Literal["busy", "idle"], typer.Option(help="While a worker computes: held for half of the time, or idle.")
@@ -275,7 +277,9 @@ def simulate(
     mixed: Annotated[
         bool, typer.Option("--mixed", metavar=NO_TYPE, help="Of many, only those with two ways to cut tensors.")
     ] = False,
-    jobs: Annotated[int, typer.Option(help="Processes at a time.", min=1, show_default="cores")] = os.cpu_count() or 1,
+    jobs: Annotated[int, between(1, MOST_JOBS, help="Processes at a time.", show_default="cores")] = min(
+        os.cpu_count() or 1, MOST_JOBS
+    ),
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", metavar=NO_TYPE, help="Of one history, only the closing line.")
     ] = False,
@@ -359,7 +363,7 @@ def _simulate_many(text: str, *, seconds: float | None, jobs: int, mixed: bool) 
         try:
             seeds = parse_seeds(text)
         except ValueError as error:
-            raise typer.BadParameter("use A..B, for example 0..2000", param_hint="--seeds") from error
+            raise typer.BadParameter(f"{error}; use A..B, for example 0..2000", param_hint="--seeds") from error
         total = None if mixed else len(seeds)
         tally = show_seeds(filter(is_mixed, seeds) if mixed else seeds, console, total=total, jobs=jobs)
     else:

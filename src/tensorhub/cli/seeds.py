@@ -20,6 +20,7 @@ from ..sim.runner import SeedResult, run_seed
 from .leaving import shown
 
 MOST_FAILED = 20  # then it is plain that something is wrong
+MOST_SEED = 10**18  # a run has to be counted: its length is a machine's word
 IN_HAND = 4  # seeds given to each process ahead of time
 LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on, or a dumb one
 
@@ -107,9 +108,12 @@ def show_seeds(
 
 
 def parse_seeds(text: str) -> range:
-    """`A..B`, both included; or one number. Raises `ValueError`."""
+    """`A..B`, both included; or one number. Raises `ValueError` that says why."""
     first, dots, last = text.partition("..")
-    seeds = range(int(first), int(last if dots else first) + 1)
-    if not seeds or seeds[0] < 0:
-        raise ValueError(f"{text!r} has no seeds in it")
-    return seeds
+    try:
+        least, most = int(first), int(last if dots else first)
+    except ValueError as error:
+        raise ValueError(f"{text[:60]!r} is no range of seeds") from error
+    if not 0 <= least <= most <= MOST_SEED:
+        raise ValueError(f"{text[:60]!r} is not within 0..{MOST_SEED}, the lower one first")
+    return range(least, most + 1)
