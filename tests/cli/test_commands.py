@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -39,6 +40,13 @@ def run(*arguments: str, timeout_s: float = 60.0) -> tuple[int, str, str]:
             program.kill()
             raise
     return program.returncode, out, err
+
+
+def run_into(stdout: BinaryIO, *arguments: str) -> tuple[int, str]:
+    """Exit status and stderr, where stdout is that file."""
+    command = [sys.executable, "-m", "tensorhub.cli", *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, timeout=60)
+    return done.returncode, done.stderr.decode()
 
 
 def test_help_names_every_command() -> None:
@@ -127,6 +135,20 @@ def test_a_number_that_is_out_of_bounds_is_refused_with_them(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["simulate", "--seed", "0"]])
+def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        status, err = run_into(full, *arguments)
+    assert (status, err) == (1, "error: cannot write to standard output: No space left on device\n")
+
+
+def test_who_reads_no_further_ends_a_command_without_a_word() -> None:
+    ours, its = os.pipe()
+    os.close(ours)
+    with open(its, "wb") as unread:
+        assert run_into(unread, "--version") == (1, "")
+
+
 def test_a_plan_with_a_misspelt_call_is_named_and_not_run(tmp_path: Path) -> None:
     plan = tmp_path / "a.plan"
     plan.write_text("seed 1\ntrainer policy/trainer\n  publih 1\n", encoding="utf-8")
@@ -200,6 +222,10 @@ def test_serve_and_look(address: str) -> None:
     status, out, _ = run("watch", "--server", address, "--every", "0.1", "--times", "2")
     assert status == 0
     assert out.count("reference server") == 2
+    with Path("/dev/full").open("wb") as full:
+        for arguments in (["status"], ["status", "--json"], ["watch", "--times", "1"]):
+            status, err = run_into(full, *arguments, "--server", address)
+            assert (status, err) == (1, "error: cannot write to standard output: No space left on device\n")
 
 
 @pytest.mark.processes
