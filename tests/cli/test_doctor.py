@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import resource
 import stat
 import sys
@@ -59,7 +60,10 @@ def test_a_server_that_is_there_and_one_that_is_not() -> None:
 @pytest.mark.parametrize(
     ("does", "says"),
     [
-        ("sleep 1000", "nothing within"),
+        ("sleep 1000", "gave no answer within 0.5 s"),
+        ("echo noise; sleep 1000", "gave no answer within 0.5 s"),
+        ("echo '{}'; exec >&-; sleep 1000", "gave no answer within 0.5 s"),
+        ("printf '\\377\\n'; exit 3", "ended with 3"),
         ("kill -6 $$", "ended with -6"),
         ("echo no transport >&2; exit 3", "ended with 3: no transport"),
         ("echo nonsense", "ended with"),
@@ -78,11 +82,35 @@ def test_a_child_that_hangs_or_dies_is_an_answer(
     assert "TENSORHUB_TRANSPORTS=local,tcp" in found.remedy
 
 
+NOISY = """
+import os
+os.write(2, b"noise\\n" * 50_000)  # more than a pipe takes
+os.write(1, b"[1699] ucp_context.c:1 UCX  INFO  noise\\n{}\\n[1, 2]\\n\\377\\n and half a line")
+"""
+
+
+@pytest.mark.processes
+def test_what_a_library_says_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native libraries write to stdout and to stderr as they like: UCX does, where it is told to log."""
+    import tensorhub
+
+    (tmp_path / "sitecustomize.py").write_text(NOISY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    found = check_transport("tcp", size_bytes=MIB)
+    assert found.works, found.reason
+    with tensorhub.serve() as server:
+        asked = check_server(server.address)
+    assert asked.state == "good", asked.says
+
+
 def test_where_no_process_can_be_started_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     found = check_transport("tcp", size_bytes=MIB)
     assert not found.works
     assert "/nowhere/python" in found.reason
+    asked = check_server("127.0.0.1:1")
+    assert asked.state == "bad"
+    assert "/nowhere/python" in asked.says
 
 
 NOTHING, RDMA = (False, "no RDMA device and no GPU is here"), (True, "RDMA (mlx5_0)")

@@ -10,10 +10,13 @@ It must never: hang, change a setting, or need a reference server.
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,6 +28,8 @@ from ..transport.choose import PREFERENCE
 SIZE_BYTES = 256 << 20  # 15 ms at the rate of memory, half a second at 4 Gbit/s
 DEADLINE_S = 20.0  # of one probe; the slowest start of Python with all imports takes 5 s on a machine under load
 ENDING_S = 1.0
+MARK = "tensorhub-doctor "  # before an answer: native libraries write to stdout as well
+MOST_LINE = 1 << 16
 
 USES = {
     "local": "two workers of one host",
@@ -111,8 +116,11 @@ def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool,
 
 def check_server(address: str, token: str = "", *, named_by: str = "", deadline_s: float = DEADLINE_S) -> Check:
     """Ask it how it is. `named_by`: the setting that its address came from."""
-    with _Child("server", address, environ={"TENSORHUB_TOKEN": token}) as asking:
-        found = asking.answer(deadline_s)
+    try:
+        with _Child("server", address, environ={"TENSORHUB_TOKEN": token}) as asking:
+            found = asking.answer(deadline_s)
+    except OSError as error:
+        found = {"error": f"no process can be started to ask it from: {error}"}
     origin = f" (the address is from {named_by})" if named_by else ""
     if "protocol" not in found:
         remedy = str(found.get("hint") or "start one with `tensorhub serve`")
@@ -138,26 +146,38 @@ class _Child:
     """A process with a role, ended when the block ends."""
 
     def __init__(self, *command: str, environ: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tensorhub.cli.doctor_child", *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(environ or {})},
-            start_new_session=True,  # Ctrl-C ends us, and we end it
-        )
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - no pipe: nobody reads it until the process has ended
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tensorhub.cli.doctor_child", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+                errors="replace",
+                env={**os.environ, **(environ or {})},
+                start_new_session=True,  # Ctrl-C ends us, and we end it
+            )
+        except OSError:
+            self._stderr.close()
+            raise
+        self._answers: queue.SimpleQueue[dict[str, object] | None] = queue.SimpleQueue()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
 
     def __enter__(self) -> "_Child":
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end()
+        self._listening.join(ENDING_S)  # longer only where something that it has started holds its stdout open
+        self._stderr.close()
+        assert self._process.stdin is not None
         with suppress(OSError):  # a line that it never took
-            self._process.__exit__(None, None, None)
+            self._process.stdin.close()
 
     def _end(self) -> int:
-        """End it and whatever it has started, which might hold its pipes open."""
+        """End it and whatever it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
@@ -170,22 +190,33 @@ class _Child:
             self._process.stdin.flush()
 
     def answer(self, within_s: float) -> dict[str, object]:
-        """The line that it says; an `error` if it says none in time."""
-        stdout, stderr = self._process.stdout, self._process.stderr
-        assert stdout is not None
-        assert stderr is not None
-        lines: list[str] = []
-        reading = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
-        reading.start()
-        reading.join(within_s)  # a thread that waits longer ends with the process
-        if reading.is_alive():
-            return {"error": f"nothing within {within_s:.0f} s"}
-        with suppress(ValueError):
-            found = json.loads(lines[0])
-            if isinstance(found, dict):
+        """What it says; an `error` if it says nothing in time, or ends before."""
+        deadline = time.monotonic() + within_s
+        with suppress(queue.Empty, subprocess.TimeoutExpired):
+            found = self._answers.get(timeout=within_s)
+            if found is not None:
                 return found
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(ENDING_S)  # by itself, so that its status tells how
-        status = self._end()
-        words = [line for line in stderr.read()[-4000:].splitlines() if line.strip()]
-        return {"error": f"its process ended with {status}" + (f": {words[-1]}" if words else "")}
+            status = self._process.wait(max(0.0, deadline - time.monotonic()))  # by itself: its status tells how
+            words = self._last_words()
+            return {"error": f"its process ended with {status}" + (f": {words}" if words else "")}
+        self._end()
+        return {"error": f"its process gave no answer within {within_s:g} s"}
+
+    def _listen(self) -> None:
+        """In a thread, until its stdout ends: keep its answers, and let pass what libraries have to say."""
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            while line := stdout.readline(MOST_LINE):
+                _, _, said = line.partition(MARK)
+                with suppress(ValueError):
+                    found = json.loads(said)
+                    if isinstance(found, dict):
+                        self._answers.put(found)
+        self._answers.put(None)
+
+    def _last_words(self) -> str:
+        """The last line on its stderr that says something."""
+        size_bytes = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size_bytes - 4000))
+        lines = self._stderr.read().decode(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip()), "")

@@ -4,7 +4,8 @@
     python -m tensorhub.cli.doctor_child reader SCHEME         reads them, as stdin says, and prints at what rate
     python -m tensorhub.cli.doctor_child server ADDRESS        asks a reference server how it is
 
-Each prints one line of JSON. What does not work is an answer too: `error`, and `hint` if there is one.
+Each prints one line of JSON behind a mark, for libraries print too. What does not work is an answer as well: `error`,
+and `hint` if there is one.
 """
 
 import json
@@ -25,6 +26,7 @@ from ..transport.base import Export, Terms, Transport
 from ..transport.nixl_probe import Probe
 from ..transport.progress import Progress
 from ..transport.waiting import read_to_end
+from .doctor import MARK
 
 KEY = "doctor"
 ROUNDS = 4  # the first one also touches the memory
@@ -129,8 +131,9 @@ def server(address: str) -> None:
 
 
 def say(**answer: object) -> None:
-    """The one line."""
-    print(json.dumps(answer), flush=True)
+    """The one line, by itself also where a library has left one unfinished."""
+    sys.stdout.flush()
+    os.write(1, f"\n{MARK}{json.dumps(answer)}\n".encode())
 
 
 def main(role: str, *arguments: str) -> None:
