@@ -31,6 +31,7 @@ from ..core.messages import Hello, LayoutInfo, LayoutWanted, Refusal, Report
 from ..core.worker.events import Connected, Disconnected, Received
 from ..transport import shortages
 from .codec import Malformed, decode_to_worker, encode
+from .resolving import http_session
 
 _log = logging.getLogger(__name__)
 
@@ -128,14 +129,13 @@ class Connection:
         """Connect and connect again, until refused for good or cancelled."""
         attempt, broken_at, now = 0, -inf, asyncio.get_running_loop().time
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
+        async with http_session(timeout=timeout) as http:
             while True:
                 refusal, has_heard = None, False
                 try:
                     async with asyncio.timeout(_patience_s()):
                         socket = await self._connect(http)
-                except (aiohttp.ClientError, OSError, ValueError, TimeoutError, RuntimeError) as error:
-                    # a RuntimeError: no thread could be started to resolve the name
+                except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
                     self._note_failure(error)
                 else:
                     refusal, has_heard = await self._converse(socket)

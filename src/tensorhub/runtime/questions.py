@@ -28,6 +28,7 @@ from ..core.snapshot import CutsView, DescribedView, HeldView, Status
 from ..core.version_spec import HIGHEST_VERSION, parse_spec
 from .config import Options
 from .connection import CONNECT_S, retry_delay_s, why_away
+from .resolving import http_session
 
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
 ANSWER_S = 0.2  # before the deadline, so that what is missing is known when time runs out
@@ -59,7 +60,7 @@ class _Away(Exception):
 
 async def fetch_status(options: Options, *, model: str, deadline: float) -> Status:
     """The whole picture, or that of one model. Raises `ServerUnreachable`, `Refused`."""
-    async with aiohttp.ClientSession() as http:
+    async with http_session() as http:
         params = {"model": model} if model else {}
         try:
             async with asyncio.timeout_at(deadline):
@@ -179,7 +180,7 @@ class _Asked:
         """The final answer, or the last one before the deadline, if any came."""
         attempt, found, answer_s = 0, None, min(ANSWER_S, (self._deadline - self._began) / 4)
         try:
-            async with asyncio.timeout_at(self._deadline), aiohttp.ClientSession() as http:
+            async with asyncio.timeout_at(self._deadline), http_session() as http:
                 while True:
                     left_s = self._deadline - time.monotonic() - answer_s
                     asked = {**question, "timeout": f"{min(LONG_POLL_S, max(0.0, left_s)):.3f}"}
