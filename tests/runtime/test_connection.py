@@ -132,6 +132,32 @@ def test_what_is_wrong_is_said_in_plain_words(reply, says):
         assert str(late.value).endswith(f" s: no reference server at {address}: {says}")
 
 
+REFUSALS = {
+    b"Content-Length: 30\r\n\r\nno room for another connection": "it is full of connections",
+    b"Content-Length: 16\r\n\r\nthe server stops": "it is stopping",
+}
+
+
+@pytest.mark.parametrize(("reply", "says"), REFUSALS.items(), ids=REFUSALS.values())
+def test_a_server_that_takes_nobody_in_is_not_said_to_be_missing(reply, says):
+    with answering(b"HTTP/1.1 503 Service Unavailable\r\n" + reply) as address:
+        with pytest.raises(tensorhub.ServerUnreachable) as raised:
+            tensorhub.connect(address, timeout=1.0).status()
+        assert str(raised.value) == f"the reference server at {address} took nobody in: {says}"
+        assert "start one" not in raised.value.hint
+        with pytest.raises(tensorhub.DeadlineExceeded) as late:
+            asyncio.run(wait_for_version(worker_options(server=address), "m", 1, time.monotonic() + 1.0))
+        assert str(late.value).endswith(f" s: the reference server at {address} took nobody in: {says}")
+
+
+def test_too_much_said_by_strangers_is_no_missing_server():
+    reply = b"HTTP/1.1 413 Request Entity Too Large\r\nContent-Length: 0\r\n\r\n"
+    with answering(reply) as address, pytest.raises(tensorhub.ServerUnreachable) as raised:
+        tensorhub.open("m", replica="r", server=address, timeout=0.5)
+    assert "took nobody in within 0.5 s: those who have not said yet who they are" in str(raised.value)
+    assert "start one" not in raised.value.hint
+
+
 def test_a_name_that_is_not_found_has_no_number():
     nowhere = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     assert why_away(aiohttp.ClientConnectorError(None, nowhere)) == "Name or service not known"

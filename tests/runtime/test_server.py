@@ -13,6 +13,7 @@ import pytest
 import tensorhub
 from tensorhub.core.errors import UsageError
 from tensorhub.core.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, PROTOCOL, Orders, Refusal, Report
+from tensorhub.core.settings import Settings
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread
@@ -255,6 +256,43 @@ def test_a_port_that_is_taken_is_a_clear_error(server):
         with pytest.raises(UsageError, match=f"cannot listen on {host}:0: this machine has no such address") as raised:
             ServerThread(host, 0)
         assert "0.0.0.0" in str(raised.value.hint)
+
+
+def test_what_is_no_address_is_named():
+    for port in (70_000, -1, "x", 80.0, True):
+        with pytest.raises(UsageError, match=f"port={port!r} is not an integer from 0 to 65535"):
+            tensorhub.serve(port=port)
+    with pytest.raises(UsageError, match="host is no printable text"):
+        tensorhub.serve(host=5)
+
+
+def test_an_address_with_colons_is_shown_as_it_is_to_be_given():
+    with tensorhub.serve("::1") as first:
+        assert tensorhub.connect(first.address).models() == []
+        with pytest.raises(UsageError) as raised:
+            tensorhub.serve("::1", int(first.address.rpartition(":")[2]))
+        assert f"`tensorhub status --server {first.address}`" in str(raised.value.hint)
+
+
+def test_a_closed_server_says_so():
+    server = tensorhub.serve()
+    server.close()
+    with pytest.raises(tensorhub.Closed, match=f"reference server at {server.address}"):
+        server.status()
+
+
+def test_a_server_that_is_full_is_not_said_to_be_missing(monkeypatch, caplog):
+    monkeypatch.setattr(server_module, "SPARE_CONNECTIONS", 0)
+    with ServerThread(settings=Settings(most_workers=1)) as server:
+        with (
+            tensorhub.open("m", replica="first", server=server.address),
+            pytest.raises(tensorhub.ServerUnreachable) as raised,
+        ):
+            tensorhub.open("m", replica="second", server=server.address, timeout=0.5)
+        said = f"the reference server at {server.address} took nobody in"
+        assert str(raised.value) == f"m/second[0]: {said} within 0.5 s: it is full of connections"
+        assert "TENSORHUB_MOST_WORKERS" in raised.value.hint
+        assert f"{said}: it is full of connections" in caplog.text
 
 
 def test_a_closed_server_frees_its_port_and_closing_twice_is_fine():

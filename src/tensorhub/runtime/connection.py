@@ -46,6 +46,16 @@ SOON_S = 10.0  # a server that is started again by a supervisor is back by then
 SOON_RETRY_S = 0.5  # until then 30,000 times: a refused connection costs its machine 10 us, and each waits 0.2 s less
 MOST_MESSAGE_BYTES = 1 << 20  # orders take a few hundred bytes; an error's text is bounded
 
+FULL = "it is full of connections"
+CROWDED = "those who have not said yet who they are send it too much at once"
+STOPPING = "it is stopping"
+THERE = {  # whoever says one of these is a reference server: what to do then
+    FULL: "raise TENSORHUB_MOST_WORKERS on the server, or end workers that nobody needs",
+    CROWDED: "it is tried again; what else sends to the server's port?",
+    STOPPING: "it is tried again: the next server at that address is found by itself",
+}
+START = "start one with `tensorhub serve`"
+
 LineEvent = Connected | Disconnected | Received
 
 
@@ -63,6 +73,10 @@ def why_away(error: Exception) -> str:
     match error:
         case TimeoutError():
             return "it does not answer"
+        case aiohttp.WSServerHandshakeError(status=503):
+            return FULL
+        case aiohttp.WSServerHandshakeError(status=413):
+            return CROWDED
         case aiohttp.WSServerHandshakeError(status=status):
             return f"what answers there is no reference server (HTTP {status})"
         case aiohttp.ClientResponseError():
@@ -76,6 +90,13 @@ def why_away(error: Exception) -> str:
             return os.strerror(number) if number > 0 else system.strerror or str(system)
         case _:
             return str(error) or type(error).__name__
+
+
+def unreached(address: str, why: str, *, hint: str = START, within: str = "") -> tuple[str, str]:
+    """What to say of a server that could not be asked, and what to do. One that is there, but full, is not missing."""
+    if why in THERE:
+        return f"the reference server at {address} took nobody in{within}: {why}", THERE[why]
+    return f"no reference server at {address}{within}: {why}", hint
 
 
 def _patience_s() -> float:
@@ -162,7 +183,7 @@ class Connection:
         self.why = why_away(error)
         if not self._away_since:
             self._away_since = self._heard_at or time.monotonic()  # a host that is gone takes its time to be missed
-            _log.warning("%s: no reference server at %s: %s", self._hello.worker, self.address, self.why)
+            _log.warning("%s: %s", self._hello.worker, unreached(self.address, self.why)[0])
 
     def _note_refusal(self, refusal: Refusal) -> None:
         """Whoever waits for another one's place learns so at once, and once."""

@@ -56,7 +56,7 @@ from ..memory.room import MOST_COPIES
 from ..transport import shortages
 from ..transport.base import Transport
 from .config import Options
-from .connection import Connection, LineEvent
+from .connection import START, Connection, LineEvent, unreached
 from .covering import Covering
 from .dataplane import DataPlane
 from .long_waits import LongWait, why_waits
@@ -137,9 +137,10 @@ class Driver:
             if self.worker.refusal is not None:
                 raise failed(self.worker.refusal) from error
             patience_s = round(deadline - began, 1) or 0.1  # as it was asked for: 1 s, not 0.997 s
-            text = f"{self.me}: no reference server at {self.line.address} within {patience_s:g} s"
-            hint = "start one with `tensorhub serve`, or name another with server= or TENSORHUB_SERVER"
-            raise ServerUnreachable(f"{text}: {self.line.why}", hint=hint) from error
+            hint = f"{START}, or name another with server= or TENSORHUB_SERVER"
+            within = f" within {patience_s:g} s"
+            text, hint = unreached(self.line.address, self.line.why, hint=hint, within=within)
+            raise ServerUnreachable(f"{self.me}: {text}", hint=hint) from error
 
     async def call(self, called: Called) -> Version | None:
         """One call, from here to its end. Cancelling it tells the machine so. `Closed` once the worker has gone."""

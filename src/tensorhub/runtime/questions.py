@@ -27,13 +27,12 @@ from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status
 from ..core.version_spec import HIGHEST_VERSION, parse_spec
 from .config import Options
-from .connection import CONNECT_S, retry_delay_s, why_away
+from .connection import CONNECT_S, FULL, STOPPING, retry_delay_s, unreached, why_away
 from .resolving import http_session
 
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
 ANSWER_S = 0.2  # before the deadline, so that what is missing is known when time runs out
 HERE = "`tensorhub status` shows which models and versions there are; latest is the newest"
-START = "start one with `tensorhub serve`"
 MOST_ANSWER_BYTES = 256 * 1024 * 1024  # the status of 20,000 workers takes some 20 MiB
 
 T = TypeVar("T")
@@ -66,8 +65,7 @@ async def fetch_status(options: Options, *, model: str, deadline: float) -> Stat
             async with asyncio.timeout_at(deadline):
                 return _status.decode(await _get(http, options, "/v1/status", params))
         except (_Away, TimeoutError, msgspec.MsgspecError) as error:
-            text = f"no reference server at {options.server}: {str(error) or 'it does not answer'}"
-            raise ServerUnreachable(text, hint=START) from error
+            raise _unreachable(options, str(error)) from error
 
 
 async def check_held(options: Options, model: str, version: Version, deadline: float) -> None:
@@ -103,9 +101,7 @@ async def wait_for_number(options: Options, model: str, deadline: float) -> Vers
     asked = _Asked(options, f"next_version({model!r})", deadline)
     found = await asked.until("/v1/next_version", {"model": model}, _exists, lambda it: it.version is not None)
     if found is None:
-        raise ServerUnreachable(
-            f"no reference server at {options.server}: {asked.why or 'it does not answer'}", hint=START
-        )
+        raise _unreachable(options, asked.why)
     if found.version is None:
         why = "the reference server has restarted, and listens to what those who lived have to say"
         raise asked.late(why, "ask again: it listens for one lease at most")
@@ -139,9 +135,7 @@ async def wait_for_description(
     question = {"model": model, "spec": str(spec), "shard": str(shard)}
     found = await asked.until("/v1/described", question, _described, lambda it: it.is_final)
     if found is None:
-        raise ServerUnreachable(
-            f"no reference server at {options.server}: {asked.why or 'it does not answer'}", hint=START
-        )
+        raise _unreachable(options, asked.why)
     if found.failure is not None and not found.is_final:
         raise asked.late(found.failure.message, "ask again")
     if found.failure is not None:
@@ -157,8 +151,7 @@ async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: 
     asked = _Asked(options, f"how {model} is cut", deadline)
     found = await asked.until("/v1/cuts", {"model": model, "replica": replica}, _cuts, lambda _: True)
     if found is None:
-        text = f"no reference server at {options.server}: {asked.why or 'it does not answer'}"
-        raise ServerUnreachable(text, hint=START)
+        raise _unreachable(options, asked.why)
     return found
 
 
@@ -203,10 +196,16 @@ class _Asked:
         """Time ran out, and that was missing; or the server was."""
         text = f"{self._what} did not end within {self._deadline - self._began:.3g} s"
         if self.why:
-            text, hint = f"{text}: no reference server at {self._options.server}: {self.why}", "is it running?"
+            missing, hint = unreached(self._options.server, self.why, hint="is it running?")
+            text = f"{text}: {missing}"
         elif missing:
             text = f"{text}: {missing}"
         return DeadlineExceeded(text, hint=hint)
+
+
+def _unreachable(options: Options, why: str) -> ServerUnreachable:
+    text, hint = unreached(options.server, why or "it does not answer")
+    return ServerUnreachable(text, hint=hint)
 
 
 async def _get(http: aiohttp.ClientSession, options: Options, path: str, params: Question) -> bytes:
@@ -237,4 +236,6 @@ def _error(status: int, body: bytes, options: Options) -> Exception:
         return UsageError(f"{options.server} does not understand the question: {text}")
     if status == 404:
         return TensorHubError(f"what answers at {options.server} is no reference server (HTTP 404)")
+    if status == 503:
+        return _Away(STOPPING if "stops" in text else FULL)
     return _Away(f"HTTP {status} {text}")

@@ -17,12 +17,12 @@ from types import TracebackType
 
 from aiohttp import web
 
-from ..core.errors import TensorHubError, UsageError
+from ..core.errors import Closed, TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.snapshot import Status
 from ..transport.signals import block_sigpipe
 from ..transport.threads import Thread, start
-from .config import parse_token
+from .config import check_integer, parse_text, parse_token
 from .loops import check_process, held_lock, inheritable_loop, wait_in
 from .server import DECISIONS, ServerShell
 
@@ -47,9 +47,12 @@ class RunningServer:
 
 
 async def start_server(host: str, port: int, *, settings: Settings, token: str, fresh: bool) -> RunningServer:
-    """Listen. Port 0 takes any free one. Raises `UsageError` if the address cannot be had, or no client could give
-    the token.
+    """Listen. Port 0 takes any free one. Raises `UsageError` for what is no address, or one that cannot be had, and for a
+    token that no client could give.
     """
+    check_integer(port, "port", least=0, most=65535)
+    host = parse_text(host, "host").strip("[]")
+    shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
     shell = ServerShell(settings=settings, token=parse_token(token, "token"), fresh=fresh)
     runner = web.AppRunner(shell.application(), access_log=None, shutdown_timeout=STOP_S, handler_cancellation=True)
     await runner.setup()
@@ -57,9 +60,8 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
         await web.TCPSite(runner, host or None, port, backlog=1024).start()
     except OSError as error:
         await runner.cleanup()
-        raise _not_to_be_had(f"{host}:{port}", error) from error
+        raise _not_to_be_had(f"{shown}:{port}", error) from error
     bound = runner.addresses[0][1]
-    shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
     return RunningServer(shell, runner, f"{shown}:{bound}")
 
 
@@ -173,12 +175,19 @@ class ServerThread:
         self.close()
 
     def status(self) -> Status:
-        """How things are, seen from inside. Raises `Closed` in a child that was forked from its process."""
+        """How things are, seen from inside. Raises `Closed` once it has ended, and in a child that was forked."""
         check_process(self._pid, repr(self))
         loop, server = self._loop, self._server
         assert loop is not None
         assert server is not None
-        return wait_in(loop, _ask(server.shell), deadline=time.monotonic() + START_S, what="status()")
+        work = _ask(server.shell)
+        try:
+            return wait_in(loop, work, deadline=time.monotonic() + START_S, what="status()")
+        except (RuntimeError, asyncio.CancelledError) as error:
+            work.close()
+            if isinstance(error, RuntimeError) and not loop.is_closed():
+                raise
+            raise Closed(f"{self!r} is closed", hint="start another with tensorhub.serve()") from error
 
     def close(self) -> None:
         """Stop it and free its port. Idempotent."""
