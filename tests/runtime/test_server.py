@@ -18,7 +18,7 @@ from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread
 
-from .kit import eventually, hello, line_to, within
+from .kit import PATIENCE_S, eventually, hello, line_to, within
 
 
 @pytest.fixture
@@ -222,12 +222,34 @@ def test_a_token_that_may_be_given_serves_workers_and_questions(token):
         assert get(server.address, "/v1/status", Authorization="Bearer \udcff")[0] == 401, "bytes that are no text"
 
 
+def raw(address):
+    """A bare connection to the server."""
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
 def get(address, path, **headers):
     async def ask():
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}{path}", headers=headers) as answer:
             return answer.status, await answer.read()
 
     return asyncio.run(ask())
+
+
+def test_a_token_that_is_no_text_is_a_wrong_one(caplog):
+    with tensorhub.serve(token="t") as server, raw(server.address) as stranger:
+        stranger.sendall(b"GET /v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert stranger.recv(100).startswith(b"HTTP/1.1 401 ")
+    assert not caplog.records
+
+
+def test_strangers_do_not_fill_the_log(server, witness, caplog):
+    for said in [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n"] * 5:
+        with raw(server.address) as stranger:
+            stranger.sendall(said)
+            assert b" 400 " in stranger.recv(100)
+    assert len(caplog.records) <= 1
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_status_is_json_that_everybody_can_read(server, witness):

@@ -70,19 +70,20 @@ def serve(
 
     from ..runtime.config import server_settings
     from ..runtime.serving import run_server
+    from .log import log_to_stderr, say
 
     levels = logging.getLevelNamesMapping()
     if log.upper() not in levels:
         raise typer.BadParameter(f"{log!r} is none of debug, info, warning, error", param_hint="--log")
     settings = server_settings(lease_s=lease)
-    logging.basicConfig(level=levels[log.upper()], format="%(asctime)s %(levelname)-7s %(message)s")
 
     def tell(address: str) -> None:
-        typer.echo(f"reference server at {address}; Ctrl-C ends it")
+        say(f"reference server at {address}; Ctrl-C ends it")
         if not fresh:
-            typer.echo(f"for {settings.lease_s:g} s it hears who is there before it decides (--fresh skips that)")
+            say(f"for {settings.lease_s:g} s it hears who is there before it decides (--fresh skips that)")
 
-    run_server(host, port, settings=settings, token=token, fresh=fresh, on_ready=tell)
+    with log_to_stderr(levels[log.upper()]):
+        run_server(host, port, settings=settings, token=token, fresh=fresh, on_ready=tell)
 
 
 @app.command()

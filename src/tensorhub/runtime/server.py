@@ -125,7 +125,7 @@ class ServerShell:
         except AssertionError as error:  # an invariant: this server stops, the next one starts from reports
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - what this worker said is more than we understand: not to be repeated
-            _log.exception("%s said %r", line.name, message)
+            _log.exception("%s said %.500r", line.name, message)
             line.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
 
     def end(self, line: Line, *, now: float) -> None:
@@ -268,8 +268,8 @@ class ServerShell:
         return web.json_response(state, status=503 if self._is_stopping else 200)
 
     def _authorise(self, request: web.Request) -> None:
-        shown = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
-        if self._token and not hmac.compare_digest(shown, self._token):
+        shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._token and not hmac.compare_digest(shown.encode(errors="surrogateescape"), self._token):
             raise web.HTTPUnauthorized(text="this server wants a token\n", headers={"WWW-Authenticate": "Bearer"})
 
     # --- its life -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ..core.settings import Settings
 from ..core.snapshot import Status
 from ..transport.signals import block_sigpipe
 from ..transport.threads import Thread, start
+from . import requests
 from .config import check_integer, parse_text, parse_token
 from .loops import check_process, held_lock, inheritable_loop, wait_in
 from .server import DECISIONS, ServerShell
@@ -54,7 +55,9 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
     host = parse_text(host, "host").strip("[]")
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
     shell = ServerShell(settings=settings, token=parse_token(token, "token"), fresh=fresh)
-    runner = web.AppRunner(shell.application(), access_log=None, shutdown_timeout=STOP_S, handler_cancellation=True)
+    runner = web.AppRunner(
+        shell.application(), access_log=None, logger=requests.log, shutdown_timeout=STOP_S, handler_cancellation=True
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host or None, port, backlog=1024).start()
