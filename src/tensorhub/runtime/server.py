@@ -31,8 +31,10 @@ from ..core.messages import (
 from ..core.server import Server, machine
 from ..core.settings import Settings
 from ..core.snapshot import Status
+from .accepted import Accepted
 from .answers import Answers
 from .codec import Malformed, OddNumber, decode_to_server
+from .descriptors import Descriptors
 from .intake import Intake
 from .layouts import UnknownLayouts
 from .lines import Line
@@ -41,8 +43,8 @@ from .strangers import Stranger, Strangers
 
 _log = logging.getLogger(__name__)
 
-HELLO_S = 5.0  # from the connection to its first message
-STUCK_S = 5.0  # a worker that takes nothing for that long is cut
+HELLO_S = 5.0  # from the connection to its first request, and from there to a worker's first message
+STUCK_S = 5.0  # a worker that takes nothing for that long is cut, and an asker that takes next to nothing
 SWEEP_S = 1.0  # how often that is looked at
 SPARE_CONNECTIONS = 256  # beyond most_workers: those that reconnect before the old line was seen to end
 DECISIONS = "interpreted" if machine.__file__.endswith(".py") else "compiled"  # as the package was built
@@ -71,9 +73,10 @@ class ServerShell:
         self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
         self._is_stopping = False
         self._answers = Answers(self.machine, self._authorise)
+        self.accepted = Accepted(time.monotonic)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=64 * 1024)
+        app = web.Application(client_max_size=64 * 1024, middlewares=[self.accepted.note])
         app.router.add_get("/v1/session", self._session)
         app.router.add_get("/v1/status", self._status)
         self._answers.add_to(app)
@@ -174,10 +177,12 @@ class ServerShell:
             if stranger.has_said_too_much:
                 return web.Response(status=413, text="too much before any answer\n", headers={"Connection": "close"})
             await socket.prepare(request)
+            self.accepted.release(request)
             await self._converse(line, stranger)
         finally:
             stranger.leave()
             line.forget_failure()
+            self.accepted.keep(request)  # until it has taken what it was sent last
             del self._lines[line.sender]
             if line.has_said_hello and not self._is_stopping:
                 self.intake.end(line)
@@ -238,7 +243,8 @@ class ServerShell:
         return None
 
     async def _sweep(self) -> None:
-        """Cut lines that have said no hello, say nothing any more, or take nothing."""
+        """Cut lines that have said no hello, say nothing any more, or take nothing; and who is no line, as strictly."""
+        descriptors = Descriptors()
         silent_s = max(3 * self.settings.lease_s, HELLO_S)
         now = time.monotonic()
         while True:
@@ -250,6 +256,8 @@ class ServerShell:
                 is_stranger = not line.has_said_hello and now - line.opened_at > HELLO_S
                 if is_stranger or now - line.heard_at > silent_s or now - line.sending_since > STUCK_S:
                     line.cut()
+            self.accepted.sweep(now, hello_s=HELLO_S, stuck_s=STUCK_S)
+            descriptors.look(now)
 
     # --- everybody else -----------------------------------------------------------------------------------------------
 

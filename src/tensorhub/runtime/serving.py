@@ -23,13 +23,16 @@ from ..core.snapshot import Status
 from ..transport.signals import block_sigpipe
 from ..transport.threads import Thread, start
 from . import requests
+from .accepted import Site
 from .config import check_integer, parse_text, parse_token
+from .descriptors import check_limit, raise_limit
 from .loops import check_process, held_lock, inheritable_loop, wait_in
-from .server import DECISIONS, ServerShell
+from .server import DECISIONS, SPARE_CONNECTIONS, ServerShell
 
 _log = logging.getLogger(__name__)
 
 STOP_S = 3.0  # for open requests; workers are told goodbye within one second
+IDLE_S = 75.0  # between two requests on a connection: more than the minute after which a proxy may cut it
 START_S = 30.0
 GARBAGE_AFTER = 50_000  # new objects: some tens of megabytes
 
@@ -56,11 +59,16 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
     shell = ServerShell(settings=settings, token=parse_token(token, "token"), fresh=fresh)
     runner = web.AppRunner(
-        shell.application(), access_log=None, logger=requests.log, shutdown_timeout=STOP_S, handler_cancellation=True
+        shell.application(),
+        access_log=None,
+        logger=requests.log,
+        keepalive_timeout=IDLE_S,
+        shutdown_timeout=STOP_S,
+        handler_cancellation=True,
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host or None, port, backlog=1024).start()
+        await Site(runner, host or None, port, shell.accepted, backlog=1024).start()
     except OSError as error:
         await runner.cleanup()
         raise _not_to_be_had(f"{shown}:{port}", error) from error
@@ -95,10 +103,13 @@ def run_server(
 ) -> None:
     """Run a reference server until SIGTERM or SIGINT; blocks. `on_ready` gets its address once it listens.
 
-    The process is taken for the server's own: garbage is collected rarely, since next to all of it goes by itself.
+    The process is taken for the server's own: garbage is collected rarely, since next to all of it goes by itself, and
+    it may open as many connections as the system lets it.
 
     Raises `UsageError` if the address cannot be had, and what the machine raised if it contradicted itself.
     """
+
+    check_limit(raise_limit(), settings.most_workers + SPARE_CONNECTIONS)
 
     async def serve() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()

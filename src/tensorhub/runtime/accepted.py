@@ -1,0 +1,109 @@
+"""Connections to a reference server that are no worker's line: strangers that ask nothing, and askers that do not read.
+
+Each costs a descriptor, and an answer that nobody reads costs memory. So a connection has a few seconds for its first
+whole request, and an answer has to be taken at some rate. A worker's line is none of these; its sweep is the server's.
+
+It must never: end a connection that asks and reads, however long it waits for an answer.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+PIECE_BYTES = 256 * 1024  # of an answer, to be taken in the time after which a reader is stuck: 50 kB/s
+UNMET_S = 1.0  # between accepting a connection and its transport lies a turn of the loop
+
+
+class _Caller:
+    """One of them."""
+
+    def __init__(self, now: float) -> None:
+        self.came_at = now
+        self.has_asked = False
+        self.transport: asyncio.Transport | None = None
+        self.waiting_bytes = 0  # of answers, when it last took enough of them
+        self.took_at = now
+
+    def is_stuck(self, now: float, stuck_s: float) -> bool:
+        """It has answers to take, and takes too little."""
+        assert self.transport is not None
+        waiting_bytes = self.transport.get_write_buffer_size()
+        if not waiting_bytes or not self.waiting_bytes or waiting_bytes <= self.waiting_bytes - PIECE_BYTES:
+            self.waiting_bytes, self.took_at = waiting_bytes, now
+        return now - self.took_at > stuck_s and waiting_bytes > 0
+
+
+class Accepted:
+    """All of them. `clock` is the time that `sweep` is told."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._callers: dict[web.RequestHandler, _Caller] = {}
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    def meet(self, protocol: web.RequestHandler) -> web.RequestHandler:
+        """A connection is being accepted, and this will hear it."""
+        self._callers[protocol] = _Caller(self._clock())
+        return protocol
+
+    @web.middleware
+    async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A whole request has come. This stands before every handler."""
+        self.keep(request)
+        return await handler(request)
+
+    def keep(self, request: web.Request) -> None:
+        """It is an asker, also where it was a worker's line before."""
+        if request.transport is None:  # it has gone
+            return
+        caller = self._callers.setdefault(request.protocol, _Caller(self._clock()))
+        caller.has_asked = True
+        caller.transport = request.transport
+        caller.waiting_bytes = 0  # it took what it was sent before, or this would still wait for that
+
+    def release(self, request: web.Request) -> None:
+        """It has become a worker's line."""
+        self._callers.pop(request.protocol, None)
+
+    def sweep(self, now: float, *, hello_s: float, stuck_s: float) -> None:
+        """End those that have asked nothing in time, or do not take what they have asked for."""
+        for protocol, caller in list(self._callers.items()):
+            transport = caller.transport = caller.transport or protocol.transport
+            if transport is None:
+                is_gone = now - caller.came_at > UNMET_S
+            else:
+                is_gone = transport.is_closing() and not transport.get_write_buffer_size()
+            if is_gone:
+                del self._callers[protocol]
+            elif transport is not None and (
+                (not caller.has_asked and now - caller.came_at > hello_s) or caller.is_stuck(now, stuck_s)
+            ):
+                transport.abort()
+
+
+class Site(web.BaseSite):
+    """A listening address whose connections are met. As `web.TCPSite`, which lets nobody stand between."""
+
+    def __init__(self, runner: web.AppRunner, host: str | None, port: int, accepted: Accepted, *, backlog: int) -> None:
+        super().__init__(runner, backlog=backlog)
+        self._address = host, port
+        self._accepted = accepted
+
+    @property
+    def name(self) -> str:
+        """For aiohttp's own messages."""
+        return "http://{}:{}".format(*self._address)
+
+    async def start(self) -> None:
+        """Listen. Raises `OSError`."""
+        await super().start()
+        make = self._runner.server
+        assert make is not None
+        host, port = self._address
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: self._accepted.meet(make()), host, port, backlog=self._backlog
+        )

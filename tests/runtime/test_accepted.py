@@ -1,0 +1,161 @@
+"""Connections that ask nothing, or do not read what they asked for, are ended; all others are left alone."""
+
+import contextlib
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import tensorhub
+from tensorhub.runtime import server as server_module
+from tensorhub.runtime import serving
+from tensorhub.runtime.accepted import PIECE_BYTES, Accepted
+
+from .kit import PATIENCE_S
+
+ASK = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Wire:
+    """A transport."""
+
+    def __init__(self) -> None:
+        self.waiting_bytes, self.is_aborted, self.is_ending = 0, False, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting_bytes
+
+    def is_closing(self) -> bool:
+        return self.is_ending
+
+    def abort(self) -> None:
+        self.is_aborted, self.is_ending, self.waiting_bytes = True, True, 0
+
+
+class Protocol:
+    """What hears a connection."""
+
+    transport: Wire | None = None
+
+
+class Story:
+    """One connection, and a clock."""
+
+    def __init__(self) -> None:
+        self.now, self.wire = 100.0, Wire()
+        self.accepted = Accepted(lambda: self.now)
+        self.protocol = Protocol()
+        self.request = SimpleNamespace(protocol=self.protocol, transport=self.wire)
+
+    def sweep(self, after_s: float = 0.0) -> bool:
+        """Whether the connection still lives then."""
+        self.now += after_s
+        self.accepted.sweep(self.now, hello_s=5.0, stuck_s=5.0)
+        return not self.wire.is_aborted
+
+
+@pytest.fixture
+def story():
+    found = Story()
+    found.accepted.meet(found.protocol)
+    found.protocol.transport = found.wire
+    return found
+
+
+def test_who_asks_nothing_has_a_few_seconds(story):
+    assert story.sweep(4.9)
+    assert not story.sweep(0.2)
+    story.sweep()
+    assert len(story.accepted) == 0
+
+
+def test_who_waits_for_an_answer_is_left_alone(story):
+    story.accepted.keep(story.request)
+    assert all(story.sweep(10.0) for _ in range(10))
+
+
+def test_who_takes_too_little_is_cut(story):
+    story.accepted.keep(story.request)
+    story.wire.waiting_bytes = 10 * PIECE_BYTES
+    story.sweep()
+    for _ in range(4):
+        story.wire.waiting_bytes -= PIECE_BYTES
+        assert story.sweep(4.0), "it takes enough"
+    story.wire.waiting_bytes -= 1000
+    assert story.sweep(4.0)
+    assert not story.sweep(2.0)
+
+
+def test_an_answer_that_nobody_takes_does_not_keep_a_connection_that_closes(story):
+    story.accepted.keep(story.request)
+    story.wire.waiting_bytes, story.wire.is_ending, story.protocol.transport = 1000, True, None
+    assert story.sweep()
+    assert not story.sweep(6.0)
+
+
+def test_who_goes_before_it_was_met_is_forgotten(story):
+    story.protocol.transport = None
+    story.sweep(0.5)
+    assert len(story.accepted) == 1, "it may still come"
+    story.sweep(1.0)
+    assert len(story.accepted) == 0
+
+
+def test_a_line_is_no_asker_until_it_ends(story):
+    story.accepted.keep(story.request)
+    story.accepted.release(story.request)
+    assert len(story.accepted) == 0
+    story.accepted.keep(story.request)
+    assert len(story.accepted) == 1
+
+
+# --- a server ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(server_module, "HELLO_S", 0.2)
+    monkeypatch.setattr(server_module, "STUCK_S", 0.2)
+    monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+    monkeypatch.setattr(serving, "STOP_S", 10 * PATIENCE_S)  # nobody has to wait for that
+    found = tensorhub.serve()
+    yield found
+    closing = threading.Thread(target=found.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive(), "the server does not end"
+
+
+def connected(server, *, keeps_bytes: int = 4096) -> socket.socket:
+    host, port = server.address.split(":")
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, keeps_bytes)
+    found.settimeout(PATIENCE_S)
+    found.connect((host, int(port)))
+    return found
+
+
+def rest(found: socket.socket) -> bytes:
+    """All that comes until the connection ends."""
+    said = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while more := found.recv(1 << 16):
+            said += more
+    return bytes(said)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half a request"])
+def test_who_completes_no_request_is_hung_up_on(server, said):
+    with connected(server) as silent, connected(server) as asker:
+        asker.sendall(ASK % b"/healthz")
+        assert b" 200 " in asker.recv(4096)
+        silent.sendall(said)
+        assert rest(silent) == b""
+        asker.sendall(2 * (ASK % b"/healthz") + ASK % b"/v1/wait?model=m&spec=1&timeout=0.5")
+        heard = b""
+        while b'{"version":null}' not in heard:
+            more = asker.recv(4096)
+            assert more, "who asks was hung up on"
+            heard += more
+        assert heard.count(b" 200 ") == 3
