@@ -135,7 +135,6 @@ class NixlStream(Stream):
         self._its = job
         self._ready = range(0)  # announced, and not yet begun
         self._read_bytes = self._told_bytes = 0
-        self._is_proved = False
         self._size_bytes = 0
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
@@ -171,14 +170,13 @@ class NixlStream(Stream):
     def mover_for(self, wanted: Sequence[int], streams: int) -> None:
         """NIXL brings the bytes, in threads of its own."""
 
-    def pump(self) -> None:
+    def join_in(self) -> None:
+        """And connect this thread, too: one that cannot be has not asked for anything."""
+        super().join_in()
         self._prove()
-        super().pump()
 
     def _prove(self) -> None:
         """Connect this thread, see by what way, and that the export lasts."""
-        if self._is_proved:
-            return
         job, memory = self._its, self._meeting.memory
         self._connect()
         looks = [self._look(job.settings.silence_s) for _ in range(_PROOFS)]
@@ -186,11 +184,11 @@ class NixlStream(Stream):
             raise self._left("it has taken its promise back")
         is_immediate = 2 * sum(immediate for _, immediate in looks) > _PROOFS  # 16 B over TCP may be quick once
         devices = {device for device, _, _ in memory.places} or {HOST}
-        job.lane = nixl_path.lane(job.facts, memory.facts, is_immediate=is_immediate, devices=sorted(devices))
-        if job.lane.is_tcp and not job.allow_tcp:
+        lane = nixl_path.lane(job.facts, memory.facts, is_immediate=is_immediate, devices=sorted(devices))
+        if lane.is_tcp and not job.allow_tcp:
             why = nixl_path.why_tcp(job.facts, memory.facts)
             raise TransportMissing(f"{job.endpoint} could be read over TCP only: {why}", hint=nixl_path.USE_TCP)
-        self._is_proved = True
+        job.lane = lane
 
     def _connect(self) -> None:
         """The first read of a thread connects it. Now and then UCX loses such a read: then the next one is answered."""

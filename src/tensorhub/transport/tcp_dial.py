@@ -13,7 +13,7 @@ from typing import Any
 
 from . import shortages
 from .tcp_addresses import Address, parse_endpoint
-from .tcp_job import Job, NoRoom
+from .tcp_job import Job
 from .tcp_wire import Garbled, Vanished, Wire
 
 _MOST_FOUND = 4  # of one host name; each may cost `connect_s`
@@ -32,10 +32,7 @@ def dial(job: Job, index: int, *, parse: Callable[[str], tuple[Address, ...]] = 
     if index == 0:
         return _reach_any(job, addresses, own)
     at = (job.answered_at + index) % len(addresses)
-    try:
-        wire = _reach(job, addresses[at], leave_from=own[at] if own else "")
-    except Vanished as error:
-        raise NoRoom(f"{job.endpoint}: {error}") from None
+    wire = _reach(job, addresses[at], leave_from=own[at] if own else "")
     job.note_address(at)
     return wire
 

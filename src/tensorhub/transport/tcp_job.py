@@ -24,7 +24,7 @@ _HINTS = {
 
 
 class NoRoom(SourceLost):
-    """The source has no connection to spare, or this one of its addresses cannot be reached."""
+    """The source has no connection to spare."""
 
 
 class Job:

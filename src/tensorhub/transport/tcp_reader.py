@@ -2,10 +2,13 @@
 
 The first stream fetches the manifest, asks the sink what it wants, and starts the others; from then on all are alike.
 The first error ends the read: every stream is cut, and the last thread to leave calls `on_end`, when none is inside the
-sink's memory any more. It must never: call `on_end` twice, or before the last thread has left.
+sink's memory any more. What keeps a further stream from joining in is no such error: it has asked for nothing yet, so
+the others do its work, and a source that is gone is noticed by the first stream.
+
+It must never: call `on_end` twice, or before the last thread has left.
 """
 
-import contextlib
+import logging
 import os
 import threading
 import time
@@ -13,17 +16,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ..core.errors import TensorHubError, Unavailable
+from . import shortages
 from .base import OnEnd, Read, Sink, Trusting
 from .brisk import Brisk
 from .native import shapes
 from .native_read import Mover
 from .signals import block_sigpipe
 from .tcp_dial import dial
-from .tcp_job import Job, NoRoom
+from .tcp_job import Job
 from .tcp_settings import TcpSettings
 from .tcp_stream import Stream, opened
 from .tcp_width import Width
 from .threads import Thread, start
+
+_log = logging.getLogger(__name__)
 
 LEAST_CHUNKS = 8  # for each stream that is there, left to ask for: else another one is not worth its connection
 
@@ -275,19 +281,30 @@ class TcpRead(Read):
             self._start(self._follow, further)
 
     def _follow(self, index: int, brisk: Brisk) -> None:
-        """A further stream. That the source has no connection to spare is no error: the others do its work."""
-        mover = self.job.mover
-        with contextlib.suppress(NoRoom), self.opened(index) as stream:
-            stream.join_in()
-            state = stream.state_for(mover) if mover is not None else None
-            brisk.over()
-            if mover is None or state is None:
-                stream.pump()
-                return
-            mover.run(state)
-            brisk.again()
-            stream.left(state)
-            stream.conclude(state)
+        """A further stream, if there can be one: else the others do its work.
+
+        The source may have no connection to spare, or no thread; this process no descriptor; or nobody answers.
+        """
+        mover, has_joined = self.job.mover, False
+        try:
+            with self.opened(index) as stream:
+                stream.join_in()
+                state = stream.state_for(mover) if mover is not None else None
+                has_joined = True
+                brisk.over()
+                if mover is None or state is None:
+                    stream.pump()
+                    return
+                mover.run(state)
+                brisk.again()
+                stream.left(state)
+                stream.conclude(state)
+        except (TensorHubError, OSError, MemoryError) as error:
+            if has_joined:
+                raise
+            if isinstance(error, OSError | MemoryError):
+                shortages.note(error, did="it opened a further connection to a source")
+            _log.debug("%s is read without stream %d: %s", self.job.key, index, error)
 
 
 def counted(number: int, noun: str) -> str:

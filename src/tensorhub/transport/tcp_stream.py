@@ -22,7 +22,7 @@ from .native import shapes
 from .native_read import TCP_TILE_BYTES, Mover, mover_for
 from .parcels import PIECES, Piecewise
 from .tcp_claims import Ahead
-from .tcp_job import Job, NoRoom
+from .tcp_job import Job
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
 from .views import blocks_of
 from .wire_errors import lost
@@ -86,17 +86,12 @@ class Stream:
     def join_in(self) -> None:
         """The same for a further stream, and all that comes before it may ask for its share.
 
-        What it has asked for is nobody else's: so a source without room for it has to say so before. Where that has
-        several addresses, one that says nothing is left out. Raises `NoRoom`.
+        What it has asked for is nobody else's: so whatever may keep it from being served has to show before. Raises
+        `TensorHubError`, `WireError`.
         """
-        try:
-            self.greet(wants_manifest=False)
-            self.send_parcels()
-            self.await_room()
-        except WireError as error:
-            if self.job.addresses == 1:
-                raise
-            raise NoRoom(f"{self.job.endpoint}: one of its addresses is none: {error}") from None
+        self.greet(wants_manifest=False)
+        self.send_parcels()
+        self.await_room()
 
     def await_room(self) -> None:
         """Until the source has taken in what is wanted, where that is not its chunks. Raises `NoRoom`."""
