@@ -9,11 +9,11 @@ cannot get through is none: the others do its work. It must never: end a read be
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from . import shortages
 from .tcp_addresses import Address, parse_endpoint
 from .tcp_job import Job
+from .tcp_names import look_up
 from .tcp_wire import Garbled, Vanished, Wire
 
 _MOST_FOUND = 4  # of one host name; each may cost `connect_s`
@@ -64,7 +64,7 @@ def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_f
     """At that address. Raises `Vanished` if it cannot be reached."""
     failure = Vanished("the host has no address")
     try:
-        for family, kind, protocol, _, found in _look_up(address):
+        for family, kind, protocol, _, found in look_up(job, address, within_s or job.settings.connect_s)[:_MOST_FOUND]:
             try:
                 wire = Wire(socket.socket(family, kind, protocol), job.settings)
             except OSError as error:
@@ -86,13 +86,6 @@ def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_f
         raise failure
     finally:
         del failure  # its traceback knows this frame: they would wait for the garbage collector together
-
-
-def _look_up(address: Address) -> list[tuple[Any, ...]]:
-    try:
-        return list(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))[:_MOST_FOUND]
-    except OSError as error:
-        raise Vanished(f"cannot find the host: {error}") from error
 
 
 def _leave(wire: Wire, own: str) -> None:

@@ -5,6 +5,7 @@ It must never: count a byte twice that the mover has counted.
 
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 from ..core.errors import Refused, SourceLost, TensorHubError
 from ..core.manifest import chunk_count
@@ -13,7 +14,7 @@ from .native_read import Mover
 from .parcels import Parcels, Piecewise
 from .tcp_claims import Claims
 from .tcp_settings import TcpSettings
-from .tcp_wire import Refusal, Wire
+from .tcp_wire import Refusal
 
 _HINTS = {
     "token": "give both workers the same token",
@@ -25,6 +26,17 @@ _HINTS = {
 
 class NoRoom(SourceLost):
     """The source has no connection to spare."""
+
+
+class Waiting(Protocol):
+    """What a stream waits in, such as a connection."""
+
+    def cut(self) -> object:
+        """From any thread: whoever waits looks whether the read is over."""
+        ...
+
+    @property
+    def all_heard_bytes(self) -> int: ...
 
 
 class Job:
@@ -47,7 +59,7 @@ class Job:
         self._received_bytes = 0
         self._received_chunks = 0
         self._is_lent_to = False
-        self._wires: dict[Wire, None] = {}
+        self._wires: dict[Waiting, None] = {}
         self._heard_bytes = 0  # on wires that were left
         self._lock = threading.Lock()
 
@@ -131,14 +143,14 @@ class Job:
         with self._lock:
             return max(self.received_bytes, self._heard_bytes + sum(wire.all_heard_bytes for wire in self._wires))
 
-    def enter(self, wire: Wire) -> None:
+    def enter(self, wire: Waiting) -> None:
         with self._lock:
             self._wires[wire] = None
             is_over = self.is_over
         if is_over:
             wire.cut()
 
-    def leave(self, wire: Wire) -> None:
+    def leave(self, wire: Waiting) -> None:
         with self._lock:
             if wire in self._wires:
                 del self._wires[wire]
