@@ -2,11 +2,17 @@
 
 import errno
 import os
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from tensorhub.core.errors import SourceLost
 from tensorhub.transport import shortages
+
+from .conftest import Make
+from .kit import Target, content, full, read_all
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +35,34 @@ def test_what_was_long_ago_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     shortages.note(MemoryError(), did="it started a thread")
     monkeypatch.setattr(shortages, "RECENT_S", -1.0)
     assert shortages.recent() == ""
+
+
+@pytest.mark.parametrize("kind", ["tcp-1", "local-1", "local-mapped-1", "pretended-nixl-2"], indirect=True)
+def test_a_reader_without_a_descriptor_knows_that_it_met_a_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Limited(socket.socket):
+        def __init__(self, *arguments: object, **named: object) -> None:
+            if "-read-" in threading.current_thread().name:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            super().__init__(*arguments, **named)  # type: ignore[arg-type]
+
+    right, source, reader = content(64), make(), make()
+    source.export(full("k", right, 64))
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Limited)
+        error = read_all(reader, source.endpoint, "k", Target(right, 64))
+    assert isinstance(error, SourceLost), "another try may find one"
+    assert "cannot connect: [Errno 24] Too many open files" in str(error)
+    assert shortages.recent().endswith("when it connected to a source: Too many open files")
+    assert read_all(reader, source.endpoint, "k", Target(right, 64)) is None
+
+
+@pytest.mark.parametrize("kind", ["local-1"], indirect=True)
+def test_so_it_does_where_there_is_none_for_the_sources_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    right, source, reader = content(64), make(), make()
+    source.export(full("k", right, 64))
+    monkeypatch.setattr(os, "pidfd_open", limited)
+    assert read_all(reader, source.endpoint, "k", Target(right, 64)) is None
+    assert shortages.recent().endswith("when it looked at a source's process: Too many open files")

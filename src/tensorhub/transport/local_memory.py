@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..core.errors import TransportMissing
+from . import shortages
 from .base import Look
 from .forks import track
 from .local_host import remedy
@@ -102,7 +103,8 @@ class Process:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError as error:
             raise Lost(f"process {pid} is gone") from error
-        except OSError:  # an old kernel, or a filter: its start time must do
+        except OSError as error:  # an old kernel, or a filter: its start time must do
+            shortages.note(error, did="it looked at a source's process")
             self._started = _start_time(pid)
 
     @property

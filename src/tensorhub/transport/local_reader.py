@@ -32,6 +32,7 @@ from .native import shapes
 from .native_read import LOCAL_TILE_BYTES, Mover, mover_for
 from .rows import Placed, table_of
 from .sealed import Shared, Unmappable, moved_to
+from .tcp_dial import wire_for
 from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
@@ -196,8 +197,7 @@ class LocalRead(TcpRead):
         difference = self._place.difference(place)
         if difference is not None:
             raise TransportMissing(f"{job.endpoint} cannot be read from here: {difference}")
-        wire = Wire(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), job.settings)
-        job.enter(wire)
+        wire = wire_for(job, socket.AF_UNIX)
         try:
             wire.connect(socket_address(name))
             wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)

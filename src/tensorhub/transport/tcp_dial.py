@@ -65,12 +65,7 @@ def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_f
     failure = Vanished("the host has no address")
     try:
         for family, kind, protocol, _, found in look_up(job, address, within_s or job.settings.connect_s)[:_MOST_FOUND]:
-            try:
-                wire = Wire(socket.socket(family, kind, protocol), job.settings)
-            except OSError as error:
-                shortages.note(error, did="it connected to a source")
-                raise Vanished(f"cannot connect: {error}") from error
-            job.enter(wire)
+            wire = wire_for(job, family, kind, protocol)
             try:
                 if leave_from:
                     _leave(wire, leave_from)
@@ -86,6 +81,17 @@ def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_f
         raise failure
     finally:
         del failure  # its traceback knows this frame: they would wait for the garbage collector together
+
+
+def wire_for(job: Job, family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> Wire:
+    """A connection to be, which the job knows. Raises `Vanished` where this process has no descriptor for it."""
+    try:
+        wire = Wire(socket.socket(family, kind, protocol), job.settings)
+    except OSError as error:
+        shortages.note(error, did="it connected to a source")
+        raise Vanished(f"cannot connect: {error}") from error
+    job.enter(wire)
+    return wire
 
 
 def _leave(wire: Wire, own: str) -> None:
