@@ -1,8 +1,12 @@
 """Digests of chunks, the manifest they make, and finding what changed since."""
 
+import errno
+import mmap
+import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -10,8 +14,9 @@ import pytest
 import torch
 import xxhash
 
-from tensorhub.core.errors import LayoutMismatch, UsageError
+from tensorhub.core.errors import HostMemoryFull, LayoutMismatch, UsageError
 from tensorhub.core.manifest import Manifest, decode_manifest
+from tensorhub.memory import guarded
 from tensorhub.memory.digests import build_manifest, changed_chunks, digest, tensors_of
 from tensorhub.memory.registration import register
 
@@ -145,3 +150,27 @@ def test_hashing_a_chunk_lets_other_threads_run() -> None:
         sys.setswitchinterval(interval)
         asked.set()
         thread.join(30)
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 20, 1 << 16, (1 << 16) - 1])
+def test_with_less_memory_it_is_hashed_in_smaller_parts_or_that_is_the_error(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    def limited(descriptor: int, size_bytes: int) -> mmap.mmap:
+        if size_bytes > most_bytes:
+            refused.append(size_bytes)
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return mmap.mmap(descriptor, size_bytes)
+
+    registration = register({"w": np.arange(1 << 20, dtype=np.int64)})
+    right = build_manifest(registration, 1 << 22, threads=1)
+    monkeypatch.setattr(guarded, "mmap", SimpleNamespace(mmap=limited))
+    if most_bytes < 1 << 16:
+        with pytest.raises(HostMemoryFull, match="to read tensors") as caught:
+            build_manifest(registration, 1 << 22, threads=1)
+        assert "memory" in str(caught.value.hint)
+    else:
+        assert build_manifest(registration, 1 << 22, threads=1) == right
+    assert refused

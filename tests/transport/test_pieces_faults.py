@@ -2,13 +2,16 @@
 
 import contextlib
 import ctypes
+import errno
 import mmap
+import os
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, SessionLost, SourceLost, TransportMissing
+from tensorhub.core.errors import CorruptTransfer, HostMemoryFull, SessionLost, SourceLost, TransportMissing
 from tensorhub.memory.host import host_view
 from tensorhub.memory.tiles.across import Across
 from tensorhub.memory.tiles.derive import Source
@@ -278,3 +281,30 @@ def test_the_mover_takes_no_rows_that_end_too_soon() -> None:
         assert not native_pieces._fits(replace(scatter, ours=Rows.at(words, ours.starts)), leg.parcels)
     fewer = Rows.at(ours.words[:-ROW_WORDS], ours.starts[:-1])
     assert not native_pieces._fits(replace(scatter, ours=fewer), leg.parcels)
+
+
+@pytest.mark.parametrize("kind", ["pretended-nixl-2"], indirect=True)
+@pytest.mark.parametrize("is_enough_for_one", [True, False])
+def test_without_memory_for_what_lands_fewer_threads_read_or_that_is_the_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_enough_for_one: bool
+) -> None:
+    fetch_all(monkeypatch, 0)
+    create, made = os.memfd_create, []
+
+    def limited(name: str) -> int:
+        if is_enough_for_one and threading.current_thread().name.endswith("-read-0"):
+            return create(name)
+        made.append(name)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    scene = Scene(columns(), make(), make())
+    scene.export(0)
+    monkeypatch.setattr(os, "memfd_create", limited)
+    error = scene.read(0).wait()
+    assert made
+    if is_enough_for_one:
+        assert error is None
+        assert not scene.across.missing
+    else:
+        assert isinstance(error, HostMemoryFull)
+        assert "for what NIXL brings: [Errno 24] Too many open files" in str(error)

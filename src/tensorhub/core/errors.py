@@ -11,7 +11,7 @@
     ├── Unavailable                  true for now: retry later, or choose another version
     │   ├── VersionUnavailable           nobody holds it (says who held it last)
     │   ├── GroupIncomplete              a member of the group is missing or died
-    │   ├── HostMemoryFull               no room for a version that must be kept, or for a buffer to cast into
+    │   ├── HostMemoryFull               no room: for a version that must be kept, a buffer to cast into, or the work
     │   ├── ServerUnreachable            it cannot be opened or asked without one; work in hand goes on
     │   └── DeadlineExceeded             names what was missing at the end, and how far it got
     ├── Refused                      token, certificate, or protocol version not accepted
@@ -111,7 +111,7 @@ class GroupIncomplete(Unavailable):
 
 
 class HostMemoryFull(Unavailable):
-    """No room for the host copy of a version that must be kept, or for the buffer into which masters are cast."""
+    """No room for a host copy that must be kept, for the buffer into which masters are cast, or for the work itself."""
 
     code = "host-memory-full"
 

@@ -105,7 +105,7 @@ def build_manifest(
     With verify="none" nothing is read, and `salt` must be unique to this content; with "full" it is left out, so that
     equal bytes have equal roots. `threads` is at most this process's cores and 8 by default. Bytes that all lie on one
     device are hashed there with `multilinear-128`; otherwise everything is hashed on the host. Raises `UsageError`
-    that names the tensors whose memory was freed.
+    that names the tensors whose memory was freed, and `HostMemoryFull`.
     """
     check_verify(verify)
     if algorithm not in ALGORITHMS:

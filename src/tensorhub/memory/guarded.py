@@ -19,11 +19,15 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
+from ..core.errors import HostMemoryFull
+from ..transport import shortages
 from ..transport.base import ByteStream
 from ..transport.located import Located
+from ..transport.threads import MEMORY
 from ..transport.vectors import IOV_MAX, Addresses
 
 PART_BYTES = 4 << 20  # a chunk of the usual size at once: each part waits twice for the interpreter where it is busy
+LEAST_BYTES = 1 << 16  # with less, the calls would cost more than the copying
 PIPE_BYTES = 1 << 16  # what every pipe holds
 
 
@@ -76,8 +80,19 @@ def addresses_of(stream: ByteStream, views: Sequence[memoryview], start: int) ->
 
 
 def room_for(size_bytes: int) -> mmap.mmap:
-    """What `parts` of so many bytes need. For one thread. The kernel has it back at once: malloc would keep it."""
-    return mmap.mmap(-1, max(1, min(PART_BYTES, size_bytes)))
+    """What `parts` of so many bytes need; less where this process may have no more, and then there are more parts.
+
+    For one thread. The kernel has it back at once: malloc would keep it. Raises `HostMemoryFull`.
+    """
+    room_bytes = max(1, min(PART_BYTES, size_bytes))
+    while True:
+        try:
+            return mmap.mmap(-1, room_bytes)
+        except (OSError, MemoryError) as error:
+            if room_bytes <= LEAST_BYTES:
+                shortages.note(error, did="it made room to read tensors")
+                raise HostMemoryFull(f"this process may have no {room_bytes} B to read tensors", hint=MEMORY) from error
+        room_bytes = max(LEAST_BYTES, room_bytes // 4)
 
 
 _is_refused = False  # no process_vm_readv here

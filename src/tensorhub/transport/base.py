@@ -203,8 +203,9 @@ class Transport(Protocol):
 
         `on_end` gets None when all wanted chunks were accepted or the read was stopped, `SourceLost` when the source
         vanished, fell silent, refused or withdrew, `TransportMissing` when this transport cannot work between these two
-        workers (another may: the source is not to blame), and otherwise what `sink.begin` or `sink.accept` raised. Once
-        called it is let go, for it usually knows the read.
+        workers (another may: the source is not to blame), `HostMemoryFull` when this process has no memory for what is
+        on its way, and otherwise what `sink.begin` or `sink.accept` raised. Once called it is let go, for it usually
+        knows the read.
         """
         ...
 

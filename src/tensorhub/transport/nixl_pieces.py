@@ -16,7 +16,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from ..core.errors import TransportMissing
+from ..core.errors import HostMemoryFull, TransportMissing
+from . import shortages
 from .nixl_agent import Broken
 from .nixl_memory import Place
 from .nixl_path import HOST
@@ -25,6 +26,7 @@ from .parcels import Parcels
 from .rows import RowStream
 from .tcp_stream import Stream
 from .tcp_wire import Unreadable
+from .threads import MEMORY
 from .views import advance, batch, flat
 
 SENT_BELOW_BYTES = 16384  # runs that are shorter on an average are sent
@@ -34,11 +36,17 @@ class Landing:
     """Host memory of one thread, in which a parcel lands; a file too, so that the kernel can put it into place."""
 
     def __init__(self, size_bytes: int) -> None:
+        """Raises `HostMemoryFull`."""
         self.size_bytes = max(1, size_bytes)
-        self._file = os.memfd_create("tensorhub-landing")
-        weakref.finalize(self, os.close, self._file).atexit = False
-        os.ftruncate(self._file, self.size_bytes)
-        self._memory = mmap.mmap(self._file, self.size_bytes)
+        try:
+            self._file = os.memfd_create("tensorhub-landing")
+            weakref.finalize(self, os.close, self._file).atexit = False
+            os.ftruncate(self._file, self.size_bytes)
+            self._memory = mmap.mmap(self._file, self.size_bytes)
+        except (OSError, MemoryError) as error:
+            shortages.note(error, did="it made room for what NIXL brings")
+            text = f"this process may have no {self.size_bytes} B for what NIXL brings: {error or 'no memory'}"
+            raise HostMemoryFull(text, hint=MEMORY) from error
         self._anchor = ctypes.c_char.from_buffer(self._memory)
 
     @property
@@ -92,6 +100,12 @@ class NixlPieces(NixlStream):
             self.job.parcels = parcels.sending(short)
         Stream.send_parcels(self)
 
+    def join_in(self) -> None:
+        """And have memory for what is to land here."""
+        super().join_in()
+        if not all(map(self._parcels.is_sent, range(len(self._parcels)))):
+            self._ready_to_land()
+
     def await_chunk(self, chunk: int, size_bytes: int) -> None:
         if self._parcels.is_sent(chunk):
             Stream.await_chunk(self, chunk, size_bytes)
@@ -135,7 +149,10 @@ class NixlPieces(NixlStream):
         return landing
 
     def _ready_to_land(self) -> tuple[Landing, Lying]:
-        """Memory for the largest parcel, and the source's. Raises `TransportMissing` if NIXL cannot have ours."""
+        """Memory for the largest parcel, and the source's.
+
+        Raises `HostMemoryFull`, and `TransportMissing` if NIXL cannot have ours.
+        """
         if self._landing is None or self._lying is None:
             landing = Landing(self._parcels.most_bytes)
             try:
