@@ -43,6 +43,7 @@ _PROGRESS_DELAY_US = 100_000  # the progress thread looks without being woken: s
 _IDLE_PEERS = 64  # kept connected without being read from
 _END_S = 5.0  # native calls end within milliseconds: the longest is one post of a few MiB that copies inside
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3  # twice as long each time: 4 MiB at 200 Gbit/s take 170 µs
+_TURN_POLL_S = 0.05  # as often somebody who waits for his turn looks whether he still wants it
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}  # we report what happens; both are read while loading
 
 _environment = threading.Lock()
@@ -245,6 +246,14 @@ class Agent:
     @property
     def peer_count(self) -> int:
         return len(self._peers)
+
+    def await_turn(self, within_s: float, given_up: Callable[[], bool]) -> bool:
+        """Take `connecting`, which is the caller's to release. False if that was not to be had in time, or given up."""
+        deadline = time.monotonic() + within_s
+        while not self.connecting.acquire(timeout=_TURN_POLL_S):
+            if given_up() or time.monotonic() > deadline:
+                return False
+        return True
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ chunk be judged whose seal was not seen after its bytes, or return while a trans
 """
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -191,15 +192,25 @@ class NixlStream(Stream):
         job.lane = lane
 
     def _connect(self) -> None:
-        """The first read of a thread connects it. Now and then UCX loses such a read: then the next one is answered."""
-        silence_s = self.job.settings.silence_s
-        with self._meeting.agent.connecting:  # one at a time: UCX lost none that way
-            for share in range(_TRIES):
-                try:
-                    self._look(silence_s / _TRIES, is_last=share == _TRIES - 1)
-                    return
-                except Stuck:
-                    continue
+        """The first read of a thread connects it. Now and then UCX loses such a read: then the next one is answered.
+
+        One thread at a time, for UCX lost none that way; but nobody waits long for a source that does not answer.
+        """
+        job, agent = self._its, self._meeting.agent
+        until, turn_s = time.monotonic() + job.settings.silence_s, job.settings.silence_s / _TRIES
+        has_turn = agent.await_turn(turn_s, lambda: job.is_over)
+        if job.is_over and not has_turn:
+            raise job.lost("the read is over")
+        for left in range(_TRIES, 0, -1):
+            try:
+                self._look((until - time.monotonic()) / left, is_last=left == 1)
+                return
+            except Stuck:
+                continue
+            finally:
+                if has_turn:
+                    agent.connecting.release()
+                has_turn = False
 
     def _look(self, limit_s: float, *, is_last: bool = True) -> tuple[bool, bool]:
         """Whether the source's seal stands, and whether it was read at once. Raises what ended the read.
