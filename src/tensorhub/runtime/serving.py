@@ -51,8 +51,9 @@ class RunningServer:
 
 
 async def start_server(host: str, port: int, *, settings: Settings, token: str, fresh: bool) -> RunningServer:
-    """Listen. Port 0 takes any free one. Raises `UsageError` for what is no address, or one that cannot be had, and for a
-    token that no client could give.
+    """Listen. Port 0 takes any free one. Raises `UsageError`.
+
+    For what is no address, or one that cannot be had, and for a token that no client could give.
     """
     check_integer(port, "port", least=0, most=65535)
     host = parse_text(host, "host").strip("[]")
