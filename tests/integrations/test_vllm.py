@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: ma
 from safetensors.torch import load_file
 
 import tensorhub
+from tensorhub.integrations.whole import Whole
 
 from .engines import is_reading, started, stopped
 from .kit import Job, eventually
@@ -182,3 +183,23 @@ def test_experts_one_by_one_as_files_have_them_and_what_is_left_out(server, star
             assert found == {"value": 0}
             judge.check(engine)
         engine.end()
+
+
+def test_an_engine_whose_name_is_taken_is_told_so_and_has_nothing(trainer, server, start):
+    """One rank's name is: no rank joins. When it is free the next attach goes well, with no answer mixed up."""
+    engine = start("rollout-0")
+    engine.call("start", path=trainer.path, replica="rollout-0", server=server, ranks=2)
+    with Whole("policy", replica="rollout-0.0", server=server) as first:
+        assert first.update() == 0
+        with Whole("policy", replica="rollout-0.1", server=server) as second:
+            assert second.update() == 0
+            refused = engine.ask("attach")
+            assert refused["kind"] == "TensorHubError"
+            assert "rank 0: policy/rollout-0.0[0] is another live worker" in refused["message"]
+        assert "another live worker" in engine.ask("attach")["message"]
+        assert {each.name for each in tensorhub.connect(server).replicas("policy")} == {"trainer", "rollout-0.0"}
+    assert engine.call("attach") == 0
+    trainer.check(engine)
+    trainer.step(1)
+    assert engine.call("update") == 1
+    trainer.check(engine)

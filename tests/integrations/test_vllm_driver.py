@@ -9,6 +9,7 @@ import torch
 
 import tensorhub
 from tensorhub.integrations import newest, vllm
+from tensorhub.integrations.whole import Whole
 
 from .vllm_stand_in import StandIn
 
@@ -120,3 +121,37 @@ def test_an_engine_that_leaves_frees_its_place_at_once_and_may_come_back(server,
     trainer(2)
     assert updater.update(timeout=30) == 2
     assert rank.loaded["w"].eq(2.0).all()
+
+
+def test_a_version_that_somebody_else_of_that_name_holds_is_not_the_engines(server, trainer, rank):
+    """It has left, and its name was taken meanwhile: by who has what it is told to load."""
+    trainer(1)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    updater.close()
+    trainer(2)
+    with Whole("policy", replica="r", server=server.address) as other:
+        assert other.update() == 2
+        with pytest.raises(tensorhub.TensorHubError):
+            updater.update(timeout=5)
+        assert updater.version == 1
+        assert rank.loaded["w"].eq(1.0).all()
+    assert updater.update(timeout=30) == 2
+    assert rank.loaded["w"].eq(2.0).all()
+
+
+def test_what_the_server_knows_of_a_name_is_no_answer_of_the_ranks(server, trainer, rank):
+    """The rank fetches nothing, and somebody of its name holds what it was to fetch."""
+    trainer(1)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    trainer(2)
+
+    def is_replaced():
+        rank._whole.close(timeout=5)
+        other.update()
+
+    rank.before_fetch, rank.fetches = is_replaced, False
+    with Whole("policy", replica="r", server=server.address) as other:
+        with pytest.raises(tensorhub.VersionUnavailable):
+            updater.update(timeout=5)
+        assert updater.version is None
+        assert ("/update_weight_version", {"new_version": "2"}) not in rank.calls

@@ -1,12 +1,15 @@
 """The calls that a vLLM server answers during an update, over real HTTP: it notes them, and what it has loaded.
 
-It joins as vLLM's only rank does, and keeps what it has fetched when it is told to load.
+It joins as vLLM's only rank does, keeps what it has fetched when it is told to load, and says by an error what is not
+so when it is asked: so does our rank.
 """
 
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import tensorhub
+from tensorhub.integrations.vllm_engines import NOTHING
 from tensorhub.integrations.whole import Whole
 
 
@@ -14,7 +17,7 @@ class StandIn:
     """A server at `url`; `calls` are (path, body)."""
 
     def __init__(self):
-        self.calls, self.loaded, self._whole = [], {}, None
+        self.calls, self.loaded, self._whole, self._version = [], {}, None, NOTHING
         ours = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -22,15 +25,12 @@ class StandIn:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
                 path = self.path.split("?")[0]
                 ours.calls.append((path, body))
-                ours.carry_out(path, body)
-                self.send_response(200)
+                try:
+                    ours.carry_out(path, body)
+                    self.send_response(200)
+                except tensorhub.TensorHubError as error:
+                    self.send_response(500, str(error))
                 self.end_headers()
-
-            def do_GET(self):
-                assert self.path == "/get_world_size?include_dp=false"
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(b'{"world_size": 1}')
 
             def log_message(self, *_):
                 pass
@@ -41,14 +41,22 @@ class StandIn:
 
     def carry_out(self, path, body):
         if path == "/init_weight_transfer_engine":
-            info = body["init_info"]
-            self._whole = Whole(info["model"], replica=info["replica"], **info["options"])
+            self.init(body["init_info"])
         elif path == "/update_weights":
             self._whole.update(body["update_info"]["version"])
         elif path == "/finish_weight_update":
             self.loaded = {name: tensor.clone() for name, tensor in self._whole}
+            self._version = self._whole.version
         elif path == "/shutdown_weight_transfer_engine":
             self._whole.close(timeout=5)
+
+    def init(self, info):
+        if self._whole is None:
+            self._whole = Whole(info["model"], replica=info["replica"], **info["options"])
+        self._whole.join(timeout=info.get("timeout"))
+        for asked in ("loaded", "kept"):
+            if info.get(asked) not in (None, self._version):
+                raise tensorhub.VersionUnavailable(f"it is {self._version}")
 
     def close(self):
         if self._whole is not None:

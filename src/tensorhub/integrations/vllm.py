@@ -16,7 +16,8 @@ Rules:
 3. First all ranks fetch the version, then all load it. A fetch that fails on any rank changes nothing that vLLM
    computes with. While ranks fetch, vLLM goes on; only the loading pauses it. In place, to load is to read.
 4. No rank raises in an update, since vLLM would then mistake what the other ranks answer for answers to the next call:
-   whether all have a version, and have loaded it, is asked of the reference server.
+   whether all of them have loaded a version they are asked afterwards. The reference server knows replicas by name, and
+   a name may be somebody else's.
 5. A load that fails half-way leaves a mixture. All ranks then refuse to compute, until a load has succeeded.
 
 It must never: let two ranks load different versions, or import vLLM before it is used.
@@ -28,7 +29,7 @@ from typing import Any
 import tensorhub
 
 from .newest import latest, newest_version
-from .vllm_engines import WAIT_S, Engine, engine_of
+from .vllm_engines import NOTHING, WAIT_S, Engine, engine_of
 
 BACKEND = "tensorhub"
 
@@ -52,15 +53,8 @@ def attach(
     engine computes with; refused, naming a parameter, where vLLM computes with something else, or they are no plain
     copies of what is published. `options` are those of `tensorhub.open`, plain values.
     """
-    deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
     updater = Updater(engine_of(engine), model, replica, options, in_place=in_place)
-    newest_version(updater._view, model, deadline)  # by which ranks know what there is to be read
-    try:
-        updater.engine.init({"model": model, "replica": replica, "in_place": in_place, "options": options})
-    except Exception as error:  # vLLM tells what its ranks raised, but not of which class it was
-        text = f"the engine could not join {model} as {replica}: {error}"
-        raise tensorhub.TensorHubError(text, hint="the engine's log says more") from error
-    updater.update(timeout=max(1.0, deadline - time.monotonic()))
+    updater.update(timeout=timeout)
     return updater
 
 
@@ -71,8 +65,8 @@ class Updater:
         self, engine: Engine, model: str, replica: str, options: dict[str, Any], *, in_place: bool = False
     ) -> None:
         self.engine, self.model, self.replica = engine, model, replica
-        count = 1 if in_place else engine.ranks()
-        self._ranks = {replica} if count == 1 else {f"{replica}.{rank}" for rank in range(count)}  # as replicas
+        self._joins = {"model": model, "replica": replica, "in_place": in_place, "options": options}
+        self._is_there = False  # the ranks have joined, as far as is known
         self.version: int | None = None  # what the engine computes with; None: nothing that may be used
         self._view = tensorhub.connect(options.get("server"), token=options.get("token"))
 
@@ -87,6 +81,7 @@ class Updater:
 
         An engine that goes on computes with `version` as before, and joins again with the next newer version.
         """
+        self._is_there = False
         self.engine.leave()
 
     def update(self, version: int | None = None, *, timeout: float | None = None) -> int:
@@ -110,31 +105,40 @@ class Updater:
     def _bring(self, wanted: int, deadline: float) -> int:
         if wanted == self.version:
             return wanted
+        if self.version is None or not self._is_there:
+            self._join(deadline)
         self.engine.fetch(wanted, max(1.0, deadline - time.monotonic()))
-        before, self.version, were_here = self.version, None, self._are_here()
+        before, self.version = self.version, None
         self.engine.load()
-        are_here = self._are_here()
-        if self._is_held(wanted):
-            self.version = wanted
-        elif are_here:
-            self.version = before
+        missing = self._not_so(loaded=wanted)
+        is_kept = missing is not None and self._not_so(kept=NOTHING if before is None else before) is None
+        self.version = wanted if missing is None else before if is_kept else None
         if self.version is not None:
             self.engine.go_on(str(self.version))
-        if self.version != wanted:
-            goes_on = (
-                f"and the engine goes on with {before}" if self.version is not None else "the engine has no version"
-            )
+        if missing is not None:
+            goes_on = f"and the engine goes on with {before}" if before is not None else "the engine has no version"
             text = f"a rank could not fetch {self.model}@{wanted}, {goes_on}"
-            if were_here and not are_here:  # a rank whose load has failed leaves
+            if not is_kept:
                 text = f"{self.model}@{wanted} was loaded in part: the engine answers nothing now"
             hint = "the engine's log says why; then update() again"
-            raise tensorhub.VersionUnavailable(text, hint=hint if are_here else f"{hint}, or start the engine anew")
+            raise tensorhub.VersionUnavailable(
+                text, hint=hint if is_kept else f"{hint}, or start the engine anew"
+            ) from missing
         return wanted
 
-    def _are_here(self) -> bool:
-        return self._ranks <= {each.name for each in self._view.replicas(self.model)}
+    def _join(self, deadline: float) -> None:
+        """Whatever is wrong on a rank is raised, and none of them has joined then."""
+        try:
+            self.engine.init({**self._joins, "timeout": max(1.0, deadline - time.monotonic())})
+        except Exception as error:  # vLLM tells what its ranks raised, but not of which class it was
+            text = f"the engine could not join {self.model} as {self.replica}: {error}"
+            raise tensorhub.TensorHubError(text, hint="the engine's log says more") from error
+        self._is_there = True
 
-    def _is_held(self, version: int) -> bool:
-        """Whether all ranks have it."""
-        versions = self._view.versions(self.model)
-        return self._ranks <= {name for each in versions if each.version == version for name in each.holders}
+    def _not_so(self, **asked: int) -> Exception | None:
+        """What the ranks say against it; None: it is so on all of them."""
+        try:
+            self.engine.init({**self._joins, **asked})
+        except Exception as error:  # noqa: BLE001 - as above
+            return error
+        return None

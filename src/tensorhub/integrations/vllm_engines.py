@@ -11,13 +11,14 @@ from urllib.request import Request, urlopen
 import tensorhub
 
 WAIT_S = 300.0
+NOTHING = -1  # no version: those begin at 0
 
 
 class Engine(Protocol):
     """One engine with all of its ranks."""
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """The ranks join, as `vllm_worker.InitInfo` says."""
+        """The ranks join, and answer, as `vllm_worker.InitInfo` says. Raises if one cannot, or if it is not so."""
 
     def fetch(self, version: int, timeout: float) -> None:
         """As far as that can be done while the engine computes."""
@@ -30,9 +31,6 @@ class Engine(Protocol):
 
     def leave(self) -> None:
         """The ranks are no replicas any more."""
-
-    def ranks(self) -> int:
-        """How many there are."""
 
 
 def engine_of(given: Any) -> Engine:
@@ -64,9 +62,6 @@ class Offline:
     def leave(self) -> None:
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
 
-    def ranks(self) -> int:
-        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size)
-
 
 class Server:
     """A server of vLLM, over HTTP."""
@@ -75,7 +70,7 @@ class Server:
         self._url = url.rstrip("/")
 
     def init(self, init_info: dict[str, Any]) -> None:
-        self._post("/init_weight_transfer_engine", init_info=init_info)
+        self._post("/init_weight_transfer_engine", init_info.get("timeout") or WAIT_S, init_info=init_info)
 
     def fetch(self, version: int, timeout: float) -> None:
         self._post("/start_weight_update")
@@ -92,17 +87,15 @@ class Server:
     def leave(self) -> None:
         self._post("/shutdown_weight_transfer_engine")
 
-    def ranks(self) -> int:
-        return int(json.loads(self._ask(f"{self._url}/get_world_size?include_dp=false", WAIT_S))["world_size"])
-
     def _post(self, path: str, wait_s: float = WAIT_S, **body: Any) -> None:
         headers = {"Content-Type": "application/json"}
         self._ask(Request(self._url + path, json.dumps(body).encode(), headers), wait_s + 30.0)
 
-    def _ask(self, request: Request | str, wait_s: float) -> bytes:
+    def _ask(self, request: Request, wait_s: float) -> None:
         try:
             with urlopen(request, timeout=wait_s) as answer:
-                return bytes(answer.read())
+                answer.read()
+                return
         except HTTPError as error:
             text = f"{error.url}: {error.code} {error.read(2000).decode(errors='replace')}"
         except OSError as error:

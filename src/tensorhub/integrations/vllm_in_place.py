@@ -43,18 +43,24 @@ class InPlace:
         self._name, self._where = name, where
         self._timeout: float | None = None
 
+    def join(self, timeout: float | None) -> None:
+        """Become a shard of the replica, without a version as yet."""
+        if self.weights is not None:
+            return
+        weights = tensorhub.open(self._name, reliable=False, **self._where)
+        if self._ignored:  # by vLLM's loader, or other ranks have them
+            _log.info("%d tensors of %s are not read, such as %r", len(self._ignored), self._name, self._ignored[0])
+        try:
+            weights.register(self._plan.tensors, boxes=self._plan.boxes, partial=bool(self._ignored))
+        except BaseException:  # else the next fetch could not join, and would say only that
+            weights.close(timeout=LEAVE_S)
+            raise
+        self.weights = weights
+
     def fetch(self, version: int, timeout: float | None) -> None:
         """Nothing moves yet: what is there is what vLLM computes with. Raises if the version never comes."""
-        if self.weights is None:
-            weights = tensorhub.open(self._name, reliable=False, **self._where)
-            if self._ignored:  # by vLLM's loader, or other ranks have them
-                _log.info("%d tensors of %s are not read, such as %r", len(self._ignored), self._name, self._ignored[0])
-            try:
-                weights.register(self._plan.tensors, boxes=self._plan.boxes, partial=bool(self._ignored))
-            except BaseException:  # else the next fetch could not join, and would say only that
-                weights.close(timeout=LEAVE_S)
-                raise
-            self.weights = weights
+        self.join(timeout)
+        assert self.weights is not None
         self.weights.wait_for(version, timeout=timeout)
         self._timeout = timeout
 

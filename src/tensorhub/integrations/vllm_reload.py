@@ -30,6 +30,10 @@ class Reload:
         """What serves them."""
         return self.whole.weights
 
+    def join(self, timeout: float | None) -> None:
+        """Become a replica, without a version as yet."""
+        self.whole.join(timeout=timeout)
+
     def fetch(self, version: int, timeout: float | None) -> None:
         """To the host. vLLM computes with the version before."""
         found = self.whole.update(version, timeout=timeout)

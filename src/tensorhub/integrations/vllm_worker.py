@@ -3,6 +3,9 @@
 `start_weight_update` does nothing, `update_weights` fetches, `finish_weight_update` loads: vLLM calls each of them on
 all ranks before it goes on to the next. There are two ways to do it: `Reload` fetches whole tensors to the host, and
 has vLLM load them; `InPlace` reads over the parameters that vLLM computes with.
+
+`init_transfer_engine` joins, and answers what the driver asks: whether these ranks, all of them, have a version. It is
+the only call that may raise, and one rank raises for all.
 """
 
 import logging
@@ -24,14 +27,13 @@ import tensorhub
 
 from .newest import newest_version
 from .vllm import BACKEND
-from .vllm_engines import WAIT_S
+from .vllm_engines import NOTHING, WAIT_S
 from .vllm_in_place import InPlace
 from .vllm_reload import Reload
 from .whole import Whole, layout_of_whole
 
 logger = logging.getLogger("vllm.tensorhub")  # below vLLM's own, so that it is written where vLLM writes
 LEAVE_S = 5.0
-NOTHING = -1  # versions begin at 0
 COMPUTES = ("forward", "compute_logits")  # the second is called where a captured graph takes the place of the first
 
 
@@ -43,6 +45,9 @@ class InitInfo(WeightTransferInitInfo):
     replica: str
     in_place: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
+    loaded: int | None = None  # asked: whether all ranks have loaded this version, and hold it
+    kept: int | None = None  # asked: whether they compute with this one still; `NOTHING`: none has come to any of them
 
 
 @dataclass
@@ -66,6 +71,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._joined: tuple[str, str, bool] | None = None  # model, replica, in place
         self._loaded: int | None = None
         self._next: int | None = None  # fetched, and to be loaded
+        self._is_mixture = False
+        self._why = ""  # the last version is not there
         given = vllm_config.additional_config
         if isinstance(given, dict) and BACKEND in given:
             self._begin(self.parse_init_info(given[BACKEND]))
@@ -74,42 +81,83 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Load a first version before vLLM serves: the newest one, as rank 0 sees it."""
         newest = self._told(lambda: newest_version(_view(info), info.model, time.monotonic() + WAIT_S))
         with set_current_vllm_config(self.vllm_config):
-            self.init_transfer_engine(info)
+            self._join(info)
             self.receive_weights(UpdateInfo(newest))
             self.finish_weight_update()
         if self._loaded is None:
             raise tensorhub.VersionUnavailable(f"version {newest} of {info.model} could not be loaded; see above")
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Become a replica, or a shard of one. Nothing is fetched yet."""
-        said = init_info.model, init_info.replica, init_info.in_place
-        if self._joined not in (None, said):
-            text = f"the engine has joined {self._joined[0]} as {self._joined[1]}, in_place={self._joined[2]}"
-            raise tensorhub.UsageError(
-                text, hint="one engine is one replica: attach() with the same, or start another one"
-            )
-        if self._way is not None:  # from `additional_config`, or a driver that was started again
-            return
-        self._joined = said
+        """Become a replica, or a shard of one, and answer what is asked: by an error if it is not so.
+
+        The last rank raises it for all of them. vLLM reads what ranks answer in their order, up to the first error, and
+        would take what it has left unread for answers to its next call.
+        """
+        try:
+            self._join(init_info)
+            self._answer(init_info)
+        except tensorhub.TensorHubError:
+            parallel = self.parallel_config
+            if parallel.rank == parallel.world_size - 1 or parallel.distributed_executor_backend == "external_launcher":
+                raise
+
+    def _join(self, info: InitInfo) -> None:
+        """All ranks do, or none: then it raises on all."""
+        said = info.model, info.replica, info.in_place
+        way, wrong, was_here = self._way, None, self._way is not None and self._way.weights is not None
+        try:
+            if self._joined not in (None, said):
+                text = f"the engine has joined {self._joined[0]} as {self._joined[1]}, in_place={self._joined[2]}"
+                raise tensorhub.UsageError(
+                    text, hint="one engine is one replica: attach() with the same, or start another one"
+                )
+            self._joined = said
+            way = way or self._made(info)
+            way.join(info.timeout)
+        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+            wrong = error
+        try:
+            self._agree(wrong)
+        except tensorhub.TensorHubError:
+            if way is not None and not was_here:
+                way.close(LEAVE_S)
+            raise
+        self._way = way
+
+    def _made(self, info: InitInfo) -> Reload | InPlace:
         parallel = self.parallel_config
-        name = init_info.replica
+        name = info.replica
         if parallel.data_parallel_size > 1:
             name = f"{name}.{parallel.data_parallel_index}"
-        if not init_info.in_place:
+        if not info.in_place:
             name = f"{name}.{parallel.rank}" if parallel.world_size > 1 else name
-            whole = Whole(init_info.model, replica=name, **init_info.options)
-            self._way = Reload(self.model, self.vllm_config, self.device, whole)
-            return
-        place = {"replica": name, "shard": parallel.rank, "shards": parallel.world_size, **init_info.options}
-        way, why = None, "another rank cannot; its log says why"
-        try:
-            published = layout_of_whole(_view(init_info), init_info.model, time.monotonic() + WAIT_S)
-            way = InPlace(self.model, self.model_config.dtype, published, init_info.model, **place)
-        except Exception as error:  # noqa: BLE001 - raised below
-            why = str(error)
-        if not self._all(way is not None):  # then none of them, so that all of vLLM's ranks answer alike
-            raise tensorhub.UsageError(f"{name} cannot read in place: {why}")
-        self._way = way
+            whole = Whole(info.model, replica=name, **info.options)
+            return Reload(self.model, self.vllm_config, self.device, whole)
+        place = {"replica": name, "shard": parallel.rank, "shards": parallel.world_size, **info.options}
+        deadline = time.monotonic() + (WAIT_S if info.timeout is None else info.timeout)
+        published = layout_of_whole(_view(info), info.model, deadline)
+        return InPlace(self.model, self.model_config.dtype, published, info.model, **place)
+
+    def _answer(self, asked: InitInfo) -> None:
+        """Raises on all ranks if it is not so on one."""
+        wrong = None
+        if asked.loaded is not None and not self._has(asked.loaded):
+            wrong = tensorhub.VersionUnavailable(f"version {asked.loaded} is not loaded: {self._why}")
+        if asked.kept is not None and (self._is_mixture or asked.kept != _number(self._loaded)):
+            wrong = tensorhub.VersionUnavailable(f"the weights are not those of version {asked.kept}: {self._why}")
+        self._agree(wrong)
+
+    def _agree(self, wrong: Exception | None) -> None:
+        """Raise on all ranks what is wrong on the first of them."""
+        group = get_world_group()
+        mine = None if wrong is None else " - ".join([str(wrong), *filter(None, [getattr(wrong, "hint", None)])])
+        found: list[str | None] = [mine] * group.world_size
+        if group.world_size > 1:
+            torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+        for rank, each in enumerate(found):
+            if each is not None:
+                text = f"rank {rank}: {each}" if group.world_size > 1 else each
+                raise tensorhub.TensorHubError(text) from wrong
 
     def start_weight_update(self) -> None:
         """Nothing is touched before everybody has the version."""
@@ -122,11 +170,12 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Fetch the version, as far as it can be while vLLM computes with the one before."""
         if self._way is None:
             raise tensorhub.UsageError("the engine has joined nothing", hint="integrations.vllm.attach() first")
-        self._next = None
+        self._next, self._why = None, "nothing was loaded"
         try:
             self._way.fetch(update_info.version, update_info.timeout)
         except Exception as error:  # noqa: BLE001 - said to the driver through the reference server: who raises is not read
-            logger.error("version %s could not be fetched: %s", update_info.version, error)
+            self._why = f"version {update_info.version} could not be fetched: {error}"
+            logger.error("%s", self._why)
             return
         self._next = update_info.version
 
@@ -137,7 +186,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         if self._all(wanted == self._loaded):
             return
-        before, self._loaded = self._loaded, None
+        before, self._loaded, self._is_mixture = self._loaded, None, True
         self._refuse(f"loading version {wanted} has failed half-way")
         if self._all(self._has_loaded(wanted)):
             self._loaded = wanted
@@ -146,15 +195,21 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             self._way.close(LEAVE_S)  # by which the driver knows
             return
+        self._is_mixture = False
         for name in COMPUTES:
             delattr(self.model, name)  # the refusal: the class's own is there again
+
+    def _has(self, version: int) -> bool:
+        """Whether this rank, and nobody else of its name, has loaded it."""
+        return self._loaded == version and self._way is not None and self._way.weights is not None
 
     def _has_loaded(self, version: int) -> bool:
         assert self._way is not None
         try:
             self._way.load(version)
         except Exception as error:  # reported as above; this rank refuses to compute
-            logger.exception("version %s was not loaded, or in part: %s", version, error)
+            self._why = f"version {version} was not loaded, or in part: {error}"
+            logger.exception("%s", self._why)
             return False
         return True
 
@@ -193,6 +248,10 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Leave, until the next fetch: what vLLM computes with stays."""
         if self._way is not None:
             self._way.close(LEAVE_S)
+
+
+def _number(version: int | None) -> int:
+    return NOTHING if version is None else version
 
 
 def _view(info: InitInfo) -> "tensorhub.View":

@@ -27,9 +27,9 @@ POLL_S = 0.2  # for a first version of the model, whose tensors nobody can know 
 
 
 class Whole:
-    """One replica of a model, whole. Nothing is asked or allocated before the first `update`."""
+    """One replica of a model, whole. Nothing is asked or allocated before `join`, or the first `update`."""
 
-    weights: "tensorhub.Weights | None" = None  # from the first `update` on
+    weights: "tensorhub.Weights | None" = None  # from then on
 
     def __init__(self, model: str, *, replica: str, reliable: bool = False, **options: Any) -> None:
         self.model, self.replica = model, replica
@@ -54,11 +54,18 @@ class Whole:
         """What the publisher of the version said."""
         return dict((self.weights.metadata if self.weights is not None else None) or {})
 
+    def join(self, *, timeout: float | None = None) -> None:
+        """Become a replica, without a version as yet. Waits until there is one, for it tells what tensors there are.
+
+        Does nothing where that is done. `update` does it by itself. Raises as `tensorhub.open` and `register` do.
+        """
+        if self.weights is None:
+            self._join(time.monotonic() + (WAIT_S if timeout is None else timeout))
+
     def update(self, spec: int | str = "latest", *, timeout: float | None = None) -> int:
         """Hold that version. Waits for a first one. Raises as `tensorhub.Weights.update` does."""
         deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
-        if self.weights is None:
-            self._join(deadline)
+        self.join(timeout=max(0.1, deadline - time.monotonic()))
         assert self.weights is not None
         return self.weights.update(spec, timeout=max(0.1, deadline - time.monotonic()))
 
