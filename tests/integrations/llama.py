@@ -111,8 +111,17 @@ class Trainer(Judge):
 
     def step(self, version):
         """Another random model, far from the one before."""
+        with self.publisher.step(version):
+            self.change()
+
+    def publish_anew(self, server):
+        """Another random model, of another job: it is version 0 again."""
+        self.change()
+        self.publisher = fsdp.attach(self.module, "policy", replica="trainer", server=server)
+
+    def change(self):
         self.before = copy.deepcopy(self.module)
-        with self.publisher.step(version), torch.no_grad():
+        with torch.no_grad():
             for parameter in self.module.parameters():
                 if parameter.ndim > 1:
                     parameter.mul_(0.3).add_(torch.randn_like(parameter) * 0.14)

@@ -155,3 +155,25 @@ def test_what_the_server_knows_of_a_name_is_no_answer_of_the_ranks(server, train
             updater.update(timeout=5)
         assert updater.version is None
         assert ("/update_weight_version", {"new_version": "2"}) not in rank.calls
+
+
+def test_who_has_left_loads_the_number_that_it_has_again():
+    """Another job has begun anew, with another server at that address and other weights under that number."""
+    with tensorhub.serve(lease_s=2.0, report_s=0.25) as first, published(first.address, 1.0):
+        rank = Rank()
+        updater = vllm.attach(rank.url, "policy", replica="r", server=first.address, timeout=30)
+        assert updater.version == 0
+        updater.close()
+    port = int(first.address.rpartition(":")[2])
+    with tensorhub.serve(port=port, lease_s=2.0, report_s=0.25) as second, published(second.address, 5.0):
+        assert updater.update(timeout=30) == 0
+        assert rank.loaded["w"].eq(5.0).all()
+        rank.close()
+
+
+@contextlib.contextmanager
+def published(server, number):
+    with tensorhub.open("policy", replica="trainer", server=server) as weights:
+        weights.register({"w": torch.full((64,), number)}, boxes={})
+        weights.publish(0)
+        yield

@@ -79,7 +79,8 @@ class Updater:
     def close(self) -> None:
         """Leave, before the engine ends: its readers go elsewhere first, and the place of its replica is free at once.
 
-        An engine that goes on computes with `version` as before, and joins again with the next newer version.
+        An engine that goes on computes with `version` as before. The next `update` joins again, and loads what there is
+        then, also under the same number.
         """
         self._is_there = False
         self.engine.leave()
@@ -103,7 +104,7 @@ class Updater:
                     raise
 
     def _bring(self, wanted: int, deadline: float) -> int:
-        if wanted == self.version:
+        if wanted == self.version and self._is_there:  # who has left may meet another job's version of that number
             return wanted
         if self.version is None or not self._is_there:
             self._join(deadline)

@@ -24,6 +24,7 @@ class Reload:
         self._model, self._model_config, self._device = model, config.model_config, device
         self._was_random = config.load_config.load_format == "dummy"
         self.whole = whole
+        self._is_loaded = False  # what is on the host, as it lies there
 
     @property
     def weights(self) -> "tensorhub.Weights | None":
@@ -36,12 +37,15 @@ class Reload:
 
     def fetch(self, version: int, timeout: float | None) -> None:
         """To the host. vLLM computes with the version before."""
+        if self.whole.version != version:  # the number alone does not tell: another job may have begun with it anew
+            self._is_loaded = False
         found = self.whole.update(version, timeout=timeout)
         if found != version:
             raise tensorhub.UsageError(f"{version} was asked for, and {self.whole.replica} holds {found} already")
 
     def load(self, version: int) -> None:
         """Over the version before."""
+        self._is_loaded = False
         if self._device.type == "cpu":
             _forget_kernels_of_experts(self._model)
         names = {name for name, _ in self._model.named_parameters()}  # of tied ones one
@@ -53,13 +57,15 @@ class Reload:
         if missing and self._was_random:
             others = f", nor as {len(missing) - 1} other parameters" if len(missing) > 1 else ""
             raise tensorhub.UsageError(f"nothing that is published is loaded as {min(missing)!r}{others}")
+        self._is_loaded = True
 
     def holds(self, version: int | None) -> bool:
-        """After a load that has failed: nothing that could be used."""
-        return False
+        """Whether that is on the host, and loaded from there. After a load that has failed nothing is."""
+        return self._is_loaded and version is not None and self.whole.version == version
 
     def close(self, timeout: float) -> None:
-        """Leave, until the next `fetch`."""
+        """Leave, until the next `fetch`. What comes then is loaded, whatever its number."""
+        self._is_loaded = False
         self.whole.close(timeout=timeout)
 
 

@@ -184,7 +184,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         wanted, self._next = self._next, None
         if not self._all(wanted is not None) or wanted is None or self._way is None:
             return
-        if self._all(wanted == self._loaded):
+        if self._all(self._has(wanted)):
             return
         before, self._loaded, self._is_mixture = self._loaded, None, True
         self._refuse(f"loading version {wanted} has failed half-way")
@@ -200,8 +200,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             delattr(self.model, name)  # the refusal: the class's own is there again
 
     def _has(self, version: int) -> bool:
-        """Whether this rank, and nobody else of its name, has loaded it."""
-        return self._loaded == version and self._way is not None and self._way.weights is not None
+        """Whether this rank, and nobody else of its name, has loaded it, and has not left since."""
+        return self._loaded == version and self._way is not None and self._way.holds(version)
 
     def _has_loaded(self, version: int) -> bool:
         assert self._way is not None
