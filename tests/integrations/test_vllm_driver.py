@@ -15,14 +15,21 @@ from .vllm_stand_in import StandIn
 
 
 class Rank(StandIn):
-    """Answers as our rank does: a fetch that fails is told by what the reference server knows, not by an error."""
+    """Answers as our rank does: a fetch that fails is told when it is asked for, not by an error."""
 
     def __init__(self):
         super().__init__()
         self.before_fetch = lambda: None
         self.fetches = True
+        self.fails = set()  # calls that the server fails at, each once
+        self.is_paused = False
 
     def carry_out(self, path, body):
+        if path in self.fails:
+            self.fails.remove(path)
+            raise tensorhub.Unavailable("once")
+        if path in ("/pause", "/resume"):
+            self.is_paused = path == "/pause"
         has_nothing = path == "/finish_weight_update" and self._whole.version is None
         if path != "/update_weights":
             if not has_nothing:
@@ -169,6 +176,78 @@ def test_who_has_left_loads_the_number_that_it_has_again():
         assert updater.update(timeout=30) == 0
         assert rank.loaded["w"].eq(5.0).all()
         rank.close()
+
+
+@pytest.mark.parametrize("call", ["/update_weight_version", "/resume"])
+def test_an_engine_that_could_not_be_told_to_go_on_is_told_again(server, trainer, rank, call):
+    trainer(1)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    trainer(2)
+    rank.fails = {call}
+    with pytest.raises(tensorhub.Unavailable, match=": 500"):
+        updater.update(timeout=30)
+    assert rank.is_paused
+    assert updater.version is None, "it does not compute"
+    assert updater.update(timeout=30) == updater.version == 2
+    assert not rank.is_paused
+    trainer(3)
+    rank.fails = {call}
+    with pytest.raises(tensorhub.Unavailable, match=": 500"):
+        updater.update(timeout=30)
+    trainer(4)
+    rank.fetches = False
+    with pytest.raises(tensorhub.VersionUnavailable, match="could not fetch policy@4, and the engine goes on with 3"):
+        updater.update(timeout=30)
+    assert updater.version == 3
+    assert not rank.is_paused
+    assert [body for path, body in rank.calls if path == "/update_weight_version"][-1] == {"new_version": "3"}
+
+
+class Llm:
+    """A `vllm.LLM` with that rank, whose prefix cache cannot be reset as often as it is said."""
+
+    def __init__(self, rank, fails):
+        self.rank, self.fails, self.told, self.cached = rank, fails, [], 0
+        self.llm_engine = self
+        self.update_weight_version = self.told.append
+
+    def init_weight_transfer_engine(self, body):
+        self.rank.carry_out("/init_weight_transfer_engine", body)
+
+    def start_weight_update(self):
+        pass
+
+    def update_weights(self, body):
+        self.rank.carry_out("/update_weights", body)
+
+    def finish_weight_update(self):
+        self.rank.carry_out("/finish_weight_update", {})
+        self.cached += 1
+
+    def reset_prefix_cache(self, *, reset_running_requests):
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("once")
+        self.cached = 0
+
+    def reset_encoder_cache(self):
+        pass
+
+
+def test_what_was_computed_with_old_weights_is_forgotten_by_the_next_update(server, trainer, rank):
+    trainer(1)
+    llm = Llm(rank, fails=1)
+    with pytest.raises(RuntimeError, match="once"):
+        vllm.attach(llm, "policy", replica="r", server=server.address, timeout=30)
+    updater = vllm.attach(llm, "policy", replica="r", server=server.address, timeout=30)
+    assert llm.cached == 0
+    trainer(2)
+    llm.fails = 1
+    with pytest.raises(RuntimeError, match="once"):
+        updater.update(timeout=30)
+    assert updater.update(timeout=30) == 2
+    assert llm.cached == 0
+    assert llm.told[-1] == "2"
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ class Updater:
         self.engine, self.model, self.replica = engine, model, replica
         self._joins = {"model": model, "replica": replica, "in_place": in_place, "options": options}
         self._is_there = False  # the ranks have joined, as far as is known
+        self._loaded: int | None = None  # what the ranks have, as they said; the engine may not have gone on with it
         self.version: int | None = None  # what the engine computes with; None: nothing that may be used
         self._view = tensorhub.connect(options.get("server"), token=options.get("token"))
 
@@ -90,7 +91,8 @@ class Updater:
 
         Where the newest is lost while it is fetched, the one that is the newest then is taken.
         Cheap when nothing is newer. On an error before loading, `version` is what it was and the engine goes on with
-        it. On an error while loading it is None, and the engine answers nothing until an update has succeeded.
+        it. On an error while loading it is None, and the engine answers nothing until an update has succeeded. So it is
+        where all ranks have loaded it and the engine could not be told to go on: the next update tells it again.
         """
         deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
         if version is not None:
@@ -109,13 +111,14 @@ class Updater:
         if self.version is None or not self._is_there:
             self._join(deadline)
         self.engine.fetch(wanted, max(1.0, deadline - time.monotonic()))
-        before, self.version = self.version, None
+        before, self.version = self._loaded, None
         self.engine.load()
         missing = self._not_so(loaded=wanted)
         is_kept = missing is not None and self._not_so(kept=NOTHING if before is None else before) is None
-        self.version = wanted if missing is None else before if is_kept else None
-        if self.version is not None:
-            self.engine.go_on(str(self.version))
+        self._loaded = wanted if missing is None else before if is_kept else None
+        if self._loaded is not None:
+            self.engine.go_on(str(self._loaded))
+            self.version = self._loaded  # not before: an engine that does not go on is told so by the next update
         if missing is not None:
             goes_on = f"and the engine goes on with {before}" if before is not None else "the engine has no version"
             text = f"a rank could not fetch {self.model}@{wanted}, {goes_on}"
