@@ -77,10 +77,11 @@ class Engine:
         )
         self.replica, self.options = replica, {"in_place": in_place, **options}
 
-    def attach(self, timeout=60):
+    def attach(self, timeout=60, **other):
         from tensorhub.integrations import vllm
 
-        self.weights = vllm.attach(self.llm, "policy", replica=self.replica, timeout=timeout, **self.options)
+        options = {**self.options, **other}
+        self.weights = vllm.attach(self.llm, "policy", replica=self.replica, timeout=timeout, **options)
         self.weights.engine.load = self._timed(self.weights.engine.load)
         return self.weights.version
 

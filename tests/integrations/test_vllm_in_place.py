@@ -150,12 +150,18 @@ def test_a_source_that_is_killed_in_mid_update_leaves_one_whole_version_or_none(
     ],
 )
 def test_weights_that_vllm_packs_are_refused_by_name(start, jobs, tmp_path, kind, unpacked, named, why):
+    """And the hint can be followed: the same engine then loads them by vLLM's reload."""
     judge = Judge(tmp_path, kind)
-    jobs(judge)
-    refused = start("rollout-0", judge, **{UNPACKED: unpacked}).ask("attach")
+    job, version = jobs(judge)
+    engine = start("rollout-0", judge, **{UNPACKED: unpacked})
+    refused = engine.ask("attach")
     assert refused["kind"] == "TensorHubError"
     assert why in refused["message"]
     assert named in refused["message"]
+    assert "leave in_place out" in refused["message"]
+    assert engine.call("attach", in_place=False) == version
+    judge.follow(job, version)
+    judge.check(engine)
 
 
 def test_a_rank_whose_tensors_were_refused_has_left_and_joins_again(server, monkeypatch):

@@ -111,7 +111,6 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise tensorhub.UsageError(
                     text, hint="one engine is one replica: attach() with the same, or start another one"
                 )
-            self._joined = said
             way = way or self._made(info)
             way.join(info.timeout)
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
@@ -122,7 +121,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if way is not None and not was_here:
                 way.close(LEAVE_S)
             raise
-        self._way = way
+        self._way, self._joined = way, said  # not before: who is refused in place may do without
 
     def _made(self, info: InitInfo) -> Reload | InPlace:
         parallel = self.parallel_config
