@@ -82,3 +82,21 @@ def test_other_tensors_and_older_versions_are_refused(hub, trainer):
     call(Model(), sglang.wanted("policy", 1, replica="rollout", server=hub))
     with pytest.raises(tensorhub.UsageError, match="holds version 1 already, and 0 was wanted"):
         call(Model(), sglang.wanted("policy", 0, replica="rollout", server=hub))
+
+
+class Careless(Model):
+    """As loaders that add a bias on one rank only: it changes what it is given."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            tensor.zero_()
+
+
+def test_a_loader_that_changes_what_it_is_given_changes_nothing_that_others_read(hub, trainer):
+    model = Careless()
+    call(model, sglang.wanted("policy", 0, replica="rollout", server=hub))
+    assert (model.qk[:4] == 2.0).all()
+    (reader,) = sglang._readers.values()
+    reader.weights.check()
+    assert (dict(reader)["q_proj.weight"] == 2.0).all()

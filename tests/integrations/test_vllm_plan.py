@@ -200,9 +200,30 @@ def test_buffers_count_where_something_is_copied_into_them():
     assert list(planned(model, named(numbered(mean=(3,)))).boxes) == ["mean"]
 
 
+def changed(operation, *, cloned=False):
+    """What it is given is changed in place, and then copied."""
+
+    def load(model, tensor):
+        tensor = tensor.clone() if cloned else tensor
+        operation(tensor)
+        model.w.data.copy_(tensor)
+
+    return load
+
+
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
+        (changed(torch.Tensor.zero_), "the loader changes 'w' by zero_ before it copies it"),
+        (changed(lambda tensor: tensor.mul_(2)), "the loader changes 'w' by mul_"),
+        (changed(lambda tensor: tensor[:2].fill_(1)), "the loader changes 'w' by fill_"),
+        (changed(lambda tensor: tensor.add_(1), cloned=True), "the loader changes 'w' by add_"),
+        (changed(lambda tensor: tensor.t()[1].zero_(), cloned=True), "the loader changes 'w' by zero_"),
+        (changed(lambda tensor: tensor.copy_(tensor * 2), cloned=True), "the loader changes 'w' by copy_"),
+        (changed(lambda tensor: torch.neg(tensor, out=tensor)), "the loader changes 'w' by neg"),
+        (changed(lambda tensor: torch._foreach_mul_([tensor], 2)), "the loader changes 'w' by _foreach_mul_"),
+        (changed(lambda tensor: tensor.__setitem__(torch.tensor([0]), 0.0)), "the loader changes 'w' by index_put_"),
+        (lambda model, tensor: torch.neg(torch.ones(4, 4), out=model.w.data), "parameter 'w' is changed by neg"),
         (lambda model, tensor: model.w.data.copy_(tensor * 2), "what the loader copies into it was computed first"),
         (lambda model, tensor: model.w.data.copy_(tensor.half()), "was computed first"),
         (lambda model, tensor: model.w.data.copy_(torch.cat([tensor[:2], tensor[2:]])), "was computed first"),
@@ -232,3 +253,12 @@ def test_parameters_that_gave_up_their_memory_are_refused_by_name():
     model = Model({"w": whole("w")}, w=(4, 4), packed=(0,))
     with pytest.raises(tensorhub.UsageError, match="'packed' cannot be read in place: vLLM computes with a processed"):
         planned(model, named(numbered(w=(4, 4))))
+
+
+def test_what_is_changed_after_it_was_copied_is_a_plain_copy():
+    def load(model, tensor):
+        model.w.data.copy_(tensor)
+        tensor.zero_()
+
+    plan = planned(Model({"w": load}, w=(4, 4)), named(numbered(w=(4, 4))))
+    assert len(plan.boxes["w"]) == 1

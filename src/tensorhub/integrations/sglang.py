@@ -5,7 +5,8 @@
 
 What SGLang carries to its ranks is a tensor of some bytes that says which version is wanted, and from which server.
 Each rank is a replica of its own that holds the whole model on the host, by the trainer's names, and serves it to
-others; the model's own `load_weights` fuses and cuts for the rank. It must never: load what is not yet whole.
+others; the model's own `load_weights` fuses and cuts for the rank. It is given a copy of each tensor, one after the
+other, for it may change what it is given. It must never: load what is not yet whole, or change what others read.
 """
 
 import json
@@ -49,7 +50,7 @@ def load(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     held = reader.update(said["version"], timeout=said["timeout"])
     if held != said["version"]:
         raise tensorhub.UsageError(f"{replica} holds version {held} already, and {said['version']} was wanted")
-    model.load_weights(iter(reader))
+    model.load_weights(reader.copies())
 
 
 def _rank() -> int:

@@ -8,7 +8,7 @@ parameter is noted as boxes, and not done. So there is no table of names for any
 
 Rules:
 1. Only plain copies count. Where a part of a parameter comes from anything else (a cast, a sum, another order of bits),
-   or from nowhere, `UsageError` names the parameter and says why.
+   from what the loader has changed in place, or from nowhere, `UsageError` names the parameter and says why.
 2. What the loader fills with a constant, such as the padding of a vocabulary, is in no box, and stays as it is.
 3. Buffers count where something published is copied into them.
 4. What the loader leaves out, for it is tied to what it takes, is said to be there too: others may ask for it.
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tensorhub
 
 from .vllm_boxes import Region, boxes_of_copy, fewer
+from .vllm_writes import written
 
 FILLS = ("fill_", "zero_")
 KEEPS = ("clone", "_to_copy", "contiguous")  # other memory, the same elements
@@ -141,6 +142,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._targets = targets
         self._sources: dict[int, tuple[Source, torch.Tensor]] = {}  # by their storage, which is kept
+        self._changed: dict[str, str] = {}  # sources, or what seems to be a clone of them, and by which operation
 
     def load(self, model: torch.nn.Module, whole: Iterable[Any]) -> None:
         """Have the model load tensors without memory. Raises `UsageError` that names the one that it cannot."""
@@ -167,25 +169,36 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Each operation of the loader."""
         name = func.overloadpacket.__name__
-        into = self._targets.holding(args[0]) if args and func._schema.is_mutable else None
         if name == "copy_":
-            source = self._source(args[1])
+            source, into = self._source(args[1]), self._targets.holding(args[0])
             if into is not None:
-                self._targets.copy(into, args[0], source, args[1])
+                self._copy(into, args[0], source, args[1])
             if into is not None or not args[0].numel():
                 return args[0]
             if source is not None:
                 raise tensorhub.UsageError(f"{source.name!r} is copied into what is no parameter")
-        elif into is not None:
-            if name not in FILLS:
-                self._targets.spoil(into, f"the loader changes it by {name}")
-            self._targets.fill(into, args[0])
-            return args[0]
-        elif name in KEEPS and self._source(args[0]) is not None:
+        for each in written(func, args, kwargs):
+            into, source = self._targets.holding(each), self._source(each)
+            if into is not None:
+                if name not in FILLS:
+                    self._targets.spoil(into, f"the loader changes it by {name}")
+                self._targets.fill(into, each)
+                if each is args[0]:
+                    return each
+                raise tensorhub.UsageError(f"parameter {into!r} is changed by {name}")
+            if source is not None and each.numel():
+                self._changed.setdefault(source.name, name)
+        if name in KEEPS and self._source(args[0]) is not None:
             wanted = (kwargs or {}).get("dtype") or args[0].dtype
             if wanted == args[0].dtype:
                 return args[0].detach()
         return func(*args, **(kwargs or {}))
+
+    def _copy(self, into: str, view: torch.Tensor, source: Source | None, given: torch.Tensor) -> None:
+        if source is not None and source.name in self._changed:
+            why = f"the loader changes {source.name!r} by {self._changed[source.name]} before it copies it"
+            return self._targets.spoil(into, why)
+        self._targets.copy(into, view, source, given)
 
     def _source(self, tensor: Any) -> Source | None:
         """Of which published tensor this is a view."""

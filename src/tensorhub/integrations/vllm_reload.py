@@ -1,9 +1,11 @@
 """The way that suits every model: whole tensors are fetched to the host, and vLLM loads them.
 
 Each of vLLM's ranks is a replica of its own, which serves what it has on the host, also while vLLM computes. vLLM's
-layerwise reload fuses, cuts and processes for the rank, and keeps every address.
+layerwise reload fuses, cuts and processes for the rank, and keeps every address. It is given a copy of each tensor, one
+after the other: loaders may change what they are given, and others read what is on the host.
 
-It must never: let an engine that began with random weights (`load_format="dummy"`) compute with any of them.
+It must never: let an engine that began with random weights (`load_format="dummy"`) compute with any of them, or let a
+loader write what is published.
 """
 
 import torch
@@ -51,7 +53,7 @@ class Reload:
         names = {name for name, _ in self._model.named_parameters()}  # of tied ones one
         with self._device, torch.no_grad():
             initialize_layerwise_reload(self._model)
-            loaded = self._model.load_weights(iter(self.whole))  # type: ignore[operator]
+            loaded = self._model.load_weights(self.whole.copies())  # type: ignore[operator]
             missing = (names & _nothing_came(self._model)) - {*(loaded or ())}
             finalize_layerwise_reload(self._model, self._model_config)
         if missing and self._was_random:

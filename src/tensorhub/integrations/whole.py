@@ -78,6 +78,11 @@ class Whole:
             raise tensorhub.UsageError(f"{self.replica} holds no version of {self.model}", hint="update() first")
         return iter(self._tensors.items())
 
+    def copies(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """The same, for who may change what it is given: each is copied when it is its turn."""
+        for name, tensor in self:
+            yield name, tensor.clone()
+
     def close(self, *, timeout: float | None = None) -> None:
         """Leave. The version goes with it."""
         weights, self.weights, self._tensors = self.weights, None, {}
