@@ -14,7 +14,10 @@ import tensorhub
 
 
 class StagedPublisher:
-    """A replica of one shard, whose tensors are those of its first `publish`. `options`: those of `tensorhub.open`."""
+    """A replica of one shard, whose tensors are those of its first `publish`. `options`: those of `tensorhub.open`.
+
+    `dtype` is what tensors of floating-point numbers are published in. All others, such as ids, stay what they are.
+    """
 
     def __init__(self, model: str, *, replica: str, dtype: torch.dtype | None = None, **options: Any) -> None:
         self._dtype = dtype
@@ -22,6 +25,7 @@ class StagedPublisher:
         self._model = model
         self._weights = tensorhub.open(model, replica=replica, **options)
         self._tensors: dict[str, torch.Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}  # what they came in
 
     @property
     def version(self) -> int | None:
@@ -51,9 +55,12 @@ class StagedPublisher:
                 with self._weights.mutating(version=number, metadata=metadata):
                     self._copy(coming)
             else:
-                made = {name: self._staged(tensor) for name, tensor in coming}
+                dtypes: dict[str, torch.dtype] = {}
+                made: dict[str, torch.Tensor] = {}
+                for name, tensor in coming:
+                    made[name], dtypes[name] = self._staged(tensor), tensor.dtype
                 self._weights.register(dict(sorted(made.items())), boxes={})  # the order in which others have them
-                self._tensors = made
+                self._tensors, self._dtypes = made, dtypes
                 self._weights.publish(number, metadata=metadata)
             return number
         finally:
@@ -65,7 +72,8 @@ class StagedPublisher:
         self._weights.close()
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = torch.as_tensor(tensorhub.empty(tuple(tensor.shape), dtype=self._dtype or tensor.dtype))
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made: torch.Tensor = torch.as_tensor(tensorhub.empty(tuple(tensor.shape), dtype=dtype))
         return made.copy_(tensor.detach())
 
     def _copy(self, coming: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -73,6 +81,8 @@ class StagedPublisher:
         for name, tensor in coming:
             if name not in self._tensors or tensor.shape != self._tensors[name].shape:
                 raise tensorhub.UsageError(f"the model has another tensor {name!r} than before, {tuple(tensor.shape)}")
+            if tensor.dtype != self._dtypes[name]:  # copy_() would round it without a word
+                raise tensorhub.UsageError(f"tensor {name!r} is {tensor.dtype} now, and was {self._dtypes[name]}")
             self._tensors[name].copy_(tensor.detach())
             missing.discard(name)
         if missing:
