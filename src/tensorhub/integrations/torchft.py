@@ -42,6 +42,7 @@ class TensorHubTransport(CheckpointTransport[Any]):
         self._where = where
         self._weights = tensorhub.open(self._model, replica="source", reliable=False, **where)  # nothing is kept
         self._sent = -1
+        self._is_out = False  # somebody may read the state
 
     def metadata(self) -> str:
         """By what the others find this source: the name of its model."""
@@ -55,14 +56,18 @@ class TensorHubTransport(CheckpointTransport[Any]):
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         tensors[TREE] = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
         self._weights.register(tensors)
-        version = max(step * TRIES, self._sent + 1)
-        self._weights.publish(version, metadata={"step": step}, timeout=timeout.total_seconds())
-        self._sent = version
+        self._sent = max(step * TRIES, self._sent + 1)  # a call that fails late may have published it
+        self._is_out = True
+        self._weights.publish(self._sent, metadata={"step": step}, timeout=timeout.total_seconds())
 
     def disallow_checkpoint(self) -> None:
-        """The state may be changed when this returns. Readers that are not done by then are cut off."""
-        if self._sent >= 0:
+        """The state may be changed when this returns. Readers that are not done by then are cut off.
+
+        torchft calls it in each step. Where nothing is out, the reference server is not asked, and may be gone.
+        """
+        if self._is_out:
             self._weights.unpublish()
+            self._is_out = False
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """The state of that step, in memory of its own, from its source and from those who read it at the same time."""
