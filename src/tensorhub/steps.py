@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import aio
 from .core.metadata import encode_metadata
+from .runtime.config import parse_seconds, worker_options
 
 if TYPE_CHECKING:
     from .api import Weights
@@ -30,3 +31,11 @@ def check_metadata(metadata: Mapping[str, object] | None) -> None:
     """Raises `UsageError` if it cannot be published."""
     if metadata is not None:
         encode_metadata(metadata)
+
+
+def longest_s(*, timeout: float | None = None, call_timeout: float | None = None) -> tuple[float, float]:
+    """How long `open` with these arguments may take, and each call after it: also as the settings say."""
+    joining_s = None if timeout is None else parse_seconds(timeout, "timeout")
+    call_s = None if call_timeout is None else parse_seconds(call_timeout, "call_timeout")
+    options = worker_options(connect_s=joining_s, timeout_s=call_s)
+    return options.connect_s, options.timeout_s

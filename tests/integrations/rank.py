@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from unittest import mock
@@ -29,6 +30,16 @@ from .kit import digest_of
 
 INSIDE = {"tp": 6, "fsdp-tp": 8}  # what is cut twice along one dimension has to be cut evenly
 BEFORE = ("replaced", "said")  # how a rank fails before its step begins
+LATE_S = 4.0  # how long a call takes that waits, longer than ranks wait for each other where it is short
+
+
+def publish_late(self, version, *, publish=tensorhub.Weights.publish, **options):
+    """As `Weights.publish` where readers, or a server that stands still, keep it waiting."""
+    threading.Event().wait(LATE_S)
+    return publish(self, version, **options)
+
+
+ENDS = {"refuse": tensorhub.UsageError("not these"), "late": publish_late}  # how it fails at the end of it
 
 
 class Net(torch.nn.Module):
@@ -79,8 +90,10 @@ class Rank:
 
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
 
-    def attach(self, model, fails=None, then="register", **options):
-        """The rank `fails` cannot join, or has joined, and then its tensors are refused."""
+    def attach(self, model, fails=None, then="register", wait_s=None, **options):
+        """The rank `fails` cannot join, or has joined, and then its tensors are refused. `wait_s`: for other ranks."""
+        if wait_s is not None:
+            fsdp.WAIT_S, fsdp.SLACK_S = wait_s, wait_s
         where = {"open": tensorhub, "register": tensorhub.Weights}[then]
         refuse = mock.patch.object(where, then, side_effect=tensorhub.UsageError("not these"))
         with refuse if fails == dist.get_rank() else nullcontext():
@@ -93,7 +106,7 @@ class Rank:
             self.module(torch.ones(2, 4))
 
     def step(self, version=None, fails=None, timeout=None, then="raise"):
-        """One step of training. The rank `fails` raises before it, in it or at its end, or is killed."""
+        """One step of training. The rank `fails` raises before it, in it or at its end, dies, or publishes late."""
         torch.manual_seed(1000 * (version or 77) + (0 if "tp" in self.kind else dist.get_rank()))
         if self.kind == "language":
             tokens = torch.randint(3, self.module.config.vocab_size, (2, 16))
@@ -105,15 +118,14 @@ class Rank:
         fails_here = fails == dist.get_rank()
         if fails_here and then in BEFORE:
             self._fail(then, said)
-        refused = tensorhub.UsageError("not these")
-        refuse = mock.patch.object(tensorhub.Weights, "publish", side_effect=refused)
+        refuse = mock.patch.object(tensorhub.Weights, "publish", autospec=True, side_effect=ENDS.get(then))
         began = time.monotonic()
         try:
             with (
-                refuse if fails_here and then == "refuse" else nullcontext(),
+                refuse if fails_here and then in ENDS else nullcontext(),
                 self.publisher.step(version, metadata=said, timeout=timeout),
             ):
-                if fails_here and then not in BEFORE:
+                if fails_here and then not in BEFORE and then not in ENDS:
                     self._fail(then, said)
                 self.optimizer.step()
         finally:

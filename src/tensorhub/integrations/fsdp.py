@@ -29,13 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 import tensorhub
 
-from ..steps import check_metadata, check_step
+from ..steps import check_metadata, check_step, longest_s
 from .ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
 
-WAIT_S = 300.0  # for the slowest rank at the beginning and the end of a step
+WAIT_S = 300.0  # for the slowest rank at the beginning and the end of a step; longer where a call may take longer
+SLACK_S = 30.0  # from a call's deadline to its error, on hosts that are busy
 HURRY_S = 5.0  # for readers, when something has gone wrong already
 
 
@@ -61,9 +62,11 @@ def attach(
     `GroupIncomplete` where another rank did.
     """
     module = _bare(module)
-    ranks = Ranks(options.get("call_timeout") or WAIT_S)
+    ranks = Ranks(WAIT_S + SLACK_S)
     with ranks.agreeing("attach() failed"):
-        publisher, version = Publisher(module, ranks), max(version, 0)
+        joining_s, call_s = longest_s(timeout=options.get("timeout"), call_timeout=options.get("call_timeout"))
+        ranks.wait_s = max(WAIT_S, 2 * joining_s, joining_s + call_s) + SLACK_S  # two questions, or joining and a call
+        publisher, version = Publisher(module, ranks, call_s), max(version, 0)
         cut = [value for value in tensors_of(module).values() if _is_cut(value)]
         place = ranks.place(cut, shard, shards)
         view = tensorhub.connect(options.get("server"), token=options.get("token"))
@@ -108,8 +111,8 @@ class Publisher:
     version: int | None = None  # what the module is a version of; None while it is none
     next_version: int = 0  # what the next step publishes, unless it says another number
 
-    def __init__(self, module: "torch.nn.Module", ranks: "Ranks") -> None:
-        self._module, self._ranks = module, ranks
+    def __init__(self, module: "torch.nn.Module", ranks: "Ranks", call_s: float) -> None:
+        self._module, self._ranks, self._call_s = module, ranks, call_s
         self._known = _facts(module)
 
     def __enter__(self) -> "Publisher":
@@ -135,6 +138,7 @@ class Publisher:
 
         As `tensorhub.Weights.mutating`, on all ranks or on none: where one rank raises, the others raise
         `GroupIncomplete`. Where the number cannot be claimed, no block runs, and the version before is still published.
+        `timeout` is for each of its calls, and the same on all ranks: they wait for each other a little longer.
         """
         version = self.next_version if version is None else version
         not_begun = f"step({version}) could not begin"
@@ -142,6 +146,8 @@ class Publisher:
             with self._ranks.agreeing(not_begun):  # first what a rank says alone: the others would wait in the claim
                 self._check_same()  # and so no rank is left with gathered parameters if it raises in the block
                 check_step(self.weights, version, metadata, timeout)
+                call_s = self._call_s if timeout is None else longest_s(timeout=timeout)[0]
+                self._ranks.wait_s = max(WAIT_S, call_s) + SLACK_S
             with self._ranks.agreeing(not_begun):
                 if self.weights is not None:
                     stack.enter_context(self.weights.mutating(version=version, metadata=metadata, timeout=timeout))

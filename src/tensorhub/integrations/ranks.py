@@ -2,9 +2,10 @@
 each of them is of a replica.
 
 On a gloo group of its own, so that a vote never meets a collective of the job. It must never wait for a rank that has
-failed, or is gone.
+failed, or is gone; nor give up one that is only in a call that may still end well.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorhub
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 
@@ -25,11 +27,15 @@ class Place(NamedTuple):
 
 
 class Ranks:
-    """All ranks of `torch.distributed`, or this process alone where that was not begun. Made on all of them at once."""
+    """All ranks of `torch.distributed`, or this process alone where that was not begun. Made on all of them at once.
+
+    `wait_s` is how long a vote waits for the slowest rank. A vote that is not held by then is the last one.
+    """
 
     def __init__(self, wait_s: float) -> None:
         import torch.distributed as dist
 
+        self.wait_s = wait_s
         self.rank, self.count = 0, 1
         self._group: ProcessGroup | None = None
         self._last: object = None  # a vote that nobody waits for
@@ -62,24 +68,34 @@ class Ranks:
     def _vote(self, *, well: bool) -> bool:
         """Whether it went well everywhere. Who has failed says so, and does not wait."""
         import torch
-        import torch.distributed as dist
 
         if self._group is None:
             if self._gone and well:
                 raise tensorhub.GroupIncomplete(self._gone, hint="restart the job")
             return well
-        votes = torch.tensor([int(well)])
+        votes, began = torch.tensor([int(well)]), time.monotonic()
         try:
-            voting = dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group, async_op=True)
-            self._last = (voting, votes)
-            if well and voting is not None:
+            voting = self._cast(self._group, votes)
+            if well:
                 voting.wait()
         except RuntimeError as error:
-            self._gone = f"another rank is gone: {error}"
+            is_late = time.monotonic() - began >= self.wait_s
+            late = f"timed out: another rank did not come to an end within {self.wait_s:g} s"
+            self._gone = late if is_late else f"another rank is gone, or has waited too long for this one: {error}"
             self._leave()
             if well:
                 raise tensorhub.GroupIncomplete(self._gone, hint="restart the job") from error
         return well and bool(votes.item())
+
+    def _cast(self, group: "ProcessGroup", votes: "torch.Tensor") -> Any:
+        """Each vote has its own time, for calls have theirs."""
+        import torch.distributed as dist
+
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MIN), timedelta(seconds=self.wait_s)
+        voting = group.allreduce([votes], options)
+        self._last = (voting, votes)
+        return voting
 
     def _leave(self) -> None:
         """Close the lines of the group: a rank that waits for this one then hears that it waits in vain."""
