@@ -11,7 +11,7 @@ It must never: publish a model half of which is of another step.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,11 +82,16 @@ class WeightTransfer:
             self._publisher = None
 
 
+class _LeftOver(Exception):
+    """Training was left in the middle of a step, which now fails."""
+
+
 class PublishingCallback(TrainerCallback):
     """For `GRPOTrainer`, and any other `Trainer`: the model as it is before the first step, then after each.
 
     On all ranks. `metadata["step"]` is the trainer's step; what it begins with has none. `options` are those of
-    `fsdp.attach`: dtype, and what `tensorhub.open` takes.
+    `fsdp.attach`: dtype, and what `tensorhub.open` takes. A trainer whose training has raised may train again: a step
+    that it was in publishes nothing.
     """
 
     def __init__(self, model: str, *, replica: str = "trainer", **options: Any) -> None:
@@ -97,7 +102,8 @@ class PublishingCallback(TrainerCallback):
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **known: Any
     ) -> None:
-        """Join, and publish what training begins with."""
+        """Join, and publish what training begins with. First ends what a training has left that raised."""
+        self._end()
         self.publisher = fsdp.attach(known["model"], self._model, **self._options)
 
     def on_pre_optimizer_step(
@@ -117,6 +123,13 @@ class PublishingCallback(TrainerCallback):
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **known: Any
     ) -> None:
         """Leave. The last version stays where somebody holds it."""
-        if self.publisher is not None:
-            self.publisher.close()
-            self.publisher = None
+        self._end()
+
+    def _end(self) -> None:
+        """A trainer that raises tells no callback: the step may be open, and the publisher joined."""
+        step, self._step = self._step, ExitStack()
+        publisher, self.publisher = self.publisher, None
+        with suppress(_LeftOver), step:
+            raise _LeftOver
+        if publisher is not None:
+            publisher.close()
