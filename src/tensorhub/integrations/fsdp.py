@@ -100,8 +100,12 @@ def attach(
 
 
 def _held_by_others(versions: Sequence[Any], replica: str) -> int:
-    """The newest version that somebody else holds, -1 for none. A former self that was killed may still be believed."""
-    return max((each.version for each in versions if set(each.holders) - {replica}), default=-1)
+    """The newest version that somebody else holds, -1 for none. A former self that was killed may still be believed.
+
+    Who left tensors out on purpose (`partial=True`) holds a version too, which is lost where nobody has all of it.
+    """
+    found = (each.version for each in versions if set(each.holders) - {replica} and not each.is_lost)
+    return max(found, default=-1)
 
 
 class Publisher:
