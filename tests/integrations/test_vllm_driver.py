@@ -36,7 +36,7 @@ class Rank(StandIn):
                 super().carry_out(path, body)
             return
         self.before_fetch()
-        if not self.fetches:
+        if not self.fetches or body["update_info"]["version"] is None:
             return
         with contextlib.suppress(tensorhub.VersionUnavailable):
             self._whole.update(body["update_info"]["version"], timeout=5.0)
@@ -201,6 +201,26 @@ def test_an_engine_that_could_not_be_told_to_go_on_is_told_again(server, trainer
     assert updater.version == 3
     assert not rank.is_paused
     assert [body for path, body in rank.calls if path == "/update_weight_version"][-1] == {"new_version": "3"}
+
+
+@pytest.mark.parametrize("call", ["/pause", "/finish_weight_update"])
+def test_an_update_that_came_to_nothing_is_ended_by_the_next_or_by_leaving(server, trainer, rank, call):
+    """vLLM begins no second update, and lets no rank leave, before it has been told to finish the first."""
+    trainer(1)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    for version in (2, 3):
+        trainer(version)
+        rank.fails = {call}
+        with pytest.raises(tensorhub.Unavailable, match=": 500"):
+            updater.update(timeout=30)
+        assert updater.update(timeout=30) == updater.version == version
+    trainer(4)
+    rank.fails = {call}
+    with pytest.raises(tensorhub.Unavailable, match=": 500"):
+        updater.update(timeout=30)
+    updater.close()
+    assert rank.calls[-1][0] == "/shutdown_weight_transfer_engine"
+    assert updater.update(timeout=30) == updater.version == 4
 
 
 class Llm:

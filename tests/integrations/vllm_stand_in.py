@@ -18,6 +18,7 @@ class StandIn:
 
     def __init__(self):
         self.calls, self.loaded, self._whole, self._version = [], {}, None, NOTHING
+        self._is_updating = False
         ours = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -26,7 +27,9 @@ class StandIn:
                 path = self.path.split("?")[0]
                 ours.calls.append((path, body))
                 try:
+                    ours.check(path)
                     ours.carry_out(path, body)
+                    ours.note(path)
                     self.send_response(200)
                 except tensorhub.TensorHubError as error:
                     self.send_response(500, str(error))
@@ -39,10 +42,22 @@ class StandIn:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    def check(self, path):
+        """As vLLM does."""
+        if path in ("/start_weight_update", "/shutdown_weight_transfer_engine") and self._is_updating:
+            raise tensorhub.UsageError("an update is already active")
+        if path in ("/update_weights", "/finish_weight_update") and not self._is_updating:
+            raise tensorhub.UsageError("no update is active")
+
+    def note(self, path):
+        """It was carried out."""
+        if path in ("/start_weight_update", "/finish_weight_update"):
+            self._is_updating = path == "/start_weight_update"
+
     def carry_out(self, path, body):
         if path == "/init_weight_transfer_engine":
             self.init(body["init_info"])
-        elif path == "/update_weights":
+        elif path == "/update_weights" and body["update_info"]["version"] is not None:
             self._whole.update(body["update_info"]["version"])
         elif path == "/finish_weight_update":
             self.loaded = {name: tensor.clone() for name, tensor in self._whole}

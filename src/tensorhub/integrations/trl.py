@@ -130,6 +130,6 @@ class PublishingCallback(TrainerCallback):
         step, self._step = self._step, ExitStack()
         publisher, self.publisher = self.publisher, None
         with suppress(_LeftOver), step:
-            raise _LeftOver
+            raise _LeftOver("a step that training has not ended")
         if publisher is not None:
             publisher.close()

@@ -38,20 +38,72 @@ def engine_of(given: Any) -> Engine:
     return Server(given) if isinstance(given, str) else Offline(given)
 
 
-class Offline:
+class Updates:
+    """An engine's updates. vLLM refuses to begin one, and to let its ranks leave, before the last has been finished."""
+
+    def __init__(self) -> None:
+        self._is_begun = False
+
+    def fetch(self, version: int, timeout: float) -> None:
+        """Of an update that is begun with it, or that was begun and came to nothing."""
+        if not self._is_begun:
+            self.start()
+            self._is_begun = True
+        try:
+            self.update(timeout, version=version, timeout=timeout)
+        except Refused:  # then vLLM ends it
+            self._is_begun = False
+            raise
+
+    def load(self) -> None:
+        """What was fetched ends the update."""
+        self.finish()
+        self._is_begun = False
+
+    def discard(self) -> None:
+        """End an update that came to nothing, and load nothing."""
+        if self._is_begun:
+            self.update(WAIT_S, version=None)
+            self.finish()
+            self._is_begun = False
+
+    def start(self) -> None:
+        """Begin an update on all ranks."""
+        raise NotImplementedError
+
+    def update(self, wait_s: float, **info: object) -> None:
+        """Tell all ranks what to fetch. Raises `Refused` if one of them could not take that in."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Load what was fetched, if all ranks have something to load."""
+        raise NotImplementedError
+
+
+class Refused(tensorhub.Unavailable):
+    """The engine has answered, and not done what it was told."""
+
+
+class Offline(Updates):
     """A `vllm.LLM` of this process. Nobody else drives it while it is updated, so nothing needs to be paused."""
 
     def __init__(self, llm: Any) -> None:
+        super().__init__()
         self._llm = llm
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
-    def fetch(self, version: int, timeout: float) -> None:
+    def start(self) -> None:
         self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"version": version, "timeout": timeout}})
 
-    def load(self) -> None:
+    def update(self, wait_s: float, **info: object) -> None:
+        try:
+            self._llm.update_weights({"update_info": info})
+        except Exception as error:
+            raise Refused(f"the engine could not take in {info}: {error}") from error
+
+    def finish(self) -> None:
         self._llm.finish_weight_update()
 
     def go_on(self, version: str) -> None:
@@ -60,24 +112,31 @@ class Offline:
         self._llm.llm_engine.reset_encoder_cache()
 
     def leave(self) -> None:
+        self.discard()
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
 
 
-class Server:
+class Server(Updates):
     """A server of vLLM, over HTTP."""
 
     def __init__(self, url: str) -> None:
+        super().__init__()
         self._url = url.rstrip("/")
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", init_info.get("timeout") or WAIT_S, init_info=init_info)
 
-    def fetch(self, version: int, timeout: float) -> None:
+    def start(self) -> None:
         self._post("/start_weight_update")
-        self._post("/update_weights", timeout, update_info={"version": version, "timeout": timeout})
+
+    def update(self, wait_s: float, **info: object) -> None:
+        self._post("/update_weights", wait_s, update_info=info)
 
     def load(self) -> None:
         self._post("/pause?mode=keep&clear_cache=true")  # prefix cache and all else that old weights have computed
+        super().load()
+
+    def finish(self) -> None:
         self._post("/finish_weight_update")
 
     def go_on(self, version: str) -> None:
@@ -85,6 +144,7 @@ class Server:
         self._post("/resume")  # not after an error: who is paused answers nothing
 
     def leave(self) -> None:
+        self.discard()
         self._post("/shutdown_weight_transfer_engine")
 
     def _post(self, path: str, wait_s: float = WAIT_S, **body: Any) -> None:
@@ -92,12 +152,12 @@ class Server:
         self._ask(Request(self._url + path, json.dumps(body).encode(), headers), wait_s + 30.0)
 
     def _ask(self, request: Request, wait_s: float) -> None:
+        hint = "is VLLM_SERVER_DEV_MODE=1 set, and what does its log say?"
         try:
             with urlopen(request, timeout=wait_s) as answer:
                 answer.read()
-                return
         except HTTPError as error:
             text = f"{error.url}: {error.code} {error.read(2000).decode(errors='replace')}"
+            raise Refused(text, hint=hint) from error
         except OSError as error:
-            text = f"{self._url}: {error}"
-        raise tensorhub.Unavailable(text, hint="is VLLM_SERVER_DEV_MODE=1 set, and what does its log say?")
+            raise tensorhub.Unavailable(f"{self._url}: {error}", hint=hint) from error

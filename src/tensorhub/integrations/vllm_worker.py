@@ -52,9 +52,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The version to fetch."""
+    """The version to fetch; None: nothing, and what was fetched before is not to be loaded."""
 
-    version: int
+    version: int | None
     timeout: float | None = None
 
 
@@ -121,6 +121,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if way is not None and not was_here:
                 way.close(LEAVE_S)
             raise
+        finally:
+            del wrong
         self._way, self._joined = way, said  # not before: who is refused in place may do without
 
     def _made(self, info: InitInfo) -> Reload | InPlace:
@@ -170,6 +172,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._way is None:
             raise tensorhub.UsageError("the engine has joined nothing", hint="integrations.vllm.attach() first")
         self._next, self._why = None, "nothing was loaded"
+        if update_info.version is None:
+            return
         try:
             self._way.fetch(update_info.version, update_info.timeout)
         except Exception as error:  # noqa: BLE001 - said to the driver through the reference server: who raises is not read
@@ -221,19 +225,17 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _told(self, ask: Callable[[], int]) -> int:
         """What rank 0 finds. Where it finds nothing all raise: they wait for its word."""
-        group, wrong, found = get_world_group(), None, torch.tensor([NOTHING])
-        if group.rank_in_group == 0:
-            try:
-                found = torch.tensor([ask()])
-            except Exception as error:  # noqa: BLE001 - raised below
-                wrong = error
-        if group.world_size > 1:
-            torch.distributed.broadcast(found, group.ranks[0], group=group.cpu_group)
-        if wrong is not None:
-            raise wrong
-        if int(found) == NOTHING:
+        group, found = get_world_group(), NOTHING
+        try:
+            if group.rank_in_group == 0:
+                found = ask()
+        finally:  # they wait for a word also where there is none
+            said = torch.tensor([found])
+            if group.world_size > 1:
+                torch.distributed.broadcast(said, group.ranks[0], group=group.cpu_group)
+        if int(said) == NOTHING:
             raise tensorhub.VersionUnavailable("rank 0 has found no version; its log says why")
-        return int(found)
+        return int(said)
 
     def _all(self, well: bool) -> bool:
         """Whether it is so on all ranks."""
