@@ -9,11 +9,12 @@ import pytest
 
 import tensorhub
 from tensorhub.runtime import server as server_module
-from tensorhub.runtime import serving
+from tensorhub.runtime import serving, showing
 from tensorhub.runtime.accepted import PIECE_BYTES, Accepted
 
-from .kit import PATIENCE_S
+from .kit import PATIENCE_S, eventually
 
+LONG = b"x" * (16 << 20)  # more than any kernel keeps for a reader
 ASK = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -159,3 +160,42 @@ def test_who_completes_no_request_is_hung_up_on(server, said):
             assert more, "who asks was hung up on"
             heard += more
         assert heard.count(b" 200 ") == 3
+
+
+@pytest.fixture
+def long_status(monkeypatch):
+    async def encode(_):
+        return LONG
+
+    monkeypatch.setattr(showing, "encode_status", encode)
+
+
+@pytest.mark.usefixtures("long_status")
+def test_who_does_not_read_a_long_answer_is_cut(server):
+    accepted = server._server.shell.accepted
+    with connected(server) as idle, connected(server) as reader:
+        idle.sendall(ASK % b"/v1/status")
+        eventually(lambda: len(accepted) == 2, "both are there")
+        eventually(lambda: len(accepted) == 0, "the one that does not read, and the one that asks nothing, are cut")
+        assert len(rest(idle)) < len(LONG)
+        assert rest(reader) == b""
+
+
+@pytest.mark.usefixtures("long_status")
+def test_who_reads_a_long_answer_gets_all_of_it(server, monkeypatch):
+    monkeypatch.setattr(server_module, "STUCK_S", PATIENCE_S)
+    with connected(server, keeps_bytes=1 << 20) as reader:
+        reader.sendall((ASK % b"/v1/status").replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        assert rest(reader).partition(b"\r\n\r\n")[2] == LONG
+
+
+@pytest.mark.usefixtures("long_status")
+def test_who_does_not_read_does_not_keep_the_server_from_ending(server, monkeypatch):
+    monkeypatch.setattr(server_module, "STUCK_S", 10 * PATIENCE_S)
+    with connected(server) as idle:
+        idle.sendall(ASK % b"/v1/status")
+        assert idle.recv(100).startswith(b"HTTP/1.1 200 ")
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()

@@ -1,6 +1,7 @@
 """The status of a large fleet: the same whether in one go or in steps, and others run meanwhile."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from tensorhub.core.server import Server
 from tensorhub.core.settings import Settings
 from tensorhub.core.snapshot import Status
 from tensorhub.runtime import showing
-from tensorhub.runtime.showing import encode_status, take_status
+from tensorhub.runtime.showing import LONG_BYTES, MOST_REST_S, Shown, encode_status, take_status
 
 REPLICAS = 100
 
@@ -90,3 +91,54 @@ def test_it_is_of_the_moment_when_it_is_asked_for():
     machine = Server(Settings(), 100.0, 1, fresh=True)
     status = asyncio.run(take_status(machine, 107.5))
     assert status.uptime_s == pytest.approx(7.5)
+
+
+def test_all_who_ask_meanwhile_share_one_picture_that_is_newer_than_their_question(monkeypatch):
+    machine = Server(Settings(), 100.0, 1, fresh=True)
+    taken, has_begun = [], asyncio.Event()
+
+    async def take(machine, now):
+        taken.append(now)
+        has_begun.set()
+        await asyncio.sleep(0)
+        return machine.status(now=now)
+
+    monkeypatch.setattr(showing, "take_status", take)
+
+    async def story():
+        now = 100.0
+        shown = Shown(machine, lambda: now)
+        first = [asyncio.create_task(shown.ask(None)) for _ in range(5)]
+        await has_begun.wait()
+        now = 107.5
+        later = [asyncio.create_task(shown.ask(model)) for model in (None, None, "m", "m")]
+        return await asyncio.gather(*first), await asyncio.gather(*later)
+
+    first, later = asyncio.run(story())
+    assert taken == [100.0, 107.5]
+    assert len({id(each) for each in first}) == 1
+    assert [later[0] is later[1], later[2] is later[3]] == [True, True]
+    assert msgspec.json.decode(later[0], type=Status).uptime_s == pytest.approx(7.5)
+
+
+def test_who_gives_up_takes_the_picture_from_nobody():
+    machine = Server(Settings(), 100.0, 1, fresh=True)
+
+    async def story():
+        shown = Shown(machine, lambda: 101.0)
+        hasty, patient = (asyncio.create_task(shown.ask(None)) for _ in range(2))
+        await asyncio.sleep(0)
+        hasty.cancel()
+        return await patient
+
+    assert msgspec.json.decode(asyncio.run(story()), type=Status).uptime_s == pytest.approx(1.0)
+
+
+def test_after_a_long_picture_it_rests():
+    """At most for so long: people wait."""
+    shown = Shown(Server(Settings(), 100.0, 1, fresh=True), lambda: 101.0)
+    for size_bytes in (0, LONG_BYTES, 100 * LONG_BYTES):
+        began = time.monotonic()
+        shown._rest_after(began, size_bytes)
+        assert shown._rests_until <= time.monotonic() + MOST_REST_S
+    assert shown._rests_until >= began + MOST_REST_S

@@ -65,6 +65,22 @@ class Accepted:
         caller.transport = request.transport
         caller.waiting_bytes = 0  # it took what it was sent before, or this would still wait for that
 
+    async def answer(self, request: web.Request, body: bytes, *, content_type: str) -> web.StreamResponse:
+        """Send a long answer, piece by piece: who does not read keeps one piece, and a share in what all are sent."""
+        if len(body) <= PIECE_BYTES:
+            return web.Response(body=body, content_type=content_type)
+        response = web.StreamResponse()
+        response.content_type, response.content_length = content_type, len(body)
+        view = memoryview(body)
+        try:
+            await response.prepare(request)
+            for at in range(0, len(body), PIECE_BYTES):
+                await response.write(view[at : at + PIECE_BYTES])
+                self.keep(request)
+        except ConnectionError:
+            pass  # it has gone: aiohttp ends what is left
+        return response
+
     def release(self, request: web.Request) -> None:
         """It has become a worker's line."""
         self._callers.pop(request.protocol, None)
@@ -83,6 +99,12 @@ class Accepted:
                 (not caller.has_asked and now - caller.came_at > hello_s) or caller.is_stuck(now, stuck_s)
             ):
                 transport.abort()
+
+    def abort_writing(self) -> None:
+        """The server ends: whoever has not taken its answer yet gets no more of it."""
+        for caller in self._callers.values():
+            if caller.transport is not None and caller.transport.get_write_buffer_size():
+                caller.transport.abort()
 
 
 class Site(web.BaseSite):

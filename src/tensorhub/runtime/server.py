@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from functools import partial
 from math import inf
 
-import msgspec
 from aiohttp import WSMsgType, web
 
 from ..core.messages import (
@@ -38,7 +37,7 @@ from .descriptors import Descriptors
 from .intake import Intake
 from .layouts import UnknownLayouts
 from .lines import Line
-from .showing import encode_status, take_status
+from .showing import Shown
 from .strangers import Stranger, Strangers
 
 _log = logging.getLogger(__name__)
@@ -73,6 +72,7 @@ class ServerShell:
         self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
         self._is_stopping = False
         self._answers = Answers(self.machine, self._authorise)
+        self._shown = Shown(self.machine, lambda: self.intake.now)
         self.accepted = Accepted(time.monotonic)
 
     def application(self) -> web.Application:
@@ -263,13 +263,8 @@ class ServerShell:
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         self._authorise(request)
-        status = await take_status(self.machine, self.intake.now)
-        model = request.query.get("model")
-        if model is not None:
-            models = tuple(each for each in status.models if each.name == model)
-            transfers = tuple(each for each in status.transfers if each.model == model)
-            status = msgspec.structs.replace(status, models=models, transfers=transfers)
-        return web.Response(body=await encode_status(status), content_type="application/json")
+        body = await self._shown.ask(request.query.get("model"))
+        return await self.accepted.answer(request, body, content_type="application/json")
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL, "decisions": DECISIONS}
@@ -302,6 +297,9 @@ class ServerShell:
         async with asyncio.TaskGroup() as group:
             for line in list(self._lines.values()):
                 group.create_task(line.say_goodbye())
+        for line in self._lines.values():
+            line.cut()
+        self.accepted.abort_writing()
 
 
 def _malformed(why: str, *, retry_s: float = 0.0) -> Refusal:

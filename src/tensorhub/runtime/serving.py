@@ -31,7 +31,7 @@ from .server import DECISIONS, SPARE_CONNECTIONS, ServerShell
 
 _log = logging.getLogger(__name__)
 
-STOP_S = 3.0  # for open requests; workers are told goodbye within one second
+STOP_S = 0.5  # for open requests, and for what a request goes on to send; workers are told goodbye within one second
 IDLE_S = 75.0  # between two requests on a connection: more than the minute after which a proxy may cut it
 START_S = 30.0
 GARBAGE_AFTER = 50_000  # new objects: some tens of megabytes
@@ -64,6 +64,7 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
         access_log=None,
         logger=requests.log,
         keepalive_timeout=IDLE_S,
+        lingering_time=STOP_S,
         shutdown_timeout=STOP_S,
         handler_cancellation=True,
     )
