@@ -1,5 +1,6 @@
 """What vLLM's layerwise reload makes of a loader, without an engine: models are stand-ins, vLLM's reload is not."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -54,8 +55,8 @@ def reload():
         trainer.register({name: torch.full((4,), float(at)) for at, name in enumerate(names)}, boxes={})
         trainer.publish(0)
 
-        def begin(load, load_format="dummy"):
-            model = Model(load)
+        def begin(load, load_format="dummy", kind=Model):
+            model = kind(load)
             record_metadata_for_reloading(model)
             given = SimpleNamespace(dtype=torch.float32), SimpleNamespace(load_format=load_format)
             config = SimpleNamespace(model_config=given[0], load_config=given[1])
@@ -76,6 +77,73 @@ def check(model):
     assert found == {name: [float(at)] * 4 for at, name in enumerate(wanted)}
 
 
+def directly(parameter, tensor):
+    parameter.data.copy_(tensor)
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+@pytest.mark.parametrize(
+    ("passed_by", "said"),
+    [
+        (["first.weight", "first.other"], "copies 'first.other', and 1 others past vLLM's reload"),
+        (["second.other"], "copies 'second.other' past vLLM's reload"),
+    ],
+)
+def test_what_a_loader_copies_by_itself_is_lost_and_refused_by_name(reload, load_format, passed_by, said):
+    """Of a whole layer, and of one parameter of a layer: whatever the loader says that it has loaded."""
+    direct = {2.0: "second.weight", 3.0: "second.other", 0.0: "first.weight", 1.0: "first.other"}
+
+    def some(parameter, tensor):
+        (directly if direct[tensor[0].item()] in passed_by else as_vllm_does)(parameter, tensor)
+
+    with pytest.raises(tensorhub.UsageError, match=re.escape(said)):
+        reload(some, load_format)
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_a_layer_to_which_nothing_comes_is_refused_by_name(reload, load_format):
+    """Also where it has been loaded from a file before: those are the weights of another version."""
+
+    def some(parameter, tensor):
+        if tensor[0] < 2.0:
+            as_vllm_does(parameter, tensor)
+
+    with pytest.raises(tensorhub.UsageError, match=r"nothing .* is loaded as 'second.other', nor as 1"):
+        reload(some, load_format)
+
+
+def test_what_has_its_memory_may_be_copied_by_the_loader_itself(reload):
+    """vLLM leaves their memory to parameters of some names."""
+
+    class Biased(Model):
+        def __init__(self, load):
+            super().__init__(load)
+            for layer in (self.first, self.second):
+                layer.bias = layer.other
+                del layer.other
+
+        def get_parameter(self, name):
+            return super().get_parameter(name.replace("other", "bias"))
+
+    def load(parameter, tensor):
+        (as_vllm_does if parameter.is_meta else directly)(parameter, tensor)
+
+    model, _ = reload(load, kind=Biased)
+    assert {name: parameter[0].item() for name, parameter in model.named_parameters()} == {
+        "first.weight": 0.0,
+        "first.bias": 1.0,
+        "second.weight": 2.0,
+        "second.bias": 3.0,
+    }
+
+
+def test_all_that_is_loaded_as_vllm_wants_it_is_there(reload):
+    model, way = reload(as_vllm_does)
+    check(model)
+    way.load(0)
+    check(model)
+
+
 def test_a_loader_that_changes_what_it_is_given_changes_nothing_that_others_read(reload):
     def careless(parameter, tensor):
         if tensor[0] == 3.0:
@@ -86,4 +154,3 @@ def test_a_loader_that_changes_what_it_is_given_changes_nothing_that_others_read
     way.weights.check()
     assert dict(way.whole)["second.other"].tolist() == [3.0] * 4
     assert model.second.other.tolist() == [4.0] * 4
-    check(reload(as_vllm_does)[0])
