@@ -35,11 +35,20 @@ class Job:
 
     def answers(self, do, **arguments):
         """What each rank gave: a mapping with `value`, or with `code` and `message`; None of one that died."""
-        for rank in self.ranks:
-            rank.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            rank.stdin.flush()
-        lines = [rank.stdout.readline() for rank in self.ranks]
-        return [json.loads(line) if line else None for line in lines]
+        ranks = range(len(self.ranks))
+        for rank in ranks:
+            self.tell(rank, do, **arguments)
+        return [self.heard(rank) for rank in ranks]
+
+    def tell(self, rank, do, **arguments):
+        """One of them, and wait for nothing."""
+        self.ranks[rank].stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.ranks[rank].stdin.flush()
+
+    def heard(self, rank):
+        """What one of them answers next."""
+        line = self.ranks[rank].stdout.readline()
+        return json.loads(line) if line else None
 
     def call(self, do, **arguments):
         """A command that goes well on all ranks, with the same result."""

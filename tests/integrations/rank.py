@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tensorhub
 from tensorhub.integrations import fsdp
 
-from .kit import digest_of
+from .kit import digest_of, eventually
 
 INSIDE = {"tp": 6, "fsdp-tp": 8}  # what is cut twice along one dimension has to be cut evenly
 BEFORE = ("replaced", "said")  # how a rank fails before its step begins
@@ -105,7 +105,7 @@ class Rank:
         with torch.no_grad():
             self.module(torch.ones(2, 4))
 
-    def step(self, version=None, fails=None, timeout=None, then="raise"):
+    def step(self, version=None, fails=None, timeout=None, then="raise", until=None):
         """One step of training. The rank `fails` raises before it, in it or at its end, dies, or publishes late."""
         torch.manual_seed(1000 * (version or 77) + (0 if "tp" in self.kind else dist.get_rank()))
         if self.kind == "language":
@@ -127,11 +127,18 @@ class Rank:
             ):
                 if fails_here and then not in BEFORE and then not in ENDS:
                     self._fail(then, said)
+                if until is not None:
+                    eventually(lambda: os.path.exists(until), "the other rank has closed")
                 self.optimizer.step()
         finally:
             self.took_s = time.monotonic() - began
         self.optimizer.zero_grad()
         return self.publisher.version
+
+    def step_alone(self):
+        """A step without anything that torch does together with other ranks."""
+        with self.publisher.step():
+            pass
 
     def _fail(self, then, said):
         if then == "die":
@@ -163,6 +170,10 @@ class Rank:
 
     def close(self):
         self.publisher.close(timeout=20)
+
+    def threads(self):
+        """Of this process, as the system counts them."""
+        return len(os.listdir("/proc/self/task"))
 
 
 def main():

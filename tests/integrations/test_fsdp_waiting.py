@@ -1,10 +1,13 @@
-"""How long ranks wait for each other: longer than any call of them, which may still end well, and not for ever."""
+"""How long ranks wait for each other: longer than any call of them, which may still end well, and not for ever.
+
+And how they part: what they have for their votes goes, and nobody's vote is cut off.
+"""
 
 import pytest
 
 import tensorhub
 
-from .kit import Job
+from .kit import Job, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -55,3 +58,48 @@ def test_a_rank_that_was_waited_for_in_vain_is_not_called_gone(start):
     again = job.answers("step", version=1)
     assert [each.get("code") for each in again] == ["group-incomplete"] * 2, "no vote can be held any more"
     assert "timed out" in again[1]["message"]
+
+
+MANY, OF_ONE = 4, 3  # attachments; threads of a gloo group
+
+
+@pytest.mark.parametrize("fails", [None, 0])
+def test_an_attachment_that_has_ended_leaves_no_threads(start, fails):
+    job = start()
+    job.call("attach", model="policy")  # with it begins what a process has once
+    job.call("close")
+    before = job.answers("threads")
+    for _ in range(MANY):
+        if fails is None:
+            job.call("attach", model="policy")
+            job.call("close")
+        else:
+            found = job.answers("attach", model="policy", fails=fails, then="open")
+            assert [each.get("code") for each in found] == ["usage", "group-incomplete"], found
+
+    def are_few():
+        pairs = zip(job.answers("threads"), before, strict=True)
+        return all(now["value"] < then["value"] + OF_ONE for now, then in pairs)
+
+    eventually(are_few, f"the threads of {MANY} attachments are gone")
+    assert job.call("attach", model="policy") is not None
+
+
+def test_who_closes_cuts_off_no_vote_that_another_rank_has_yet_to_hold(start, tmp_path):
+    """It hears why its step has failed, and only in the next one that it is alone."""
+    job = start()
+    job.call("attach", model="policy", wait_s=20)
+    closed = tmp_path / "closed"
+    for rank in (0, 1):
+        job.tell(rank, "step", version=1, fails=0, until=str(closed))
+    assert job.heard(0)["code"] == "ValueError"
+    job.tell(0, "close")
+    assert "value" in job.heard(0)
+    closed.touch()
+    assert "another rank raised" in job.heard(1)["message"]
+    job.tell(1, "step_alone")
+    found = job.heard(1)
+    assert found["code"] == "group-incomplete"
+    assert "another rank has left" in found["message"]
+    job.tell(1, "close")
+    assert "value" in job.heard(1)

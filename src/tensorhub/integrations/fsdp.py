@@ -63,20 +63,22 @@ def attach(
     """
     module = _bare(module)
     ranks = Ranks(WAIT_S + SLACK_S)
-    with ranks.agreeing("attach() failed"):
-        joining_s, call_s = longest_s(timeout=options.get("timeout"), call_timeout=options.get("call_timeout"))
-        ranks.wait_s = max(WAIT_S, 2 * joining_s, joining_s + call_s) + SLACK_S  # two questions, or joining and a call
-        publisher, version = Publisher(module, ranks, call_s), max(version, 0)
-        cut = [value for value in tensors_of(module).values() if _is_cut(value)]
-        place = ranks.place(cut, shard, shards)
-        view = tensorhub.connect(options.get("server"), token=options.get("token"))
-        after = view.next_version(model)  # first: a restarted server answers it only when it has heard what is held
-        held = _held_by_others(view.versions(model), replica) if fill else -1
-        after = max(after, held + 1)
-    held, after = ranks.told(held, after)
-    number = max(version, after) if held < 0 else held
-    publishes, weights = place.copy == 0, None
     with ExitStack() as stack:  # who leaves for an error keeps no sibling waiting
+        stack.callback(ranks.leave, "this rank has left the others: attach() failed")
+        with ranks.agreeing("attach() failed"):
+            joining_s, call_s = longest_s(timeout=options.get("timeout"), call_timeout=options.get("call_timeout"))
+            longest = max(2 * joining_s, joining_s + call_s)  # two questions, or joining and one call
+            ranks.wait_s = max(WAIT_S, longest) + SLACK_S
+            publisher, version = Publisher(module, ranks, call_s), max(version, 0)
+            cut = [value for value in tensors_of(module).values() if _is_cut(value)]
+            place = ranks.place(cut, shard, shards)
+            view = tensorhub.connect(options.get("server"), token=options.get("token"))
+            after = view.next_version(model)  # first: a restarted server answers when it has heard what is held
+            held = _held_by_others(view.versions(model), replica) if fill else -1
+            after = max(after, held + 1)
+        held, after = ranks.told(held, after)
+        number = max(version, after) if held < 0 else held
+        publishes, weights = place.copy == 0, None
         with ranks.agreeing("attach() failed"):  # else they would wait for a shard that never joins
             if publishes or held >= 0:
                 name = replica if publishes else f"{replica}-copy-{place.copy}"
@@ -128,9 +130,12 @@ class Publisher:
         self.close(timeout=None if error is None else HURRY_S)
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Withdraw, wait for readers, leave."""
-        if self.weights is not None:
-            self.weights.close(timeout=timeout)
+        """Withdraw, wait for readers, leave. Other ranks are not waited for, unless for a moment."""
+        try:
+            if self.weights is not None:
+                self.weights.close(timeout=timeout)
+        finally:
+            self._ranks.leave()
 
     @contextmanager
     def step(

@@ -7,7 +7,7 @@ failed, or is gone; nor give up one that is only in a call that may still end we
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,13 @@ import tensorhub
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+
+FAILED, WELL, LEFT = 0, 1, -1  # what a rank votes; the lowest counts
+LEAVE_S = 2.0  # for the others, when a rank leaves: they mostly leave too
+CLOSED = "this rank has left the others: its publisher was closed"
+
+_left: "list[tuple[ProcessGroup, list[Any]]]" = []  # groups that were left, and votes there that others still wait for
 
 
 class Place(NamedTuple):
@@ -35,10 +42,11 @@ class Ranks:
     def __init__(self, wait_s: float) -> None:
         import torch.distributed as dist
 
+        _let_go()
         self.wait_s = wait_s
         self.rank, self.count = 0, 1
         self._group: ProcessGroup | None = None
-        self._last: object = None  # a vote that nobody waits for
+        self._last: Any = None  # a vote that nobody may wait for, and its tensor
         self._gone = ""  # once a rank was, no vote can be held any more
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.count = dist.get_rank(), dist.get_world_size()
@@ -73,31 +81,56 @@ class Ranks:
             if self._gone and well:
                 raise tensorhub.GroupIncomplete(self._gone, hint="restart the job")
             return well
-        votes, began = torch.tensor([int(well)]), time.monotonic()
+        votes, began = torch.tensor([WELL if well else FAILED]), time.monotonic()
         try:
-            voting = self._cast(self._group, votes)
+            voting = self._cast(self._group, votes, self.wait_s)
             if well:
                 voting.wait()
         except RuntimeError as error:
             is_late = time.monotonic() - began >= self.wait_s
             late = f"timed out: another rank did not come to an end within {self.wait_s:g} s"
             self._gone = late if is_late else f"another rank is gone, or has waited too long for this one: {error}"
-            self._leave()
+            self._hang_up()
             if well:
                 raise tensorhub.GroupIncomplete(self._gone, hint="restart the job") from error
-        return well and bool(votes.item())
+        if well and votes.item() == LEFT:
+            self.leave("another rank has left: it has closed its publisher")
+            raise tensorhub.GroupIncomplete(self._gone, hint="attach() again on all ranks, or restart the job")
+        return well and votes.item() == WELL
 
-    def _cast(self, group: "ProcessGroup", votes: "torch.Tensor") -> Any:
+    def _cast(self, group: "ProcessGroup", votes: "torch.Tensor", wait_s: float) -> Any:
         """Each vote has its own time, for calls have theirs."""
         import torch.distributed as dist
 
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MIN), timedelta(seconds=self.wait_s)
+        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MIN), timedelta(seconds=wait_s)
         voting = group.allreduce([votes], options)
         self._last = (voting, votes)
         return voting
 
-    def _leave(self) -> None:
+    def leave(self, why: str = CLOSED) -> None:
+        """Let go of the group, in which no vote can be held any more. Whoever votes hears that this rank has left.
+
+        It is taken down when all have heard the votes of this rank. That is not waited for long: the next who makes or
+        leaves a group does the rest.
+        """
+        import torch
+
+        group, self._group = self._group, None
+        if group is not None:
+            self._gone = why
+            votes = [] if self._last is None else [self._last]
+            is_heard = all(voting.is_completed() for voting, _ in votes)
+            with suppress(RuntimeError):  # the others have left, or are gone
+                wait_s = LEAVE_S if is_heard else self.wait_s  # a vote that ends in vain closes the lines of the others
+                leaving = self._cast(group, torch.tensor([LEFT]), wait_s)
+                votes.append(self._last)
+                leaving.wait(timedelta(seconds=2 * LEAVE_S))
+            _left.append((group, votes))
+            self._last = None
+        _let_go()
+
+    def _hang_up(self) -> None:
         """Close the lines of the group: a rank that waits for this one then hears that it waits in vain."""
         import torch.distributed as dist
 
@@ -123,3 +156,15 @@ class Ranks:
             else:
                 copy = copy * size + at
         return Place(here, count, copy)
+
+
+def _let_go() -> None:
+    """Take down those groups in which nobody waits for a vote of this rank. One that is in use would make it wait."""
+    import torch.distributed as dist
+
+    for each in list(_left):
+        group, votes = each
+        if all(voting.is_completed() for voting, _ in votes):
+            _left.remove(each)
+            with suppress(ValueError):  # destroy_process_group() has taken down all of them
+                dist.destroy_process_group(group)
