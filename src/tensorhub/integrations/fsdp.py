@@ -22,6 +22,7 @@ Rules:
 It must never: gather a parameter, or wait for a rank that has raised.
 """
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -179,12 +180,28 @@ class Publisher:
 
 
 def tensors_of(module: "torch.nn.Module") -> dict[str, Any]:
-    """This rank's parameters and persistent buffers, sorted by name, as other replicas have whole tensors too."""
+    """This rank's parameters and persistent buffers, sorted by name, as other replicas have whole tensors too.
+
+    Raises `UsageError` naming state that is no tensor, such as packed weights: a version would be less than the module.
+    """
     import torch
 
     with torch.no_grad():
         found = module.state_dict()
-    return {name: value for name, value in sorted(found.items()) if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in found.items() if not isinstance(value, torch.Tensor)}
+    wrong = sorted(name for name, value in others.items() if not (name.endswith("_extra_state") and _is_empty(value)))
+    if wrong:
+        named = ", ".join(f"{name!r} ({type(others[name]).__qualname__})" for name in wrong[:5])
+        text = f"{len(wrong)} parts of the module's state are no tensors: {named}"
+        hint = "only tensors are published: keep it in a buffer, or open() and register() the tensors that you want"
+        raise tensorhub.UsageError(text, hint=hint)
+    return {name: value for name, value in sorted(found.items()) if name not in others}
+
+
+def _is_empty(value: object) -> bool:
+    """Extra state that says nothing, as modules give it that have none to save."""
+    is_without = isinstance(value, bytes | str | dict | list | tuple | set) and not value
+    return value is None or is_without or (isinstance(value, io.BytesIO) and not value.getbuffer().nbytes)
 
 
 def _facts(module: "torch.nn.Module") -> dict[str, tuple[object, ...]]:

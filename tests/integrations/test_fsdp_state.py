@@ -1,0 +1,71 @@
+"""What a module's state holds beside tensors: it is refused by name, unless it says nothing."""
+
+import io
+
+import pytest
+import torch
+
+import tensorhub
+from tensorhub.integrations import fsdp
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+        yield running.address
+
+
+def kind_of(extra):
+    return type(extra).__name__
+
+
+class Extra(torch.nn.Linear):
+    """A layer with state of another kind."""
+
+    def __init__(self, extra):
+        super().__init__(3, 2)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [None, b"", {}, io.BytesIO(), torch.empty(0)], ids=kind_of)
+def test_extra_state_that_says_nothing_is_no_hindrance(server, extra):
+    module = torch.nn.Sequential(Extra(extra))
+    with fsdp.attach(module, "policy", server=server) as trainer:
+        with trainer.step():
+            pass
+        found = tensorhub.load("policy@1", server=server)
+        assert {"0.weight", "0.bias"} <= set(found)
+        assert torch.equal(found["0.weight"], module[0].weight)
+
+
+@pytest.mark.parametrize("extra", [{"scale": 2.0}, b"1", io.BytesIO(b"1"), 0], ids=kind_of)
+def test_extra_state_that_says_something_is_refused_by_name(server, extra):
+    with pytest.raises(tensorhub.UsageError, match=r"state are no tensors: '0._extra_state' \(\w+\)"):
+        fsdp.attach(torch.nn.Sequential(Extra(extra)), "policy", server=server)
+    assert tensorhub.connect(server).versions("policy") == ()
+
+
+class Packed(torch.nn.Module):
+    """Saves its weights in a form that is no tensor, as torch's quantised layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "packed"] = (torch.zeros(4, dtype=torch.int8), None)
+        destination[prefix + "dtype"] = torch.qint8
+
+
+def test_packed_weights_are_refused_rather_than_left_out(server):
+    match = r"2 parts of the module's state are no tensors: '0.dtype' \(dtype\), '0.packed' \(tuple\)"
+    with pytest.raises(tensorhub.UsageError, match=match):
+        fsdp.attach(torch.nn.Sequential(Packed()), "policy", server=server)
+    assert tensorhub.connect(server).versions("policy") == ()
