@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tensorhub
@@ -28,7 +28,8 @@ from tensorhub.integrations import fsdp
 
 from .kit import digest_of, eventually
 
-INSIDE = {"tp": 6, "fsdp-tp": 8}  # what is cut twice along one dimension has to be cut evenly
+SUBMESHES = ("dp-tp", "two-meshes", "copies-cut")
+INSIDE = {"tp": 6, "fsdp-tp": 8} | dict.fromkeys(SUBMESHES, 8)  # cut twice along one dimension: evenly
 BEFORE = ("replaced", "said")  # how a rank fails before its step begins
 LATE_S = 4.0  # how long a call takes that waits, longer than ranks wait for each other where it is short
 
@@ -81,9 +82,21 @@ class Rank:
             mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("rows", "parallel"))
             parallelize_module(self.module, mesh["parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             fully_shard(self.module, mesh=mesh["rows"])
+        elif kind in SUBMESHES:
+            self._on_submeshes(init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("rows", "parallel")))
         elif kind == "ddp":
             self.module = torch.nn.parallel.DistributedDataParallel(self.module)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 if path is None else 0.2)
+
+    def _on_submeshes(self, mesh):
+        """Nothing is cut along the other dimension; or each of two layers along its own; or one, and copies of it."""
+        both = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(self.module, mesh["parallel"], both if self.kind == "dp-tp" else {"up": ColwiseParallel()})
+        if self.kind == "two-meshes":
+            fully_shard(self.module.down, mesh=mesh["rows"])
+        elif self.kind == "copies-cut":
+            placements = (Shard(0), Replicate())
+            self.module.down.weight = torch.nn.Parameter(distribute_tensor(self.module.down.weight, mesh, placements))
 
     def _language(self, path):
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -186,7 +199,8 @@ def main():
         try:
             answer = {"value": getattr(rank, command.pop("do"))(**command)}
         except tensorhub.TensorHubError as error:
-            answer = {"code": error.code, "message": str(error), "took_s": getattr(rank, "took_s", None)}
+            answer = {"code": error.code, "message": str(error), "hint": error.hint}
+            answer["took_s"] = getattr(rank, "took_s", None)
         except ValueError as error:
             answer = {"code": "ValueError", "message": str(error), "took_s": getattr(rank, "took_s", None)}
         print(json.dumps(answer), flush=True)

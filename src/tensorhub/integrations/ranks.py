@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import tensorhub
 
@@ -147,15 +147,34 @@ class Ranks:
         mesh = max((value.device_mesh for value in cut), key=lambda each: each.ndim)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            text = f"rank {self.rank} is not in the mesh of the module"
-            raise tensorhub.UsageError(text, hint="give shard= and shards=")
+            self._refuse(f"rank {self.rank} is not in the mesh of the module")
+        if mesh.size() != self.count:  # such as mesh["tp"]: what ranks outside of it hold, copies or parts, nobody says
+            self._refuse(f"the module's DTensors are on a mesh of {mesh.size()} ranks, and the job has {self.count}")
         here, count, copy = 0, 1, 0
+        alike: list[Any] = []  # where in the mesh are those that hold the same
         for along, (at, size) in enumerate(zip(coordinate, mesh.shape, strict=True)):
             if any(not each.placements[along].is_replicate() for each in cut if each.device_mesh == mesh):
                 here, count = here * size + at, count * size
+                alike.append(at)
             else:
                 copy = copy * size + at
+                alike.append(slice(None))
+        copies = set(mesh.mesh[tuple(alike)].flatten().tolist()) - {self.rank}
+        for each in cut:
+            if each.device_mesh != mesh and copies & _ranks_along(each):
+                self._refuse(f"ranks that hold copies on a mesh of {mesh.ndim} dimensions hold parts on another one")
         return Place(here, count, copy)
+
+    def _refuse(self, text: str) -> NoReturn:
+        hint = f"give shards={self.count}: each rank publishes what it has; see shard= too"
+        raise tensorhub.UsageError(text, hint=hint)
+
+
+def _ranks_along(cut: Any) -> set[int]:
+    """Those among which this DTensor is cut, in the line of this rank."""
+    pairs = zip(cut.device_mesh.get_coordinate(), cut.placements, strict=True)
+    line = tuple(at if placement.is_replicate() else slice(None) for at, placement in pairs)
+    return set(cut.device_mesh.mesh[line].flatten().tolist())
 
 
 def _let_go() -> None:
