@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tensorhub
-from runtime.kit import in_threads
+from runtime.kit import eventually, in_threads
 
 
 def all_of(workers, call):
@@ -106,7 +106,11 @@ def test_who_cannot_be_filled_tells_its_siblings(join, verb):
     rollout = [join("r", tensors=module, shard=shard, shards=2) for shard, module in enumerate(modules)]
     modules[1]["w"] = torch.nn.Parameter(torch.zeros(10))
 
+    waiting = rollout[0][0]._aio._client.driver.worker
+
     def failed(weights):
+        if weights is rollout[1][0]:
+            eventually(lambda: waiting.call is not None and waiting.call.answer is not None, "its sibling waits")
         with pytest.raises(tensorhub.TensorHubError) as caught:
             getattr(weights, verb)("latest", timeout=100)
         return type(caught.value), str(caught.value)

@@ -11,6 +11,7 @@ from math import inf
 
 _log = logging.getLogger(__name__)
 
+FEW = 4096  # most fleets are smaller, and `Descriptors` says when it comes to that
 RESERVE = 64  # a server with no worker has about ten open
 SAY_EVERY_S = 60.0
 HINT = "raise `ulimit -n` (LimitNOFILE of systemd)"
@@ -29,10 +30,11 @@ def raise_limit() -> int:
 
 
 def check_limit(limit: int, connections: int) -> None:
-    """Say so if so many connections are more than it may open."""
+    """Say so if so many connections are more than it may open: a warning only where that is few."""
     if limit != resource.RLIM_INFINITY and limit < connections + RESERVE:
         text = "this process may open %d files and connections, and a full server needs %d: %s,"
-        _log.warning(f"{text} or lower TENSORHUB_MOST_WORKERS", limit, connections + RESERVE, HINT)
+        level = logging.WARNING if limit < FEW else logging.INFO
+        _log.log(level, f"{text} or lower TENSORHUB_MOST_WORKERS", limit, connections + RESERVE, HINT)
 
 
 class Descriptors:

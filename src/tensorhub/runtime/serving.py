@@ -111,14 +111,13 @@ def run_server(
     Raises `UsageError` if the address cannot be had, and what the machine raised if it contradicted itself.
     """
 
-    check_limit(raise_limit(), settings.most_workers + SPARE_CONNECTIONS)
-
     async def serve() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         server = await start_server(host, port, settings=settings, token=token, fresh=fresh)
         _log.info("reference server at %s, its decisions %s", server.address, DECISIONS)
+        check_limit(raise_limit(), settings.most_workers + SPARE_CONNECTIONS)
         if on_ready is not None:
             on_ready(server.address)
         await _either(stop, server.shell.on_failure)
