@@ -29,7 +29,7 @@ three = pytest.mark.parametrize("kind", ["tcp-3", "local-3", "local-mapped-3", "
 
 
 def leave_one_descriptor(process: subprocess.Popen[str]) -> None:
-    """From now on the process can open one more file, beside what a waiting `accept` has a number for."""
+    """From now on the process can open one more file."""
     taken = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
     free = [number for number in range(max(taken) + 3) if number not in taken]
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (free[1], free[1]))

@@ -74,14 +74,14 @@ def test_a_reader_without_descriptors_does_without(local: Local, monkeypatch: py
     """The kernel drops what there is no room for, and says so."""
     before, came = resource.getrlimit(resource.RLIMIT_NOFILE), list[list[int]]()
 
-    def short(wire: Wire) -> tuple[tuple[int, int, int], list[int]]:
+    def short(wire: Wire, received: local_mapping.Received) -> tuple[int, int, int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
         try:
-            header, found = local_mapping.receive_header(wire)
+            header = local_mapping.receive_header(wire, received)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        came.append(found)
-        return header, found
+        came.append(list(received.descriptors()))
+        return header
 
     monkeypatch.setattr(local_reader, "receive_header", short)
     assert way_of(local) == "process_vm_readv"

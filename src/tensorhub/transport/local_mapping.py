@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from .base import Sharing, Sink
+from .forks import opening, track
 from .local_memory import SEAL_BYTES, Seal
 from .sealed import MOST_REGIONS, Foreign, Region, Shared, Unmappable, moved_to
 from .tcp_wire import HEADER, Silent, Vanished, Wire
@@ -58,43 +59,57 @@ def offer(wire: Wire, seal: Seal, regions: Sequence[Region]) -> None:
     wire.send([frame[sent:]])
 
 
-def receive_header(wire: Wire) -> tuple[tuple[int, int, int], list[int]]:
-    """The header of a frame, and the descriptors that came with it, which are the caller's to close.
+class Received:
+    """The descriptors that came with the last frame. To be closed; no forked child keeps them."""
 
-    None where this process has no room for all of them.
-    """
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        track(self)
+
+    def descriptors(self) -> list[int]:
+        """Those that are open now."""
+        return self._numbers
+
+    def receive(self, sock: socket.socket) -> tuple[bytes, int]:
+        """The first bytes of a frame's header, and the flags of the message; raises `OSError`."""
+        sock.recv(1, socket.MSG_PEEK)  # waits for it, which may not be done while a fork waits
+        with opening():
+            how = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            data, control, flags, _ = sock.recvmsg(HEADER.size, _ROOM, how)
+            for level, kind, payload in control:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    found = array("i", payload[: len(payload) - len(payload) % array("i").itemsize])
+                    self._numbers += found
+        return data, flags
+
+    def close(self) -> None:
+        """They are needed no more."""
+        with opening():
+            for number in self._numbers:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+            self._numbers = []
+
+
+def receive_header(wire: Wire, received: Received) -> tuple[int, int, int]:
+    """The header of a frame, whose descriptors `received` then has; none where this process has no room for all."""
+    received.close()
     try:
-        data, control, flags, _ = wire.sock.recvmsg(HEADER.size, _ROOM, socket.MSG_CMSG_CLOEXEC)
+        data, flags = received.receive(wire.sock)
     except BlockingIOError as error:
         raise Silent("the peer sends no byte") from error
     except OSError as error:
         raise lost(error) from error
-    found = array("i")
-    for level, kind, payload in control:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(payload[: len(payload) - len(payload) % found.itemsize])
-    try:
-        if not data:
-            raise Vanished("the peer closed the connection")
-        wire.heard_bytes += len(data)
-        header = bytearray(HEADER.size)
-        header[: len(data)] = data
-        wire.receive_into([memoryview(header)[len(data) :]])
-        if flags & socket.MSG_CTRUNC:
-            close_all(found)
-            found = array("i")
-        kind, length, number = HEADER.unpack(header)
-    except BaseException:
-        close_all(found)
-        raise
-    return (kind, length, number), found.tolist()
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Those that came."""
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+    if not data:
+        raise Vanished("the peer closed the connection")
+    wire.heard_bytes += len(data)
+    header = bytearray(HEADER.size)
+    header[: len(data)] = data
+    wire.receive_into([memoryview(header)[len(data) :]])
+    if flags & socket.MSG_CTRUNC:
+        received.close()
+    kind, length, number = HEADER.unpack(header)
+    return kind, length, number
 
 
 def hand_over(sink: Sink, theirs: Addresses, there: int, memory: Shared) -> None:

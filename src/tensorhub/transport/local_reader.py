@@ -24,7 +24,7 @@ from . import tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
-from .local_mapping import FROZEN, MAPPED, MAX_MAPPED_BYTES, Mapped, close_all, hand_over, receive_header
+from .local_mapping import FROZEN, MAPPED, MAX_MAPPED_BYTES, Mapped, Received, hand_over, receive_header
 from .local_memory import REFUSED, Call, Lost, Process, Token, refused
 from .local_server import SEAL, credentials_of
 from .located import Located
@@ -220,7 +220,7 @@ class LocalStream(Stream):
         self._size_bytes = 0
         self._remote: Remote | None = None
         self.can_map = job.maps
-        self._descriptors: list[int] | None = None  # that came with the last frame, while such may come
+        self._received: Received | None = None  # descriptors that came with the last frame, while such may come
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         welcome = super().greet(wants_manifest=wants_manifest)
@@ -231,16 +231,17 @@ class LocalStream(Stream):
         """And where the bytes are; proves that they can be read before anybody counts on it."""
         manifest, kept = super().receive_manifest(), None
         if self.can_map:
-            self._descriptors = []
+            self._received = Received()
         try:
             kind, length, number = self.next_frame()
-            if kind == MAPPED and self._descriptors is not None:
+            if kind == MAPPED and self._received is not None:
                 words = bytes(self.wire.receive_body(length, MAX_MAPPED_BYTES))
-                kept = self._map(words, self._descriptors, is_kept=number == FROZEN)
+                kept = self._map(words, self._received.descriptors(), is_kept=number == FROZEN)
                 kind, length, _ = self.next_frame()
         finally:
-            close_all(self._descriptors or ())
-            self._descriptors = None
+            if self._received is not None:
+                self._received.close()
+            self._received = None
         if kind != MEMORY:
             raise Garbled(f"a frame of kind {kind} where the addresses were due")
         body = memoryview(self.wire.receive_body(length, MAX_MEMORY_BYTES + SEAL.size))
@@ -261,12 +262,9 @@ class LocalStream(Stream):
 
     def receive_header(self) -> tuple[int, int, int]:
         """With the descriptors that may come now."""
-        if self._descriptors is None:
+        if self._received is None:
             return super().receive_header()
-        header, found = receive_header(self.wire)
-        close_all(self._descriptors)
-        self._descriptors = found
-        return header
+        return receive_header(self.wire, self._received)
 
     def _map(self, body: bytes, descriptors: Sequence[int], *, is_kept: bool) -> tuple[int, Shared] | None:
         try:

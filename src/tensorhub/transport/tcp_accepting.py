@@ -3,6 +3,7 @@
 It must never: be left half open, where one of its threads could not be started.
 """
 
+import select
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from . import shortages
-from .forks import tracked
+from .forks import made, tracked
 from .threads import Thread, start
 
 _AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
@@ -37,7 +38,7 @@ class Accepting:
         self._closing.set()
         for listener in self._listening:
             with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+                listener.shutdown(socket.SHUT_RDWR)  # wakes who polls it
 
     def join(self, deadline: float) -> None:
         """Until its threads have ended, but no longer."""
@@ -51,10 +52,17 @@ class Accepting:
             listener.close()
 
     def _accept(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
+        listener.setblocking(False)  # it is waited for outside of what a fork waits for
+        coming = select.poll()
+        coming.register(listener, select.POLLIN)
         with listener:
             while not self._closing.is_set():
                 try:
-                    sock, _ = listener.accept()
+                    coming.poll()
+                    sock = made(lambda: listener.accept()[0])
+                    sock.setblocking(True)  # as some systems do not
+                except BlockingIOError:
+                    continue  # who came has left, or nobody comes any more
                 except OSError as error:
                     shortages.note(error, did="it accepted a reader")
                     self._closing.wait(_AGAIN_S)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from . import shortages
+from .forks import made
 from .tcp_addresses import Address, parse_endpoint
 from .tcp_job import Job
 from .tcp_names import look_up
@@ -86,7 +87,7 @@ def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_f
 def wire_for(job: Job, family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> Wire:
     """A connection to be, which the job knows. Raises `Vanished` where this process has no descriptor for it."""
     try:
-        wire = Wire(socket.socket(family, kind, protocol), job.settings)
+        wire = Wire(made(lambda: socket.socket(family, kind, protocol)), job.settings)
     except OSError as error:
         shortages.note(error, did="it connected to a source")
         raise Vanished(f"cannot connect: {error}") from error
