@@ -96,10 +96,11 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self._join(init_info)
             self._answer(init_info)
-        except tensorhub.TensorHubError:
+        except tensorhub.TensorHubError as error:
             parallel = self.parallel_config
             if parallel.rank == parallel.world_size - 1 or parallel.distributed_executor_backend == "external_launcher":
                 raise
+            logger.error("%s", error)
 
     def _join(self, info: InitInfo) -> None:
         """All ranks do, or none: then it raises on all."""
@@ -145,7 +146,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if asked.loaded is not None and not self._has(asked.loaded):
             wrong = tensorhub.VersionUnavailable(f"version {asked.loaded} is not loaded: {self._why}")
         if asked.kept is not None and (self._is_mixture or asked.kept != _number(self._loaded)):
-            wrong = tensorhub.VersionUnavailable(f"the weights are not those of version {asked.kept}: {self._why}")
+            wrong = tensorhub.VersionUnavailable(f"the weights are not what they were: {self._why}")
         self._agree(wrong)
 
     def _agree(self, wrong: Exception | None) -> None:
