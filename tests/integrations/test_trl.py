@@ -217,8 +217,10 @@ def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypat
         assert all(torch.equal(engine.loaded[name], model[name]) for name in model)
         paths = [path for path, _ in engine.calls]
         one = ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update"]
-        one += ["/update_weight_version", "/resume"]
+        one += ["/init_weight_transfer_engine", "/update_weight_version", "/resume"]  # where ranks say what they have
         assert paths == ["/init_weight_transfer_engine", *one * (STEPS + 1)]
         assert engine.calls[0][1]["init_info"]["options"] == {"server": server.address}
+        asked = [body["init_info"].get("loaded") for path, body in engine.calls if path == one[4]]
+        assert asked == [None, *range(STEPS + 1)]
         engine.close()
     assert transfer.version is None
