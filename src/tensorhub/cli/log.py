@@ -20,6 +20,7 @@ from typing import TextIO
 import typer
 
 from ..transport.threads import Thread, start
+from .errors import OutputFailed
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ def say(text: str) -> None:
     """Print a line. Where stdout takes none, the log says so, and nothing is printed there any more."""
     try:
         typer.echo(text)
-    except OSError as error:
-        _log.warning("stdout takes nothing more (%s). It was to say: %s", error.strerror or error, text)
+    except (OSError, OutputFailed) as error:
+        why = error.__cause__ or error
+        _log.warning("stdout takes nothing more (%s). It was to say: %s", getattr(why, "strerror", None) or why, text)
         descriptor = _descriptor_of(sys.stdout)
         if descriptor is not None:
             _point_at_nothing(descriptor)  # Python writes there once more when it ends
