@@ -36,10 +36,11 @@ except tensorhub.ServerUnreachable as error:
     print(error)
 """
 CONNECTS = """
-from runtime.kit import hello
+from tensorhub.core.messages import PROTOCOL, Hello
 from tensorhub.runtime.connection import Connection
 async def story():
-    line = asyncio.create_task(Connection("far.example:7450", hello(), lambda _: None).run())
+    hello = Hello(PROTOCOL, "m", "r", 0, 1, "life")
+    line = asyncio.create_task(Connection("far.example:7450", hello, lambda _: None).run())
     while not asked.is_set():
         await asyncio.sleep(0.01)
     line.cancel()
