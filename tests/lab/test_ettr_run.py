@@ -1,6 +1,7 @@
 """Effective training time, for some seconds: real processes, killed and started again. Needs no root."""
 
 import io
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tensorhub.demo.processes import ProcessFailed
 from tensorhub.lab.ettr import director
 from tensorhub.lab.ettr.content import Weights
 from tensorhub.lab.ettr.director import Run
+from tensorhub.lab.ettr.events import Began
 from tensorhub.lab.ettr.plan import Failure, Plan
 from tensorhub.lab.ettr.report import Report
 from tensorhub.lab.ettr.run import Choice, run_ettr, run_one
@@ -69,6 +71,21 @@ def test_from_a_file_everything_starts_again_and_steps_are_done_again(tmp_path: 
     outcome = run(injected(FAILURES), "file", tmp_path)
     assert outcome.restarts == {"trainer": 5, "rollout": 10, "server": 5}
     assert outcome.steps_repeated >= LOST, "more where the machine was slow to kill"
+
+
+def test_who_is_killed_too_late_is_not_killed_again_as_soon_as_it_starts(
+    tmp_path: Path, injected: Injected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strike = Run._strike
+
+    def late(run: Run, failure: Failure) -> None:
+        """The second one comes when the trainer computes the step of the fourth."""
+        while failure is FAILURES[1] and not any(isinstance(e, Began) and e.step >= 7 for e in run.events):
+            run._look(time.monotonic() + 60.0, "step 7")
+        strike(run, failure)
+
+    monkeypatch.setattr(Run, "_strike", late)
+    assert run(injected(FAILURES), "file", tmp_path).steps_repeated >= LOST
 
 
 def test_a_run_that_takes_too_long_ends(tmp_path: Path, injected: Injected, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ class Run:
         self._names = [SERVER, TRAINER, *(f"rollout-{index}" for index in range(plan.rollouts))]
         self._lives = dict.fromkeys(self._names, 0)
         self._reader = read_events(folder)
+        self._trained_since = 0.0
 
     def run(self) -> "Run":
         """All of it. Raises `ProcessFailed`."""
@@ -44,11 +45,18 @@ class Run:
         return self
 
     def _wait_for(self, failure: Failure, deadline: float) -> None:
-        """Until its moment: the step is being computed for the first time, and that much of it is done."""
-        while not any(isinstance(event, Began) and event.step >= failure.step for event in self.events):
+        """Until its moment: the step is being computed, and that much of it is done.
+
+        What a trainer had begun that was killed too late does not count: the next one would be killed at its start.
+        """
+        while (began := self._began(failure.step)) is None:
             self._look(deadline, f"step {failure.step}")
-        began = next(each.time for each in self.events if isinstance(each, Began) and each.step >= failure.step)
         time.sleep(max(0.0, began + failure.share * self.plan.step_s - now()))
+
+    def _began(self, step: int) -> float | None:
+        """When the trainer that lives began that step, or one after it."""
+        begun = (each for each in self.events if isinstance(each, Began) and each.time > self._trained_since)
+        return next((each.time for each in begun if each.step >= step), None)
 
     def _strike(self, failure: Failure) -> None:
         """Kill, and start again: at once, as somebody would who need not find out what has happened."""
@@ -57,6 +65,8 @@ class Run:
         for name in struck:
             self._nursery.kill(name)
         self._nursery.wait_gone(*struck)
+        if TRAINER in struck:
+            self._trained_since = now()
         for name in struck:
             self._start(name, is_again=True)
 
