@@ -1,5 +1,30 @@
-"""What tests of integrations print at the end."""
+"""A server, jobs of several ranks, and what tests of integrations print at the end."""
 
+import pytest
+
+import tensorhub
 from processes.conftest import figures
 
+from .kit import Job
+
 __all__ = ["figures"]
+
+
+@pytest.fixture
+def server():
+    with tensorhub.serve(lease_s=2.0, report_s=0.25) as found:
+        yield found.address
+
+
+@pytest.fixture
+def start(server, tmp_path):
+    """`start(3)` starts a job of three ranks."""
+    jobs = []
+
+    def begin(ranks=3):
+        jobs.append(Job(ranks, server, tmp_path))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.end()

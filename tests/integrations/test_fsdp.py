@@ -15,29 +15,9 @@ from safetensors.torch import load_file
 import tensorhub
 from tensorhub.integrations.whole import Whole
 
-from .kit import Job, digest_of, eventually
+from .kit import digest_of, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-
-@pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2.0, report_s=0.25) as found:
-        yield found.address
-
-
-@pytest.fixture
-def start(server, tmp_path):
-    """`start(3)` starts a job of three ranks."""
-    jobs = []
-
-    def begin(ranks=3):
-        jobs.append(Job(ranks, server, tmp_path))
-        return jobs[-1]
-
-    yield begin
-    for job in jobs:
-        job.end()
 
 
 def check(whole, job, version):

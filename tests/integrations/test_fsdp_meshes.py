@@ -6,25 +6,9 @@ Along the rest of the mesh ranks may hold copies (data parallelism) or other lay
 import pytest
 from safetensors.torch import load_file
 
-import tensorhub
 from tensorhub.integrations.whole import Whole
 
-from .kit import Job
-
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-
-@pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2.0, report_s=0.25) as found:
-        yield found.address
-
-
-@pytest.fixture
-def job(server, tmp_path):
-    made = Job(4, server, tmp_path)
-    yield made
-    made.end()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +19,8 @@ def job(server, tmp_path):
         ("copies-cut", "ranks that hold copies on a mesh of 2 dimensions hold parts on another one"),
     ],
 )
-def test_it_is_refused_with_the_words_that_help_and_these_help(job, server, kind, text):
+def test_it_is_refused_with_the_words_that_help_and_these_help(start, server, kind, text):
+    job = start(4)
     job.call("build", kind=kind)
     found = job.answers("attach", model="policy")
     assert [each.get("code") for each in found] == ["usage"] * 4, found

@@ -5,9 +5,7 @@ And how they part: what they have for their votes goes, and nobody's vote is cut
 
 import pytest
 
-import tensorhub
-
-from .kit import Job, eventually
+from .kit import eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -16,24 +14,15 @@ LONG_S = 60
 
 
 @pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2.0, report_s=0.25) as found:
-        yield found.address
-
-
-@pytest.fixture
-def start(server, tmp_path):
+def start(start):
     """`start()` starts a job of two ranks, the second of which holds a copy and only votes."""
-    jobs = []
 
     def begin():
-        jobs.append(Job(2, server, tmp_path))
-        jobs[-1].call("build", kind="ddp")
-        return jobs[-1]
+        job = start(2)
+        job.call("build", kind="ddp")
+        return job
 
-    yield begin
-    for job in jobs:
-        job.end()
+    return begin
 
 
 @pytest.mark.parametrize("said", ["step(timeout=)", "call_timeout=", "TENSORHUB_TIMEOUT_S"])
