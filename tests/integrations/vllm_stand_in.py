@@ -68,7 +68,8 @@ class StandIn:
     def init(self, info):
         if self._whole is None:
             self._whole = Whole(info["model"], replica=info["replica"], **info["options"])
-        self._whole.join(timeout=info.get("timeout"))
+        if info.get("loaded") is None and info.get("kept") is None:
+            self._whole.join(timeout=info.get("timeout"))
         for asked in ("loaded", "kept"):
             if info.get(asked) not in (None, self._version):
                 raise tensorhub.VersionUnavailable(f"it is {self._version}")

@@ -94,8 +94,9 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         would take what it has left unread for answers to its next call.
         """
         try:
-            self._join(init_info)
-            self._answer(init_info)
+            if init_info.loaded is None and init_info.kept is None:
+                self._join(init_info)
+            self._answer(init_info)  # a question makes nobody join again who has left
         except tensorhub.TensorHubError as error:
             parallel = self.parallel_config
             if parallel.rank == parallel.world_size - 1 or parallel.distributed_executor_backend == "external_launcher":
@@ -177,7 +178,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         try:
             self._way.fetch(update_info.version, update_info.timeout)
-        except Exception as error:  # noqa: BLE001 - said to the driver through the reference server: who raises is not read
+        except Exception as error:  # noqa: BLE001 - said to the driver when it asks: who raises here is not read
             self._why = f"version {update_info.version} could not be fetched: {error}"
             logger.error("%s", self._why)
             return
@@ -197,7 +198,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif self._all(self._way.holds(before)):
             self._loaded = before
         else:
-            self._way.close(LEAVE_S)  # by which the driver knows
+            self._way.close(LEAVE_S)  # what is on the host, or was written over in part, is for nobody
             return
         self._is_mixture = False
         for name in COMPUTES:
@@ -211,7 +212,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._way is not None
         try:
             self._way.load(version)
-        except Exception as error:  # reported as above; this rank refuses to compute
+        except Exception as error:  # said as above; this rank refuses to compute
             self._why = f"version {version} was not loaded, or in part: {error}"
             logger.exception("%s", self._why)
             return False

@@ -19,12 +19,17 @@ class Made:
     layouts: dict[int, Digest] = field(default_factory=dict)
     cut: str = ""
     exists: float = inf  # since when all shards had it
-    known: float = inf  # since when a server had said so
-    known_to: dict[str, tuple[int, float]] = field(default_factory=dict)  # lives who heard so: of which server, when
+    known_to: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # lives who heard so: first of which server, when
+
+    @property
+    def known(self) -> float:
+        """Since when a server had said so."""
+        return min((at for _, at in self.known_to.values()), default=inf)
 
     def note_known(self, life: str, server: int, now: float) -> None:
         """That life of a server has told that life of a worker that it exists."""
-        self.known = min(self.known, now)
         self.known_to.setdefault(life, (server, now))
 
     def root_of(self, shard: tuple[str, int]) -> Digest | None:
