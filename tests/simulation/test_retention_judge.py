@@ -32,8 +32,7 @@ class SpotBench(Bench):
         self.truth.established.note_whole(self.spot, THIRD)
         self.passes(1.0, self.trainer, self.spot)
         self.truth.published(self.trainer, LATEST, self.gets(self.trainer, LATEST))
-        for made in self.truth.made_as("m", THIRD):
-            made.known = self.world.now
+        self.truth.note_known(self.trainer, THIRD, self.spot.root_of(THIRD))
         self.passes(2.0, self.trainer, self.spot)
         self.judge = RetentionJudge(self.truth, self.world)
         self.judge.conditions = replace(self.judge.conditions, retain=1, host_copies=2)
