@@ -5,12 +5,15 @@ import platform
 import resource
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..core.errors import TensorHubError
 from ..transport import sealed
 from ..transport.local_host import SCOPES, yama_scope
 from ..transport.native import build, load
+from ..transport.nixl_agent import MODULES
+from ..transport.nixl_probe import INSTALL
 from .doctor import Check
 from .words import count_text, size_text
 
@@ -118,7 +121,11 @@ def _gpu() -> Check:
         return Check("GPU", "absent", "no NVIDIA device: weights stay in host memory")
     words = next(iter(_text("/proc/driver/nvidia/version").splitlines()), "").split()
     driver = next((word for word in words if word[:1].isdigit()), "unknown")
-    return Check("GPU", "good", f"{count_text(len(devices), 'NVIDIA device')}, driver {driver}")
+    text = f"{count_text(len(devices), 'NVIDIA device')}, driver {driver}"
+    if any(map(find_spec, MODULES)):
+        return Check("GPU", "good", f"{text}; CUDA tensors of one host go from device to device, by nixl")
+    remedy = f"{INSTALL}: then those of one host go from device to device"
+    return Check("GPU", "note", f"{text}; CUDA tensors go through host memory, by tcp", remedy)
 
 
 def _rdma() -> Check:

@@ -85,7 +85,8 @@ class NixlTransport(TcpTransport):
         self.probed: Probe = require(self._mine.probe_s) if bindings is None else Probe(bindings.__name__)
         self._facts = nixl_path.facts(self._mine.tls)
         bindings = bindings or load(self.probed.module)
-        self._agents = Agents(bindings, workers=self._mine.threads, tls=self._mine.tls)
+        mine = self._mine
+        self._agents = Agents(bindings, workers=mine.threads, tls=mine.tls, emulates=mine.allow_tcp)
         try:
             super().__init__(self._mine.as_tcp())
         except BaseException:

@@ -7,10 +7,14 @@ NIXL's manners, as measured with 1.5.1, that this file is shaped by:
    TCP a stopped source's bytes landed in all three cases, 64 MiB of 64, once it went on. Only the end of the whole
    agent fences (none of 13 runs had a late byte). So a transfer that does not end in time ends its agent.
 3. A source's deregistration does not stop readers either (cma and TCP: they went on reading). The seal does.
-4. An agent that ends while a transfer over TCP is open aborts the *source* (UCX: "Fatal: unexpected error: Endpoint
-   timeout", 10 of 13 sources): one more reason why `nixl` refuses to travel over TCP.
-5. It logs to stdout and stderr unless told otherwise before it is loaded.
-6. A thread that comes out of it while the interpreter ends aborts the process (the way out cannot be unwound): so every
+4. Where UCX has no way to read memory by itself, the source's process sends it, in messages over TCP ("emulation"). A
+   reader that ends in the middle of that, or is killed, aborts the *source* (UCX: "Fatal: unexpected error: Endpoint
+   timeout", 10 of 13 sources). So it was on a GPU without NVLink, where UCX does not read by CUDA IPC on its own. It is
+   told to do that, and never to emulate: what cannot be read natively is an error then, and goes by `tcp`.
+5. UCX keeps the device memory of a peer mapped once it has read it: what the peer frees then stays taken until the
+   reader's process ends (1 GiB read on an H200: 960 MiB). So it is told to map it anew for each read.
+6. It logs to stdout and stderr unless told otherwise before it is loaded.
+7. A thread that comes out of it while the interpreter ends aborts the process (the way out cannot be unwound): so every
    agent ends before that, also a forgotten one (`atexit`). A forked child has an agent without its threads, whose end
    would wait for them for ever: there it is neither used nor deleted.
 
@@ -26,7 +30,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -45,6 +49,11 @@ _END_S = 5.0  # native calls end within milliseconds: the longest is one post of
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3  # twice as long each time: 4 MiB at 200 Gbit/s take 170 µs
 _TURN_POLL_S = 0.05  # as often somebody who waits for his turn looks whether he still wants it
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}  # we report what happens; both are read while loading
+_NATIVE = {  # read with each agent
+    "UCX_PROTO_EMULATION_ENABLE": "n",
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+    "UCX_CUDA_IPC_CACHE": "n",
+}
 
 _environment = threading.Lock()
 _living: "WeakSet[Agents]" = WeakSet()
@@ -64,10 +73,10 @@ def _let_live(native: Any) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """What is loaded inside stays quiet. NIXL reads the environment at import, UCX with the first agent."""
+def _told(settings: Mapping[str, str]) -> Iterator[None]:
+    """What is loaded inside finds these, where the user has not chosen. NIXL reads the environment at import."""
     with _environment:
-        missing = {key: value for key, value in _QUIET.items() if key not in os.environ}
+        missing = {key: value for key, value in settings.items() if key not in os.environ}
         os.environ.update(missing)
         try:
             yield
@@ -78,7 +87,7 @@ def _quiet() -> Iterator[None]:
 
 def load(name: str) -> Any:
     """NIXL's bindings: the only module here that has no types. Raises `ImportError`."""
-    with _quiet():
+    with _told(_QUIET):
         module = importlib.import_module(f"{name}._bindings")
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return module
@@ -95,8 +104,13 @@ class Region:
 class Agent:
     """Registers memory, knows peers, reads from them. Thread-safe."""
 
-    def __init__(self, bindings: Any, seals: Page, scratch: Page, *, workers: int, tls: str = "") -> None:
-        """Peers may read `seals`. `workers`: so many threads read at once. Raises `TransportMissing`."""
+    def __init__(
+        self, bindings: Any, seals: Page, scratch: Page, *, workers: int, tls: str = "", emulates: bool = False
+    ) -> None:
+        """Peers may read `seals`. `workers`: so many threads read at once. Raises `TransportMissing`.
+
+        `emulates`: UCX may let the source's process send what cannot be read natively.
+        """
         self.name = f"tensorhub-{os.getpid()}-{secrets.token_hex(8)}"
         self.ended: str | None = None
         self._nixl = bindings
@@ -118,7 +132,7 @@ class Agent:
             config.useProgThread = True
             config.pthrDelay = _PROGRESS_DELAY_US
             config.syncMode = bindings.NIXL_THREAD_SYNC_RW
-            with _quiet():
+            with _told(_QUIET if emulates else _QUIET | _NATIVE):
                 self._native = bindings.nixlAgent(self.name, config)
                 self._native.createBackend(_BACKEND, options)
             self._seals = self._register([seals.place])
@@ -316,10 +330,10 @@ def _hint() -> str:
 class Agents:
     """The present agent of one transport. One that had to be ended is replaced by the next that is asked for."""
 
-    def __init__(self, bindings: Any, *, workers: int, tls: str = "") -> None:
+    def __init__(self, bindings: Any, *, workers: int, tls: str = "", emulates: bool = False) -> None:
         self.seals = Page()
         self.scratch = Page()  # where readers put the seals that they look at
-        self._make = partial(Agent, bindings, self.seals, self.scratch, workers=workers, tls=tls)
+        self._make = partial(Agent, bindings, self.seals, self.scratch, workers=workers, tls=tls, emulates=emulates)
         self._lock = threading.Lock()
         self._agent: Agent | None = self._make()
         self.replaced = 0

@@ -90,7 +90,7 @@ def why_tcp(here: Facts, there: Facts) -> str:
     if here.tls and not _permits(here.tls, "rc", "ud", "dc", "ib", "srd", "cma", "cuda"):
         return f"UCX_TLS={here.tls} permits nothing else"
     if here.boot and here.boot == there.boot:
-        return "they share a host, but this one's kernel does not let UCX read the source's memory (another container?)"
+        return "they share a host, but UCX cannot read the source's memory from here (another container?)"
     lacking = " and ".join(name for name, found in (("here", here.rdma), ("there", there.rdma)) if not found)
     return f"there is no RDMA device {lacking}" if lacking else "UCX takes none of the RDMA devices"
 

@@ -136,7 +136,7 @@ def _try_all() -> Probe:
 def _try(module: str) -> Probe:
     bindings = load(module)
     here = nixl_path.facts()
-    source, target = (Agent(bindings, Page(), Page(), workers=1) for _ in range(2))
+    source, target = (Agent(bindings, Page(), Page(), workers=1, emulates=True) for _ in range(2))
     right = bytes(range(256)) * (_TEST_BYTES // 256)
     streams = [_Stream(bytearray(right)), _Stream(bytearray(_TEST_BYTES))]
     regions = [agent.region(stream) for agent, stream in zip((source, target), streams, strict=True)]

@@ -23,7 +23,7 @@ from functools import partial
 
 import msgspec
 
-from ..core.errors import TensorHubError, TransportMissing
+from ..core.errors import SourceLost, TensorHubError, TransportMissing
 from . import nixl_path, tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import OnEnd, Sink
@@ -87,6 +87,11 @@ class NixlJob(Job):
             raise TransportMissing(f"NIXL cannot register the tensors here: {error}", hint=USE_TCP) from error
         if region is None:
             raise TransportMissing("the tensors here have no addresses that NIXL could be told", hint=USE_TCP)
+
+    def lost(self, why: str) -> SourceLost:
+        if self.meeting is not None:
+            self.meeting.is_lost = True  # whoever has noticed it
+        return super().lost(why)
 
     def close(self) -> None:
         if self.meeting is not None:
@@ -223,12 +228,10 @@ class NixlStream(Stream):
             ctypes.memset(slot.address, 0, SEAL_BYTES)
             is_immediate = meeting.agent.read(slot.list, meeting.seal, range(1), limit_s, lambda: job.is_over)
         except Broken as error:
-            meeting.is_lost = True
-            raise self._left(str(error)) from error
+            raise self._broken(error) from error
         except Stuck as error:  # the slot is never lent again: this read may still arrive there
             if not is_last and not job.is_over:
                 raise
-            meeting.is_lost = True
             raise job.lost(str(error)) from error
         is_sealed = ctypes.string_at(slot.address, SEAL_BYTES) == meeting.memory.seal
         meeting.take_back(slot)
@@ -278,10 +281,8 @@ class NixlStream(Stream):
         try:
             plan.read(chunk, stop - start, self.job.settings.silence_s)
         except Broken as error:
-            meeting.is_lost = True
-            raise self._left(str(error)) from error
+            raise self._broken(error) from error
         except Stuck as error:
-            meeting.is_lost = True
             meeting.agent.end(f"{self.job.endpoint} did not end a read: only so no byte of it can come late")
             raise self.job.lost(str(error)) from error
         if not self._look(self.job.settings.silence_s)[0]:
@@ -301,6 +302,15 @@ class NixlStream(Stream):
             deque(map(look, views), 0)
         self.job.sink.accept(chunk, views)
 
+    def _broken(self, error: Broken) -> Exception:
+        """NIXL could not read. Where the source lives and says nothing, its memory cannot be read from here."""
+        job, meeting = self._its, self._meeting
+        meeting.is_lost = True
+        if meeting.agent.ended is not None:  # by another read
+            return self._left(str(error))
+        why = nixl_path.why_tcp(job.facts, meeting.memory.facts)
+        return self._left(f"UCX has no way to it but TCP ({why}): {error}", TransportMissing)
+
     def _left(self, why: str, otherwise: type[TensorHubError] | None = None) -> Exception:
         """What ended the export, as the source says it; or that it is gone; or else `why`, as `otherwise` if given."""
         try:
@@ -311,6 +321,6 @@ class NixlStream(Stream):
                     return self.job.refused(self.wire.receive_gone(length))
                 self.wire.receive_body(length, COUNT.size)
         except Silent:
-            return self.job.lost(why) if otherwise is None else otherwise(f"{self.job.endpoint}: {why}")
+            return self.job.lost(why) if otherwise is None else otherwise(f"{self.job.endpoint}: {why}", hint=USE_TCP)
         except WireError as error:
             return self.job.lost(f"{error}; {why}")

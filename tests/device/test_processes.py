@@ -1,0 +1,235 @@
+"""The same between processes, over each transport that reaches a device: who is killed, and whose memory goes."""
+
+import pytest
+import torch
+
+from processes.script import BEFORE, run
+from tensorhub.transport import nixl_probe
+
+pytestmark = pytest.mark.processes
+
+WHY_NO_NIXL = nixl_probe.probe().why_not
+TRANSPORTS = [
+    "tcp",
+    pytest.param("nixl", marks=pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is here")),
+]
+ALONE = ("env",)  # a Python of its own: a device must not have been looked at before a fork
+on_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+WORDS = """
+import signal, subprocess, threading
+import torch
+device, way = sys.argv[2], sys.argv[3]
+SIZE = (24 if device == "cpu" else 128) << 20  # 96 MiB; on a device long enough to strike in the middle
+
+def content(version):
+    return torch.arange(SIZE, dtype=torch.float32, device=device) % 8191 + version
+
+def join(replica, **options):
+    options = {"timeout": 60, "call_timeout": 60, "transports": way, **options}
+    weights = tensorhub.open("m", replica=replica, server=address, **options)
+    tensors = empty()
+    weights.register(tensors)
+    return weights, tensors
+
+def empty():
+    sizes = {"a": SIZE // 3, "b": SIZE - SIZE // 3}
+    return {name: torch.zeros(size, device=device) for name, size in sizes.items()}
+
+def write(tensors, version):
+    whole = content(version)
+    tensors["a"].copy_(whole[: SIZE // 3])
+    tensors["b"].copy_(whole[SIZE // 3 :])
+
+def is_right(tensors, version):
+    return bool(torch.equal(torch.cat([tensors["a"], tensors["b"]]), content(version)))
+
+def free(tensors):
+    for tensor in tensors.values():
+        tensor.untyped_storage().resize_(0)
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+def strike(weights):
+    \"\"\"End this process when a part of what it reads is there.\"\"\"
+    def wait():
+        while weights.progress[0] == 0 and weights.version is None:
+            time.sleep(0.0005)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=wait).start()
+"""
+
+PEER = """
+class Peer:
+    \"\"\"Another process: `weights` and `tensors` of a replica, and what it is told to do with them.\"\"\"
+
+    def __init__(self, replica):
+        begins = f"weights, tensors = join({replica!r})\\n"
+        text = WORDS + begins + "for line in sys.stdin:\\n    exec(line)\\n    say(done=True)"
+        command = [sys.executable, "-c", text, *sys.argv[1:]]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def do(self, line):
+        self.ask(line)
+        if self.process.stdout.readline() == "":
+            raise EOFError(f"it ended with {self.process.wait(60)}")
+
+    def ask(self, line):
+        self.process.stdin.write(line + "\\n")
+        self.process.stdin.flush()
+
+    def ends(self):
+        self.process.stdin.close()
+        return self.process.wait(60)
+"""
+
+
+def told(text: str, device: str, way: str, address: str, **options: object) -> dict[str, object]:
+    """What a story says that knows these words."""
+    whole = f"{WORDS}\nWORDS = {BEFORE + WORDS!r}\n{PEER}\n{text}"
+    return run(whole, address, device, way, prefix=ALONE, **options).only()
+
+
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_versions_one_after_another(device, way, server):
+    story = """
+trainer = Peer("trainer")
+weights, tensors = join("rollout")
+seen = []
+for version in range(1, 5):
+    trainer.do(f"weights.unpublish(); write(tensors, {version}); weights.publish({version})")
+    weights.update()
+    seen.append((weights.version, is_right(tensors, version)))
+say(seen=seen, ways=list(weights.statistics()["bytes_by_transport"]), code=trainer.ends())
+"""
+    found = told(story, device, way, server.address)
+    assert found["seen"] == [[version, True] for version in range(1, 5)]
+    assert found["ways"] == [way]
+    assert found["code"] == 0
+
+
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_a_source_that_is_killed_takes_nobody_with_it(device, way, server):
+    """Its memory on the device goes with it, in mid-read: the reader lives, and takes the rest from another."""
+    story = """
+trainer, other = Peer("trainer"), Peer("other")
+trainer.do("write(tensors, 1); weights.publish(1)")
+other.do("weights.replicate(1)")
+for attempt in range(3):
+    weights, tensors = join(f"rollout-{attempt}")
+    if attempt == 0:
+        def kill():
+            while weights.progress[0] == 0 and weights.version is None:
+                time.sleep(0.0005)
+            trainer.process.kill()
+        threading.Thread(target=kill).start()
+    say(**{f"replicate{attempt}": error_of(weights.replicate, 1), f"right{attempt}": is_right(tensors, 1)})
+    weights.close()
+say(killed=trainer.process.wait(60), code=other.ends())
+"""
+    found = told(story, device, way, server.address)
+    for attempt in range(3):
+        assert found[f"replicate{attempt}"] == {"value": 1}
+        assert found[f"right{attempt}"] is True
+    assert found["killed"] == -9
+    assert found["code"] == 0
+
+
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_a_reader_that_is_killed_takes_nobody_with_it(device, way, server):
+    story = """
+weights, tensors = join("trainer")
+write(tensors, 1)
+weights.publish(1)
+codes = []
+for attempt in range(3):
+    reader = Peer(f"rollout-{attempt}")
+    reader.ask("strike(weights); weights.replicate(1); time.sleep(60)")
+    codes.append(reader.process.wait(60))
+say(codes=codes, unpublish=error_of(weights.unpublish, timeout=20))
+write(tensors, 2)
+say(publish=error_of(weights.publish, 2))
+late, filled = join("late")
+say(replicate=error_of(late.replicate, 2), right=is_right(filled, 2))
+"""
+    found = told(story, device, way, server.address)
+    assert found["codes"] == [-9] * 3
+    assert "kind" not in found["unpublish"]
+    assert found["publish"] == {"value": 2}
+    assert found["replicate"] == {"value": 2}
+    assert found["right"] is True
+
+
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_memory_that_a_source_frees_while_it_is_published(device, way, server):
+    """Whoever reads by address may still find there what was: right bytes, or an error. Both devices go on."""
+    story = """
+trainer = Peer("trainer")
+trainer.do("write(tensors, 1); weights.publish(1)")
+company = tensorhub.open("m", replica="company", server=address)
+weights, tensors = join("rollout")
+weights.replicate(1)  # what was mapped for one read is freed before the next
+weights.close()
+late, filled = join("late")
+trainer.do("free(tensors)")
+found = error_of(late.replicate, 1, timeout=8)
+say(is_well="kind" in found or is_right(filled, 1), found=found, device=float(torch.ones(3, device=device).sum()))
+trainer.do("error_of(weights.unpublish); tensors = empty(); weights.register(tensors)")
+trainer.do("write(tensors, 2); weights.publish(2)")
+say(update=error_of(late.update, 2), right=is_right(filled, 2), code=trainer.ends())
+"""
+    found = told(story, device, way, server.address)
+    assert found["is_well"], found
+    assert found["device"] == 3
+    assert found["update"] == {"value": 2}
+    assert found["right"] is True
+    assert found["code"] == 0
+
+
+@pytest.mark.gpu
+@on_a_device
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_memory_of_the_device_that_a_source_gave_back_is_free(way, server):
+    """Who has read it by CUDA IPC had it mapped: that must not keep it. Nobody else may use the device now."""
+    story = """
+trainer = Peer("trainer")
+trainer.do("write(tensors, 1); torch.cuda.empty_cache(); weights.publish(1)")
+weights, tensors = join("rollout")
+weights.replicate(1)
+say(right=is_right(tensors, 1))
+torch.cuda.empty_cache()
+torch.cuda.synchronize()
+before = torch.cuda.mem_get_info()[0]
+trainer.do("weights.close(); tensors.clear(); torch.cuda.empty_cache()")
+closed = torch.cuda.mem_get_info()[0]
+code = trainer.ends()
+ended = torch.cuda.mem_get_info()[0]
+weights.close()
+say(code=code, closed=closed - before, ended=ended - before, left=torch.cuda.mem_get_info()[0] - before)
+"""
+    found = told(story, "cuda:0", way, server.address)
+    print(found)
+    assert found["right"] is True
+    assert found["closed"] >= 512 << 20, found
+    assert found["ended"] >= 512 << 20, found
+
+
+@pytest.mark.gpu
+@on_a_device
+@pytest.mark.parametrize("way", ["tcp", "local,nixl,tcp"])
+def test_memory_in_segments_that_can_grow(way, server, monkeypatch):
+    """CUDA IPC cannot hand out such memory in the old way: then it goes by another transport."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    story = """
+trainer = Peer("trainer")
+trainer.do("write(tensors, 1); weights.publish(1)")
+weights, tensors = join("rollout")
+say(replicate=error_of(weights.replicate, 1), right=is_right(tensors, 1))
+say(ways=list(weights.statistics()["bytes_by_transport"]), code=trainer.ends())
+"""
+    found = told(story, "cuda:0", way, server.address)
+    print(found)
+    assert found["replicate"] == {"value": 1}
+    assert found["right"] is True
+    assert found["code"] == 0
