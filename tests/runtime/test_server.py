@@ -317,6 +317,16 @@ def test_a_server_that_is_full_is_not_said_to_be_missing(monkeypatch, caplog):
         assert f"{said}: it is full of connections" in caplog.text
 
 
+def test_a_server_that_stops_is_not_said_to_be_full():
+    with ServerThread() as server:
+        server._server.shell._is_stopping = True
+        assert get(server.address, "/v1/session")[0] == 503
+        with pytest.raises(tensorhub.ServerUnreachable) as raised:
+            tensorhub.open("m", replica="r", server=server.address, timeout=0.5)
+    said = f"the reference server at {server.address} took nobody in within 0.5 s: it is stopping"
+    assert str(raised.value) == f"m/r[0]: {said}"
+
+
 def test_a_closed_server_frees_its_port_and_closing_twice_is_fine():
     first = tensorhub.serve()
     host, port = first.address.split(":")

@@ -54,6 +54,7 @@ THERE = {  # whoever says one of these is a reference server: what to do then
     CROWDED: "it is tried again; what else sends to the server's port?",
     STOPPING: "it is tried again: the next server at that address is found by itself",
 }
+STATUSES = {413: CROWDED, 503: STOPPING, 507: FULL}  # of HTTP, by which it says so
 START = "start one with `tensorhub serve`"
 
 LineEvent = Connected | Disconnected | Received
@@ -73,12 +74,8 @@ def why_away(error: Exception) -> str:
     match error:
         case TimeoutError():
             return "it does not answer"
-        case aiohttp.WSServerHandshakeError(status=503):
-            return FULL
-        case aiohttp.WSServerHandshakeError(status=413):
-            return CROWDED
         case aiohttp.WSServerHandshakeError(status=status):
-            return f"what answers there is no reference server (HTTP {status})"
+            return STATUSES.get(status, f"what answers there is no reference server (HTTP {status})")
         case aiohttp.ClientResponseError():
             return "what answers there is no reference server"
         case aiohttp.ServerDisconnectedError():

@@ -27,7 +27,7 @@ from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status
 from ..core.version_spec import HIGHEST_VERSION, parse_spec
 from .config import Options
-from .connection import CONNECT_S, FULL, STOPPING, retry_delay_s, unreached, why_away
+from .connection import CONNECT_S, STATUSES, retry_delay_s, unreached, why_away
 from .resolving import http_session
 
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
@@ -236,6 +236,4 @@ def _error(status: int, body: bytes, options: Options) -> Exception:
         return UsageError(f"{options.server} does not understand the question: {text}")
     if status == 404:
         return TensorHubError(f"what answers at {options.server} is no reference server (HTTP 404)")
-    if status == 503:
-        return _Away(STOPPING if "stops" in text else FULL)
-    return _Away(f"HTTP {status} {text}")
+    return _Away(STATUSES.get(status, f"HTTP {status} {text}"))

@@ -166,8 +166,10 @@ class ServerShell:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
-        if self._is_stopping or len(self._lines) >= self.settings.most_workers + SPARE_CONNECTIONS:
-            return web.Response(status=503, text="no room for another connection\n")
+        if self._is_stopping:
+            return web.Response(status=503, text="the server stops\n")
+        if len(self._lines) >= self.settings.most_workers + SPARE_CONNECTIONS:
+            return web.Response(status=507, text="no room for another connection\n")
         socket = web.WebSocketResponse(max_msg_size=MAX_LAYOUT_BYTES, compress=False, timeout=1.0)
         self._opened += 1
         line = Line(f"line-{self._opened}", socket, request)
