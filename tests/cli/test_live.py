@@ -59,6 +59,13 @@ def test_a_read_that_stands_still_loses_its_rate() -> None:
     assert "at 18.3 MiB/s" in look(watcher), "128 MiB in the 7 s since it last moved"
 
 
+def test_where_workers_report_more_seldom_the_rate_stays_for_longer() -> None:
+    seldom: list[Status | None] = [replace(busy(done), report_s=2.5) for done in (16, 32, *[32] * 6)]
+    watcher = watcher_of(seldom)
+    seen = ["at 64.0 MiB/s" in look(watcher) for _ in seldom]
+    assert seen == [False, *[True] * 6, False]
+
+
 def test_what_has_not_moved_yet_has_no_rate() -> None:
     watcher = watcher_of([busy(done=16), busy(done=16)])
     assert "/s" not in look(watcher) + look(watcher), "unknown is not 0"

@@ -72,6 +72,7 @@ def test_who_was_told_to_report_seldom_is_silent_later() -> None:
         for sender, orders in server.handle(report(1), sender=str(who), now=0.0):
             told.setdefault(sender, orders.report_s)  # one of them is asked to be a witness of the next
     assert list(told.values()) == [1.0, 2.0, 2.0]
+    assert server.status(now=0.0).report_s == 2.0, "as who watches is to know"
     member = server.state.members.get(worker("r1"))
     server.tick(now=1.0)
     server.tick(now=2.0)

@@ -9,7 +9,6 @@ from rich.live import Live
 from rich.text import Text
 
 from ..core.errors import ServerUnreachable
-from ..core.settings import Settings
 from ..core.snapshot import Status
 from .draw import draw_status
 from .leaving import shown
@@ -45,8 +44,7 @@ class Watcher:
             return Group(away, self._draw(self._last, width))
         self._away_since = None
         self._progress = progress_after(self._progress, status, now)
-        workers = sum(len(replica.workers) for each in status.models for replica in each.replicas)
-        self._rates = rates_of(self._progress, now, fresh_s=FRESH_REPORTS * Settings().report_s_of(workers))
+        self._rates = rates_of(self._progress, now, fresh_s=FRESH_REPORTS * status.report_s)
         self._last = status
         return self._draw(status, width)
 

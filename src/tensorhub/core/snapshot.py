@@ -115,6 +115,7 @@ class Status(msgspec.Struct, frozen=True):
     models: tuple[ModelView, ...]
     transfers: tuple[Transfer, ...]
     counters: dict[str, int]
+    report_s: float = 1.0  # each worker says how it is at least this often, and how far its read is
 
 
 class HeldView(msgspec.Struct, frozen=True):

@@ -43,6 +43,7 @@ def status_steps(state: State) -> Steps:
         models=tuple(models),
         transfers=transfers,
         counters=statistics(state),
+        report_s=state.report_s,
     )
 
 
