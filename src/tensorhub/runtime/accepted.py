@@ -13,15 +13,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 PIECE_BYTES = 256 * 1024  # of an answer, to be taken in the time after which a reader is stuck: 50 kB/s
-UNMET_S = 1.0  # between accepting a connection and its transport lies a turn of the loop
 
 
 class _Caller:
-    """One of them."""
+    """A connection."""
 
     def __init__(self, now: float) -> None:
         self.came_at = now
         self.has_asked = False
+        self.is_line = False
         self.transport: asyncio.Transport | None = None
         self.waiting_bytes = 0  # of answers, when it last took enough of them
         self.took_at = now
@@ -39,16 +39,9 @@ class Accepted:
     """All of them. `clock` is the time that `sweep` is told."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        self.server: web.Server | None = None  # aiohttp's, which knows who is connected
         self._clock = clock
         self._callers: dict[web.RequestHandler, _Caller] = {}
-
-    def __len__(self) -> int:
-        return len(self._callers)
-
-    def meet(self, protocol: web.RequestHandler) -> web.RequestHandler:
-        """A connection is being accepted, and this will hear it."""
-        self._callers[protocol] = _Caller(self._clock())
-        return protocol
 
     @web.middleware
     async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -61,7 +54,7 @@ class Accepted:
         if request.transport is None:  # it has gone
             return
         caller = self._callers.setdefault(request.protocol, _Caller(self._clock()))
-        caller.has_asked = True
+        caller.has_asked, caller.is_line = True, False
         caller.transport = request.transport
         caller.waiting_bytes = 0  # it took what it was sent before, or this would still wait for that
 
@@ -83,21 +76,17 @@ class Accepted:
 
     def release(self, request: web.Request) -> None:
         """It has become a worker's line."""
-        self._callers.pop(request.protocol, None)
+        self._callers.setdefault(request.protocol, _Caller(self._clock())).is_line = True
 
     def sweep(self, now: float, *, hello_s: float, stuck_s: float) -> None:
         """End those that have asked nothing in time, or do not take what they have asked for."""
-        for protocol, caller in list(self._callers.items()):
-            transport = caller.transport = caller.transport or protocol.transport
-            if transport is None:
-                is_gone = now - caller.came_at > UNMET_S
-            else:
-                is_gone = transport.is_closing() and not transport.get_write_buffer_size()
-            if is_gone:
-                del self._callers[protocol]
-            elif transport is not None and (
-                (not caller.has_asked and now - caller.came_at > hello_s) or caller.is_stuck(now, stuck_s)
-            ):
+        connected = self.server.connections if self.server is not None else []
+        self._callers = {each: self._callers.get(each) or _Caller(now) for each in connected}
+        for protocol, caller in self._callers.items():
+            transport = caller.transport = caller.transport or protocol.transport  # aiohttp forgets one that it closes
+            if transport is None or caller.is_line:
+                continue
+            if (not caller.has_asked and now - caller.came_at > hello_s) or caller.is_stuck(now, stuck_s):
                 transport.abort()
 
     def abort_writing(self) -> None:
@@ -105,27 +94,3 @@ class Accepted:
         for caller in self._callers.values():
             if caller.transport is not None and caller.transport.get_write_buffer_size():
                 caller.transport.abort()
-
-
-class Site(web.BaseSite):
-    """A listening address whose connections are met. As `web.TCPSite`, which lets nobody stand between."""
-
-    def __init__(self, runner: web.AppRunner, host: str | None, port: int, accepted: Accepted, *, backlog: int) -> None:
-        super().__init__(runner, backlog=backlog)
-        self._address = host, port
-        self._accepted = accepted
-
-    @property
-    def name(self) -> str:
-        """For aiohttp's own messages."""
-        return "http://{}:{}".format(*self._address)
-
-    async def start(self) -> None:
-        """Listen. Raises `OSError`."""
-        await super().start()
-        make = self._runner.server
-        assert make is not None
-        host, port = self._address
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: self._accepted.meet(make()), host, port, backlog=self._backlog
-        )

@@ -23,7 +23,6 @@ from ..core.snapshot import Status
 from ..transport.signals import block_sigpipe
 from ..transport.threads import Thread, start
 from . import requests
-from .accepted import Site
 from .config import check_integer, parse_text, parse_token
 from .descriptors import check_limit, raise_limit
 from .loops import check_process, held_lock, inheritable_loop, wait_in
@@ -69,8 +68,9 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
         handler_cancellation=True,
     )
     await runner.setup()
+    shell.accepted.server = runner.server
     try:
-        await Site(runner, host or None, port, shell.accepted, backlog=1024).start()
+        await web.TCPSite(runner, host or None, port, backlog=1024).start()
     except OSError as error:
         await runner.cleanup()
         raise _not_to_be_had(f"{shown}:{port}", error) from error
