@@ -1,6 +1,7 @@
 """Of requests that went wrong the log says each kind seldom, and how many were left out."""
 
-import logging
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +12,17 @@ from tensorhub.runtime.requests import FAILED_EVERY_S, MALFORMED_EVERY_S, Seldom
 
 
 @pytest.fixture
-def said(monkeypatch):
+def said(monkeypatch, caplog):
     """`said(error, at)`: what the log says of it then; None: nothing."""
-    seldom = Seldom()
+    logs = {"a": Seldom(), "b": Seldom()}
 
-    def say(error, at):
+    def say(error, at, server="a"):
         monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: at))
-        found = (type(error), error, None)
-        record = logging.LogRecord("a", logging.ERROR, __file__, 0, "request from %s", ("x",), found)
-        return (record.getMessage(), record.exc_info is not None) if seldom.filter(record) else None
+        caplog.clear()
+        logs[server].exception("request from %s", "x", exc_info=error)
+        found = [(record.getMessage(), bool(record.exc_info)) for record in caplog.records]
+        assert len(found) <= 1
+        return found[0] if found else None
 
     return say
 
@@ -41,3 +44,28 @@ def test_a_defect_of_ours_keeps_its_traceback_beside_what_strangers_send(said):
         "request from x; 1 more like it since the last one said",
         True,
     )
+
+
+def test_two_servers_of_a_process_do_not_keep_each_other_quiet(said):
+    for server in ("a", "b"):
+        assert said(BadHttpMessage("no host"), 1.0, server) is not None
+        assert said(KeyError("ours"), 1.0, server) is not None
+    assert said(KeyError("ours"), 2.0, "a") is None
+    assert said(KeyError("ours"), 1.0 + FAILED_EVERY_S, "b") == ("request from x", True), "none of its own was left out"
+
+
+def test_what_is_no_fault_is_logged_as_it_is(caplog):
+    seldom = Seldom()
+    with caplog.at_level("DEBUG", "tensorhub"):
+        for _ in range(2):
+            seldom.debug("100 %% of %s", "x")
+            seldom.debug("100 %")
+    assert caplog.messages == ["100 % of x", "100 %"] * 2
+    assert {record.filename for record in caplog.records} == {"test_requests.py"}
+
+
+def test_a_log_that_nobody_has_any_more_leaves_nothing_behind():
+    gone = weakref.ref(Seldom())
+    gc.collect()
+    assert gone() is None
+    assert not requests._log.filters

@@ -6,42 +6,65 @@ HTTP is one line, and what fails is a defect of ours with its traceback; each sa
 
 import logging
 import time
+from collections.abc import Mapping
 from math import inf
+from types import TracebackType
 
 from aiohttp.http import HttpProcessingError
 
 MALFORMED_EVERY_S = 60.0
 FAILED_EVERY_S = 10.0  # a defect is to be found by its first traceback
 
+ErrorInfo = (
+    bool
+    | BaseException
+    | tuple[type[BaseException], BaseException, TracebackType | None]
+    | tuple[None, None, None]
+    | None
+)  # as `logging` takes it
 
-class Seldom(logging.Filter):
-    """Lets a record of either kind pass once in a while."""
+_log = logging.getLogger(__name__)
+
+
+class Seldom(logging.LoggerAdapter[logging.Logger]):
+    """One server's, for aiohttp to log to. It writes either kind once in a while."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._passed_at = {True: -inf, False: -inf}
+        super().__init__(_log, {})
+        self._written_at = {True: -inf, False: -inf}
         self._left_out = {True: 0, False: 0}
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is to be written; the one that is says what was left out since the last."""
-        if record.levelno < logging.WARNING:
-            return True
-        error = record.exc_info[1] if record.exc_info else None
-        is_malformed = isinstance(error, HttpProcessingError)
+    def log(
+        self,
+        level: int,
+        msg: object,
+        *args: object,
+        exc_info: ErrorInfo = None,
+        stack_info: bool = False,
+        stacklevel: int = 1,
+        extra: Mapping[str, object] | None = None,
+        **more: object,
+    ) -> None:
+        """Write it, or leave it out; what is written says what was left out since the last."""
+        text = str(msg) % args if args else str(msg)
+        if level >= logging.WARNING:
+            error = exc_info[1] if isinstance(exc_info, tuple) else exc_info
+            is_malformed = isinstance(error, HttpProcessingError)
+            if not self._is_due(is_malformed):
+                return
+            if is_malformed:
+                level, exc_info = logging.WARNING, None
+                text = f"{text}: it is no HTTP ({type(error).__name__})"
+            if left_out := self._left_out[is_malformed]:
+                text = f"{text}; {left_out} more like it since the last one said"
+            self._left_out[is_malformed] = 0
+        above = stacklevel + 1  # whoever called this
+        super().log(level, text, exc_info=exc_info, stack_info=stack_info, stacklevel=above, extra=extra, **more)
+
+    def _is_due(self, is_malformed: bool) -> bool:
         now = time.monotonic()
-        if now - self._passed_at[is_malformed] < (MALFORMED_EVERY_S if is_malformed else FAILED_EVERY_S):
+        if now - self._written_at[is_malformed] < (MALFORMED_EVERY_S if is_malformed else FAILED_EVERY_S):
             self._left_out[is_malformed] += 1
             return False
-        self._passed_at[is_malformed] = now
-        if is_malformed:
-            record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
-            record.msg, record.args = f"{record.getMessage()}: it is no HTTP ({type(error).__name__})", ()
-            record.exc_info = None
-        if left_out := self._left_out[is_malformed]:
-            record.msg, record.args = f"{record.getMessage()}; {left_out} more like it since the last one said", ()
-            self._left_out[is_malformed] = 0
+        self._written_at[is_malformed] = now
         return True
-
-
-log = logging.getLogger(__name__)
-log.addFilter(Seldom())

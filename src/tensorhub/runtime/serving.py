@@ -22,10 +22,10 @@ from ..core.settings import Settings
 from ..core.snapshot import Status
 from ..transport.signals import block_sigpipe
 from ..transport.threads import Thread, start
-from . import requests
 from .config import check_integer, parse_text, parse_token
 from .descriptors import check_limit, raise_limit
 from .loops import check_process, held_lock, inheritable_loop, wait_in
+from .requests import Seldom
 from .server import DECISIONS, SPARE_CONNECTIONS, ServerShell
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
     runner = web.AppRunner(
         shell.application(),
         access_log=None,
-        logger=requests.log,
+        logger=Seldom(),
         keepalive_timeout=IDLE_S,
         lingering_time=STOP_S,
         shutdown_timeout=STOP_S,
