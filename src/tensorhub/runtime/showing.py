@@ -14,8 +14,8 @@ from ..core.server import Server
 from ..core.snapshot import ModelView, Status
 
 SLICE_S = 0.002  # at a stretch, as the intake's
-REST = 5.0  # times what it took: a sixth of the time at most goes into it
-MOST_REST_S = 0.5  # people wait, and `watch` looks twice a second
+REST = 5.0  # times what it took: a sixth of the time goes into it, and more only where the longest rest is too short
+MOST_REST_S = 0.5  # the longest rest, after 0.1 s of work: people wait, and `watch` looks twice a second
 LONG_BYTES = 4 << 20  # after such a one it rests for that long: askers that do not read keep some ten of them
 
 
