@@ -24,10 +24,6 @@ _HINTS = {
 }
 
 
-class NoRoom(SourceLost):
-    """The source has no connection to spare."""
-
-
 class Waiting(Protocol):
     """What a stream waits in, such as a connection."""
 
@@ -189,8 +185,7 @@ class Job:
         )
 
     def refused(self, refusal: Refusal) -> TensorHubError:
-        kind = NoRoom if refusal.code == "busy" else SourceLost
-        error = kind(
+        error = SourceLost(
             f"{self.endpoint} does not serve {self.key!r} ({self.received_bytes} B done): {refusal.message}",
             hint=_HINTS.get(refusal.code),
         )

@@ -94,7 +94,7 @@ class Stream:
         self.await_room()
 
     def await_room(self) -> None:
-        """Until the source has taken in what is wanted, where that is not its chunks. Raises `NoRoom`."""
+        """Until the source has taken in what is wanted, where that is not its chunks. Raises `SourceLost`."""
         if self.job.parcels is None:
             return
         kind, length, _ = self.receive_header()
