@@ -1,6 +1,7 @@
 """What one worker alone may raise at the beginning of a `mutating`, before it calls together with its siblings.
 
-Siblings that have called wait for who has raised here. So those who can ask each other do it first, and agree.
+Siblings that have called wait for who has raised here. So those who can ask each other do it first, and agree. Each
+waits for the others as long as their calls may take, which is said here too.
 """
 
 from collections.abc import Mapping
@@ -34,8 +35,17 @@ def check_metadata(metadata: Mapping[str, object] | None) -> None:
 
 
 def longest_s(*, timeout: float | None = None, call_timeout: float | None = None) -> tuple[float, float]:
-    """How long `open` with these arguments may take, and each call after it: also as the settings say."""
+    """How long an `open` with these arguments may take, and each call of what it has opened.
+
+    `timeout` is for `open`, `call_timeout` for the calls. Where one is None, the settings say it. A question to a view
+    that was made with the same `timeout` takes no longer than `open`. Raises `UsageError`.
+    """
     joining_s = None if timeout is None else parse_seconds(timeout, "timeout")
     call_s = None if call_timeout is None else parse_seconds(call_timeout, "call_timeout")
     options = worker_options(connect_s=joining_s, timeout_s=call_s)
     return options.connect_s, options.timeout_s
+
+
+def seconds_of(timeout: float) -> float:
+    """How long one call with this `timeout` may take. Raises `UsageError`."""
+    return parse_seconds(timeout, "timeout")

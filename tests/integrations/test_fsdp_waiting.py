@@ -3,7 +3,13 @@
 And how they part: what they have for their votes goes, and nobody's vote is cut off.
 """
 
+import time
+
 import pytest
+import torch
+
+import tensorhub
+from tensorhub.integrations import fsdp
 
 from .kit import eventually
 
@@ -92,3 +98,12 @@ def test_who_closes_cuts_off_no_vote_that_another_rank_has_yet_to_hold(start, tm
     assert "another rank has left" in found["message"]
     job.tell(1, "close")
     assert "value" in job.heard(1)
+
+
+def test_the_timeout_of_an_attachment_is_also_for_its_questions(monkeypatch):
+    """A rank that fails in one tells the others, who wait for it no longer than that."""
+    monkeypatch.setenv("TENSORHUB_CONNECT_S", str(LONG_S))
+    began = time.monotonic()
+    with pytest.raises(tensorhub.ServerUnreachable):
+        fsdp.attach(torch.nn.Linear(2, 2), "policy", server="127.0.0.1:1", timeout=SHORT_S)
+    assert time.monotonic() - began < LONG_S / 2

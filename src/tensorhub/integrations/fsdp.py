@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorhub
 
-from ..steps import check_metadata, check_step, longest_s
+from ..steps import check_metadata, check_step, longest_s, seconds_of
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -67,13 +67,14 @@ def attach(
     with ExitStack() as stack:  # who leaves for an error keeps no sibling waiting
         stack.callback(ranks.leave, "this rank has left the others: attach() failed")
         with ranks.agreeing("attach() failed"):
-            joining_s, call_s = longest_s(timeout=options.get("timeout"), call_timeout=options.get("call_timeout"))
+            timeout, token = options.get("timeout"), options.get("token")
+            joining_s, call_s = longest_s(timeout=timeout, call_timeout=options.get("call_timeout"))
             longest = max(2 * joining_s, joining_s + call_s)  # two questions, or joining and one call
             ranks.wait_s = max(WAIT_S, longest) + SLACK_S
             publisher, version = Publisher(module, ranks, call_s), max(version, 0)
             cut = [value for value in tensors_of(module).values() if _is_cut(value)]
             place = ranks.place(cut, shard, shards)
-            view = tensorhub.connect(options.get("server"), token=options.get("token"))
+            view = tensorhub.connect(options.get("server"), token=token, timeout=timeout)
             after = view.next_version(model)  # first: a restarted server answers when it has heard what is held
             held = _held_by_others(view.versions(model), replica) if fill else -1
             after = max(after, held + 1)
@@ -156,7 +157,7 @@ class Publisher:
             with self._ranks.agreeing(not_begun):  # first what a rank says alone: the others would wait in the claim
                 self._check_same()  # and so no rank is left with gathered parameters if it raises in the block
                 check_step(self.weights, version, metadata, timeout)
-                call_s = self._call_s if timeout is None else longest_s(timeout=timeout)[0]
+                call_s = self._call_s if timeout is None else seconds_of(timeout)
                 self._ranks.wait_s = max(WAIT_S, call_s) + SLACK_S
             with self._ranks.agreeing(not_begun):
                 if self.weights is not None:
