@@ -4,7 +4,7 @@ Each call returns when all ranks have done it, or raises: what is behind it is `
 """
 
 import json
-from typing import Any, Protocol
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -14,23 +14,68 @@ WAIT_S = 300.0
 NOTHING = -1  # no version: those begin at 0
 
 
-class Engine(Protocol):
-    """One engine with all of its ranks."""
+class NotDone(tensorhub.Unavailable):
+    """The engine has answered, and not done what it was told."""
+
+
+class Engine:
+    """One engine with all of its ranks.
+
+    vLLM refuses to begin an update, and to let its ranks leave, before the update before has been finished.
+    """
+
+    def __init__(self) -> None:
+        self._is_begun = False  # an update
+
+    def fetch(self, version: int, timeout: float) -> None:
+        """As far as that can be done while the engine computes: of a new update, or of one that came to nothing."""
+        if not self._is_begun:
+            self.start()
+            self._is_begun = True
+        try:
+            self.update(timeout, version=version, timeout=timeout)
+        except NotDone:  # then vLLM ends it
+            self._is_begun = False
+            raise
+
+    def load(self) -> None:
+        """What was fetched, which ends the update; the engine computes nothing meanwhile."""
+        self.finish()
+        self._is_begun = False
+
+    def leave(self) -> None:
+        """The ranks are no replicas any more. An update that came to nothing is ended, and nothing is loaded."""
+        if self._is_begun:
+            self.update(WAIT_S, version=None)
+            self.finish()
+            self._is_begun = False
+        self.shut_down()
+
+    # --- as vLLM is told, in one way or the other ---------------------------------------------------------------------
 
     def init(self, init_info: dict[str, Any]) -> None:
         """The ranks join, and answer, as `vllm_worker.InitInfo` says. Raises if one cannot, or if it is not so."""
+        raise NotImplementedError
 
-    def fetch(self, version: int, timeout: float) -> None:
-        """As far as that can be done while the engine computes."""
+    def start(self) -> None:
+        """Begin an update on all ranks."""
+        raise NotImplementedError
 
-    def load(self) -> None:
-        """What was fetched; the engine computes nothing meanwhile."""
+    def update(self, wait_s: float, **info: object) -> None:
+        """Tell all ranks what to fetch. Raises `NotDone` if one of them could not take that in."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Load what was fetched, if all ranks have something to load."""
+        raise NotImplementedError
 
     def go_on(self, version: str) -> None:
         """Compute with that version, and with nothing that was computed with another."""
+        raise NotImplementedError
 
-    def leave(self) -> None:
-        """The ranks are no replicas any more."""
+    def shut_down(self) -> None:
+        """Tell all ranks to leave."""
+        raise NotImplementedError
 
 
 def engine_of(given: Any) -> Engine:
@@ -38,53 +83,7 @@ def engine_of(given: Any) -> Engine:
     return Server(given) if isinstance(given, str) else Offline(given)
 
 
-class Updates:
-    """An engine's updates. vLLM refuses to begin one, and to let its ranks leave, before the last has been finished."""
-
-    def __init__(self) -> None:
-        self._is_begun = False
-
-    def fetch(self, version: int, timeout: float) -> None:
-        """Of an update that is begun with it, or that was begun and came to nothing."""
-        if not self._is_begun:
-            self.start()
-            self._is_begun = True
-        try:
-            self.update(timeout, version=version, timeout=timeout)
-        except Refused:  # then vLLM ends it
-            self._is_begun = False
-            raise
-
-    def load(self) -> None:
-        """What was fetched ends the update."""
-        self.finish()
-        self._is_begun = False
-
-    def discard(self) -> None:
-        """End an update that came to nothing, and load nothing."""
-        if self._is_begun:
-            self.update(WAIT_S, version=None)
-            self.finish()
-            self._is_begun = False
-
-    def start(self) -> None:
-        """Begin an update on all ranks."""
-        raise NotImplementedError
-
-    def update(self, wait_s: float, **info: object) -> None:
-        """Tell all ranks what to fetch. Raises `Refused` if one of them could not take that in."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Load what was fetched, if all ranks have something to load."""
-        raise NotImplementedError
-
-
-class Refused(tensorhub.Unavailable):
-    """The engine has answered, and not done what it was told."""
-
-
-class Offline(Updates):
+class Offline(Engine):
     """A `vllm.LLM` of this process. Nobody else drives it while it is updated, so nothing needs to be paused."""
 
     def __init__(self, llm: Any) -> None:
@@ -101,7 +100,7 @@ class Offline(Updates):
         try:
             self._llm.update_weights({"update_info": info})
         except Exception as error:
-            raise Refused(f"the engine could not take in {info}: {error}") from error
+            raise NotDone(f"the engine could not take in {info}: {error}") from error
 
     def finish(self) -> None:
         self._llm.finish_weight_update()
@@ -111,12 +110,11 @@ class Offline(Updates):
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.reset_encoder_cache()
 
-    def leave(self) -> None:
-        self.discard()
+    def shut_down(self) -> None:
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
 
 
-class Server(Updates):
+class Server(Engine):
     """A server of vLLM, over HTTP."""
 
     def __init__(self, url: str) -> None:
@@ -143,8 +141,7 @@ class Server(Updates):
         self._post("/update_weight_version", new_version=version)
         self._post("/resume")  # not after an error: who is paused answers nothing
 
-    def leave(self) -> None:
-        self.discard()
+    def shut_down(self) -> None:
         self._post("/shutdown_weight_transfer_engine")
 
     def _post(self, path: str, wait_s: float = WAIT_S, **body: Any) -> None:
@@ -158,6 +155,6 @@ class Server(Updates):
                 answer.read()
         except HTTPError as error:
             text = f"{error.url}: {error.code} {error.read(2000).decode(errors='replace')}"
-            raise Refused(text, hint=hint) from error
+            raise NotDone(text, hint=hint) from error
         except OSError as error:
             raise tensorhub.Unavailable(f"{self._url}: {error}", hint=hint) from error
