@@ -30,16 +30,12 @@ class Rank(StandIn):
             raise tensorhub.Unavailable("once")
         if path in ("/pause", "/resume"):
             self.is_paused = path == "/pause"
-        has_nothing = path == "/finish_weight_update" and self._whole.version is None
-        if path != "/update_weights":
-            if not has_nothing:
-                super().carry_out(path, body)
-            return
+        super().carry_out(path, body)
+
+    def fetch(self, version):
         self.before_fetch()
-        if not self.fetches or body["update_info"]["version"] is None:
-            return
         with contextlib.suppress(tensorhub.VersionUnavailable):
-            self._whole.update(body["update_info"]["version"], timeout=5.0)
+            return self._whole.update(version, timeout=5.0) if self.fetches else None
 
 
 @pytest.fixture
@@ -220,7 +216,20 @@ def test_an_update_that_came_to_nothing_is_ended_by_the_next_or_by_leaving(serve
         updater.update(timeout=30)
     updater.close()
     assert rank.calls[-1][0] == "/shutdown_weight_transfer_engine"
+    assert rank.loaded["w"].eq(3.0).all(), "what was fetched is discarded"
     assert updater.update(timeout=30) == updater.version == 4
+
+
+def test_an_update_that_vllm_has_ended_itself_is_begun_anew(server, trainer, rank):
+    """It does where a rank raises while it takes in what to fetch."""
+    trainer(1)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    trainer(2)
+    rank.fails = {"/update_weights"}
+    with pytest.raises(tensorhub.Unavailable, match=": 500"):
+        updater.update(timeout=30)
+    assert updater.update(timeout=30) == updater.version == 2
+    assert rank.loaded["w"].eq(2.0).all()
 
 
 class Llm:

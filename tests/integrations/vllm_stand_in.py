@@ -19,6 +19,7 @@ class StandIn:
     def __init__(self):
         self.calls, self.loaded, self._whole, self._version = [], {}, None, NOTHING
         self._is_updating = False
+        self._next = None  # fetched, and to be loaded
         ours = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -32,6 +33,7 @@ class StandIn:
                     ours.note(path)
                     self.send_response(200)
                 except tensorhub.TensorHubError as error:
+                    ours.note_failure(path)
                     self.send_response(500, str(error))
                 self.end_headers()
 
@@ -54,16 +56,27 @@ class StandIn:
         if path in ("/start_weight_update", "/finish_weight_update"):
             self._is_updating = path == "/start_weight_update"
 
+    def note_failure(self, path):
+        """It could not be. As vLLM 0.32 does, that ends an update whose weights were not taken in, and no other."""
+        if path == "/update_weights":
+            self._is_updating = False
+
     def carry_out(self, path, body):
         if path == "/init_weight_transfer_engine":
             self.init(body["init_info"])
-        elif path == "/update_weights" and body["update_info"]["version"] is not None:
-            self._whole.update(body["update_info"]["version"])
+        elif path == "/update_weights":
+            self._next, wanted = None, body["update_info"]["version"]
+            self._next = self.fetch(wanted) if wanted is not None else None
         elif path == "/finish_weight_update":
-            self.loaded = {name: tensor.clone() for name, tensor in self._whole}
-            self._version = self._whole.version
+            wanted, self._next = self._next, None
+            if wanted is not None:
+                self.loaded, self._version = {name: tensor.clone() for name, tensor in self._whole}, wanted
         elif path == "/shutdown_weight_transfer_engine":
             self._whole.close(timeout=5)
+
+    def fetch(self, version):
+        """The version that there is to load then, None for none."""
+        return self._whole.update(version)
 
     def init(self, info):
         if self._whole is None:
