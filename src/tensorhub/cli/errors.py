@@ -4,7 +4,6 @@ Errors of the tree are shown so, and that standard output takes no more. Anythin
 traceback.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from typing import TextIO, cast
 import typer
 
 from ..core.errors import TensorHubError
+from .streams import descriptor_of, lead_nowhere
 
 
 class ErrorsAreLines(typer.Typer):
@@ -28,7 +28,7 @@ class ErrorsAreLines(typer.Typer):
             text = error_text(error)
         except OutputFailed as error:
             text = f"error: {error}"
-            _discard(stdout)
+            lead_nowhere(descriptor_of(stdout))  # at its end Python would fail to write there once more
         finally:
             if sys.stdout is ours:  # and not what typer puts there once nobody reads any more
                 sys.stdout = stdout
@@ -73,9 +73,3 @@ def _named() -> Iterator[None]:
         raise
     except OSError as error:
         raise OutputFailed(f"cannot write to standard output: {error.strerror or error}") from error
-
-
-def _discard(stream: TextIO) -> None:
-    """Let Python throw away what is left in the stream: at its end it would fail to write that once more."""
-    with suppress(OSError), open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), stream.fileno())

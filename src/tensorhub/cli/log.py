@@ -15,12 +15,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TextIO
 
 import typer
 
 from ..transport.threads import Thread, start
 from .errors import OutputFailed
+from .streams import descriptor_of, fill_the_first_three, lead_nowhere
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 @contextlib.contextmanager
 def log_to_stderr(level: int) -> Iterator[None]:
     """Log there while the block lasts. What of stdin, stdout and stderr was closed leads nowhere from now on."""
-    _fill_the_first_three()
-    descriptor = _descriptor_of(sys.stderr)
+    fill_the_first_three()
+    descriptor = descriptor_of(sys.stderr)
     handler = WaitingLog(descriptor) if descriptor is not None else logging.NullHandler()
     logging.basicConfig(level=level, handlers=[handler])
     try:
@@ -50,9 +50,7 @@ def say(text: str) -> None:
     except (OSError, OutputFailed) as error:
         why = error.__cause__ or error
         _log.warning("stdout takes nothing more (%s). It was to say: %s", getattr(why, "strerror", None) or why, text)
-        descriptor = _descriptor_of(sys.stdout)
-        if descriptor is not None:
-            _point_at_nothing(descriptor)  # Python writes there once more when it ends
+        lead_nowhere(descriptor_of(sys.stdout))  # Python writes there once more when it ends
 
 
 class WaitingLog(logging.Handler):
@@ -92,7 +90,7 @@ class WaitingLog(logging.Handler):
             return
         self._thread.join(END_S)
         if self._thread.is_alive():  # it hangs in a write; so would whoever writes there next, a traceback for one
-            _point_at_nothing(self._descriptor)
+            lead_nowhere(self._descriptor)
         super().close()
 
     def _encoded(self, record: logging.LogRecord) -> bytes:
@@ -150,26 +148,3 @@ def _write_all(descriptor: int, data: bytes) -> bool:
         except OSError:
             return False
     return True
-
-
-def _descriptor_of(stream: TextIO | None) -> int | None:
-    try:
-        return stream.fileno() if stream is not None else None
-    except (OSError, ValueError):  # it is no file, or closed
-        return None
-
-
-def _fill_the_first_three() -> None:
-    """A socket that took the place of one of them would be sent what is meant for it."""
-    descriptor = 0
-    while descriptor <= 2:
-        descriptor = os.open(os.devnull, os.O_RDWR)
-    os.close(descriptor)
-
-
-def _point_at_nothing(descriptor: int) -> None:
-    """What is written there from now on is gone, and nobody waits for it."""
-    with contextlib.suppress(OSError):
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, descriptor)
-        os.close(nothing)
