@@ -215,7 +215,7 @@ class Weights:
         return _certain(await self._here(self._client.operate("update", spec, self._deadline(timeout))))
 
     async def prefetch(self, spec: Spec = "latest") -> None:
-        """Begin to fill a copy in host memory with that version, in the background, until the next update."""
+        """Begin to fill a copy in host memory with that version, for the next update; see `tensorhub.Weights`."""
         await self._here(self._client.prefetch(spec))
 
     async def pin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline

@@ -76,7 +76,7 @@ class InPlace:
         return version is not None and self.weights is not None and self.weights.version == version
 
     def close(self, timeout: float) -> None:
-        """Leave, until the next `fetch`."""
+        """Stop being a shard of the replica. The parameters stay as they are, and the next `fetch` joins again."""
         weights, self.weights = self.weights, None
         if weights is not None:
             weights.close(timeout=timeout)

@@ -82,7 +82,10 @@ class Reload:
         return self._is_loaded and version is not None and self.whole.version == version
 
     def close(self, timeout: float) -> None:
-        """Leave, until the next `fetch`. What comes then is loaded, whatever its number."""
+        """Stop being a replica, and free its host memory. The next `fetch` joins again.
+
+        What that brings counts as new, also under the number that is loaded now: it may be another job's.
+        """
         self._is_loaded = False
         self.whole.close(timeout=timeout)
 

@@ -248,7 +248,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return bool(found)
 
     def shutdown(self) -> None:
-        """Leave, until the next fetch: what vLLM computes with stays."""
+        """Stop being a replica. What vLLM computes with stays, and the next fetch joins again."""
         if self._way is not None:
             self._way.close(LEAVE_S)
 
