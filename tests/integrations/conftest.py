@@ -11,9 +11,15 @@ __all__ = ["figures"]
 
 
 @pytest.fixture
-def server():
+def running():
     with tensorhub.serve(lease_s=2.0, report_s=0.25) as found:
-        yield found.address
+        yield found
+
+
+@pytest.fixture
+def server(running):
+    """Its address."""
+    return running.address
 
 
 @pytest.fixture

@@ -9,12 +9,6 @@ import tensorhub
 from tensorhub.integrations import fsdp
 
 
-@pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running.address
-
-
 def kind_of(extra):
     return type(extra).__name__
 

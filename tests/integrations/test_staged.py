@@ -8,12 +8,6 @@ from tensorhub.integrations.staged import StagedPublisher
 
 
 @pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running.address
-
-
-@pytest.fixture
 def publisher(server):
     made = []
 

@@ -20,17 +20,11 @@ SOON = timedelta(seconds=20)
 
 
 @pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running
-
-
-@pytest.fixture
 def transport(server):
     made = []
 
     def make(**options):
-        made.append(TensorHubTransport(server=server.address, **options))
+        made.append(TensorHubTransport(server=server, **options))
         return made[-1]
 
     yield make
@@ -42,7 +36,7 @@ def test_conformance(server):
     """Three replicas heal each other and time out, as `run_multi_recovery_test` of torchft wants it."""
     device = torch.device("cpu")
     transport_test.run_multi_recovery_test(
-        unittest.TestCase(), lambda rank, world: TensorHubTransport(server=server.address), device
+        unittest.TestCase(), lambda rank, world: TensorHubTransport(server=server), device
     )
 
 
@@ -121,7 +115,7 @@ def test_a_replica_that_failed_is_healed_by_torchfts_manager(server, monkeypatch
             return healed[-1]
 
     def manager(**options):
-        return torchft.Manager(**options, checkpoint_transport=Counting(server=server.address))
+        return torchft.Manager(**options, checkpoint_transport=Counting(server=server))
 
     monkeypatch.setattr(manager_integ_test, "Manager", manager)
     result = unittest.TestResult()

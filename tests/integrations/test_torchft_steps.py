@@ -39,35 +39,29 @@ def torchft():
 
 
 @pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running
-
-
-@pytest.fixture
 def source(server):
     from tensorhub.integrations.torchft import TensorHubTransport
 
-    made = TensorHubTransport(server=server.address, call_timeout=2)
+    made = TensorHubTransport(server=server, call_timeout=2)
     yield made
     made.shutdown(wait=False)
 
 
-def test_a_step_asks_nobody_once_what_was_sent_is_withdrawn(source, server):
+def test_a_step_asks_nobody_once_what_was_sent_is_withdrawn(source, running):
     source.disallow_checkpoint()
     source.send_checkpoint([1], 1, {"w": torch.ones(3)}, SOON)
     source.disallow_checkpoint()
     with mock.patch.object(tensorhub.Weights, "unpublish") as asked:
         source.disallow_checkpoint()
     assert not asked.called
-    server.close()
+    running.close()
     source.disallow_checkpoint()  # the training goes on without a reference server
 
 
 @pytest.mark.parametrize("late", ["publish", "unpublish"])
 def test_what_may_be_out_is_withdrawn_although_the_call_before_has_raised(source, server, late):
     """It had its effect, and then its answer was lost, or only the former."""
-    state, view = {"w": torch.ones(3)}, tensorhub.connect(server.address)
+    state, view = {"w": torch.ones(3)}, tensorhub.connect(server)
     call = getattr(tensorhub.Weights, late)
 
     def send_and_withdraw():

@@ -23,12 +23,6 @@ from .vllm_stand_in import StandIn  # noqa: E402
 STEPS = 4
 
 
-@pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running
-
-
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("llama"))
@@ -113,9 +107,9 @@ def test_grpo_publishes_each_step_in_place(server, llama, tmp_path):
     from transformers import AutoModelForCausalLM
 
     witness = Witness()
-    reader = Reader(server.address, AutoModelForCausalLM.from_pretrained(llama).state_dict())
+    reader = Reader(server, AutoModelForCausalLM.from_pretrained(llama).state_dict())
     reader.start()
-    train(llama, tmp_path, server.address, witness)
+    train(llama, tmp_path, server, witness)
     reader.join(60)
     assert reader.error is None
     assert len(witness.models) == STEPS + 1
@@ -131,11 +125,11 @@ def test_grpo_publishes_each_step_in_place(server, llama, tmp_path):
 
 def test_a_trainer_that_begins_again_goes_on_above_its_old_versions(server, llama, tmp_path):
     witness = Witness()
-    with tensorhub.open("policy", replica="other", server=server.address) as other:
+    with tensorhub.open("policy", replica="other", server=server) as other:
         other.register({"w": torch.zeros(3)}, boxes={})
         other.publish(41)
-        train(llama, tmp_path, server.address, witness, max_steps=1)
-    assert tensorhub.connect(server.address).next_version("policy") == 44  # 42 before the first step, 43 after it
+        train(llama, tmp_path, server, witness, max_steps=1)
+    assert tensorhub.connect(server).next_version("policy") == 44  # 42 before the first step, 43 after it
 
 
 class Rollouts:
@@ -204,8 +198,8 @@ def async_trainer(llama, tmp_path, monkeypatch, rollouts, transfer):
 
 
 def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypatch):
-    rollouts, engines = Rollouts(server.address), [StandIn() for _ in range(2)]
-    transfer = WeightTransfer("policy", engines=[engine.url for engine in engines], server=server.address)
+    rollouts, engines = Rollouts(server), [StandIn() for _ in range(2)]
+    transfer = WeightTransfer("policy", engines=[engine.url for engine in engines], server=server)
     trainer = async_trainer(llama, tmp_path, monkeypatch, rollouts, transfer)
     trainer.train()
     versions = [version for version, _, _, _ in rollouts.seen]
@@ -219,7 +213,7 @@ def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypat
         one = ["/start_weight_update", "/update_weights", "/pause", "/finish_weight_update"]
         one += ["/init_weight_transfer_engine", "/update_weight_version", "/resume"]  # where ranks say what they have
         assert paths == ["/init_weight_transfer_engine", *one * (STEPS + 1)]
-        assert engine.calls[0][1]["init_info"]["options"] == {"server": server.address}
+        assert engine.calls[0][1]["init_info"]["options"] == {"server": server}
         asked = [body["init_info"].get("loaded") for path, body in engine.calls if path == one[4]]
         assert asked == [None, *range(STEPS + 1)]
         engine.close()

@@ -59,12 +59,6 @@ class Failing(TrainerCallback):
             self.rollout.replicate("latest", timeout=20)  # ours has published it before
 
 
-@pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running.address
-
-
 @pytest.mark.parametrize("where", ["optimizer", "forward"])
 def test_a_training_that_raised_is_begun_again(server, tmp_path, where):
     model = Model()

@@ -39,12 +39,6 @@ class Rank(StandIn):
 
 
 @pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2.0, report_s=0.25) as running:
-        yield running
-
-
-@pytest.fixture
 def rank():
     made = Rank()
     yield made
@@ -53,7 +47,7 @@ def rank():
 
 @pytest.fixture
 def trainer(server):
-    with tensorhub.open("policy", replica="trainer", server=server.address, call_timeout=20, retain=1) as weights:
+    with tensorhub.open("policy", replica="trainer", server=server, call_timeout=20, retain=1) as weights:
         tensor = torch.zeros(64)
         weights.register({"w": tensor}, boxes={})
 
@@ -74,7 +68,7 @@ def test_an_engine_that_joins_beside_a_trainer_in_haste_gets_what_is_newest_then
             trainer(version)
 
     rank.before_fetch = goes_on
-    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     assert updater.version == 3
     assert rank.loaded["w"].eq(3.0).all()
     assert ("/resume", {}) in rank.calls
@@ -85,7 +79,7 @@ def test_a_first_version_that_cannot_be_had_is_not_said_to_be_loaded_in_part(ser
 
     rank.fetches = False
     with pytest.raises(tensorhub.VersionUnavailable, match="could not fetch policy@1, the engine has no version"):
-        vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+        vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     assert ("/resume", {}) not in rank.calls
 
 
@@ -108,7 +102,7 @@ def test_who_waits_for_a_first_version_says_so(server, trainer, rank, monkeypatc
     thread = threading.Thread(target=publishes)
     thread.start()
     try:
-        assert vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30).version == 1
+        assert vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30).version == 1
     finally:
         thread.join()
         logging.getLogger("vllm.tensorhub.newest").removeHandler(handler)
@@ -116,8 +110,8 @@ def test_who_waits_for_a_first_version_says_so(server, trainer, rank, monkeypatc
 
 def test_an_engine_that_leaves_frees_its_place_at_once_and_may_come_back(server, trainer, rank):
     trainer(1)
-    view = tensorhub.connect(server.address)
-    with vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30) as updater:
+    view = tensorhub.connect(server)
+    with vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30) as updater:
         assert "r" in {each.name for each in view.replicas("policy")}
     assert "r" not in {each.name for each in view.replicas("policy")}
     assert updater.version == 1, "it computes with that"
@@ -129,10 +123,10 @@ def test_an_engine_that_leaves_frees_its_place_at_once_and_may_come_back(server,
 def test_a_version_that_somebody_else_of_that_name_holds_is_not_the_engines(server, trainer, rank):
     """It has left, and its name was taken meanwhile: by who has what it is told to load."""
     trainer(1)
-    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     updater.close()
     trainer(2)
-    with Whole("policy", replica="r", server=server.address) as other:
+    with Whole("policy", replica="r", server=server) as other:
         assert other.update() == 2
         with pytest.raises(tensorhub.TensorHubError):
             updater.update(timeout=5)
@@ -145,7 +139,7 @@ def test_a_version_that_somebody_else_of_that_name_holds_is_not_the_engines(serv
 def test_what_the_server_knows_of_a_name_is_no_answer_of_the_ranks(server, trainer, rank):
     """The rank fetches nothing, and somebody of its name holds what it was to fetch."""
     trainer(1)
-    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     trainer(2)
 
     def is_replaced():
@@ -153,7 +147,7 @@ def test_what_the_server_knows_of_a_name_is_no_answer_of_the_ranks(server, train
         other.update()
 
     rank.before_fetch, rank.fetches = is_replaced, False
-    with Whole("policy", replica="r", server=server.address) as other:
+    with Whole("policy", replica="r", server=server) as other:
         with pytest.raises(tensorhub.VersionUnavailable):
             updater.update(timeout=5)
         assert updater.version == 1, "it computes with that, whoever has its name"
@@ -177,7 +171,7 @@ def test_who_has_left_loads_the_number_that_it_has_again():
 @pytest.mark.parametrize("call", ["/update_weight_version", "/resume"])
 def test_an_engine_that_could_not_be_told_to_go_on_is_told_again(server, trainer, rank, call):
     trainer(1)
-    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     trainer(2)
     rank.fails = {call}
     with pytest.raises(tensorhub.Unavailable, match=": 500"):
@@ -203,7 +197,7 @@ def test_an_engine_that_could_not_be_told_to_go_on_is_told_again(server, trainer
 def test_an_update_that_came_to_nothing_is_ended_by_the_next_or_by_leaving(server, trainer, rank, call):
     """vLLM begins no second update, and lets no rank leave, before it has been told to finish the first."""
     trainer(1)
-    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     for version in (2, 3):
         trainer(version)
         rank.fails = {call}
@@ -223,7 +217,7 @@ def test_an_update_that_came_to_nothing_is_ended_by_the_next_or_by_leaving(serve
 def test_an_update_that_vllm_has_ended_itself_is_begun_anew(server, trainer, rank):
     """It does where a rank raises while it takes in what to fetch."""
     trainer(1)
-    updater = vllm.attach(rank.url, "policy", replica="r", server=server.address, timeout=30)
+    updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     trainer(2)
     rank.fails = {"/update_weights"}
     with pytest.raises(tensorhub.Unavailable, match=": 500"):
@@ -267,8 +261,8 @@ def test_what_was_computed_with_old_weights_is_forgotten_by_the_next_update(serv
     trainer(1)
     llm = Llm(rank, fails=1)
     with pytest.raises(RuntimeError, match="once"):
-        vllm.attach(llm, "policy", replica="r", server=server.address, timeout=30)
-    updater = vllm.attach(llm, "policy", replica="r", server=server.address, timeout=30)
+        vllm.attach(llm, "policy", replica="r", server=server, timeout=30)
+    updater = vllm.attach(llm, "policy", replica="r", server=server, timeout=30)
     assert llm.cached == 0
     trainer(2)
     llm.fails = 1

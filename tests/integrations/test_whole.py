@@ -12,12 +12,6 @@ from tensorhub.integrations.whole import Whole
 
 
 @pytest.fixture
-def server():
-    with tensorhub.serve() as found:
-        yield found.address
-
-
-@pytest.fixture
 def publish(server):
     """`publish(version, shards)` publishes a mapping and its boxes for each shard, each in a thread."""
     opened, pool = {}, ThreadPoolExecutor(4)
