@@ -91,8 +91,8 @@ def test_what_comes_with_the_request_counts(server):
     with Raw(server.address, first=beginning(8 << 20) + bytes(strangers.MOST_OF_ONE_BYTES)) as stranger:
         if b" 101 " in stranger.status:  # it came in two
             assert isinstance(stranger.hear(), Refusal)
-        else:
-            assert b" 413 " in stranger.status
+        else:  # up to 3.14.3 aiohttp has closed the connection before it can answer
+            assert not stranger.status or b" 413 " in stranger.status
 
 
 def test_who_is_welcome_may_say_as_much_as_a_layout_takes_without_a_pause(server):
