@@ -149,15 +149,16 @@ for attempt in range(3):
 say(codes=codes, unpublish=error_of(weights.unpublish, timeout=20))
 write(tensors, 2)
 say(publish=error_of(weights.publish, 2))
-late, filled = join("late")
-say(replicate=error_of(late.replicate, 2), right=is_right(filled, 2))
+late = Peer("late")
+late.do("weights.replicate(2)")
+late.do("assert is_right(tensors, 2)")
+say(code=late.ends())
 """
     found = told(story, device, way, server.address)
     assert found["codes"] == [-9] * 3
     assert "kind" not in found["unpublish"]
     assert found["publish"] == {"value": 2}
-    assert found["replicate"] == {"value": 2}
-    assert found["right"] is True
+    assert found["code"] == 0, "it has read what was published after that"
 
 
 @pytest.mark.parametrize("way", TRANSPORTS)
@@ -208,10 +209,9 @@ weights.close()
 say(code=code, closed=closed - before, ended=ended - before, left=torch.cuda.mem_get_info()[0] - before)
 """
     found = told(story, "cuda:0", way, server.address)
-    print(found)
     assert found["right"] is True
-    assert found["closed"] >= 512 << 20, found
-    assert found["ended"] >= 512 << 20, found
+    assert found["closed"] > 256 << 20, found  # what others take beside it, such as streams, comes and goes
+    assert found["ended"] > 256 << 20, found
 
 
 @pytest.mark.gpu
@@ -229,7 +229,6 @@ say(replicate=error_of(weights.replicate, 1), right=is_right(tensors, 1))
 say(ways=list(weights.statistics()["bytes_by_transport"]), code=trainer.ends())
 """
     found = told(story, "cuda:0", way, server.address)
-    print(found)
     assert found["replicate"] == {"value": 1}
     assert found["right"] is True
     assert found["code"] == 0
