@@ -168,10 +168,9 @@ def test_columns_are_read_from_rows(device, join):
 def test_memory_that_was_freed_is_named_and_the_device_goes_on(device, join):
     masters = {name: torch.full((SIZE,), 1.0, device=device) for name in ("kept", "freed")}
     join("company", {"w": torch.zeros(1)})  # reliable: beside it nothing is copied ahead
-    trainer = join("trainer", masters)
-    trainer.publish(1)
     targets = {name: torch.zeros(SIZE, device=device) for name in masters}
-    rollout = join("rollout", targets)
+    trainer, rollout = join("trainer", masters), join("rollout", targets)
+    trainer.publish(1)
     masters["freed"].untyped_storage().resize_(0)
     with pytest.raises(tensorhub.TensorHubError):
         rollout.replicate(timeout=3)
