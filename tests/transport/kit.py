@@ -8,7 +8,9 @@ import gc
 import importlib.util
 import os
 import random
+import resource
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -388,3 +390,10 @@ def start_read(reader: Transport, source: str, key: str, target: Target) -> tupl
 
 def read_all(reader: Transport, source: str, key: str, target: Target) -> TensorHubError | None:
     return start_read(reader, source, key, target)[1].wait()
+
+
+def leave_one_descriptor(process: subprocess.Popen[str]) -> None:
+    """From now on the process can open one more file."""
+    taken = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
+    free = [number for number in range(max(taken) + 3) if number not in taken]
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (free[1], free[1]))

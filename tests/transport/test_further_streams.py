@@ -2,10 +2,8 @@
 
 import errno
 import os
-import resource
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 
@@ -25,14 +23,7 @@ CHUNK, COUNT, READY = 64 * 1024, 8, 5
 several = pytest.mark.parametrize(
     "kind", ["tcp-3", "tcp-lending-2", "local-3", "local-mapped-3", "pretended-nixl-2", "nixl-3"], indirect=True
 )
-three = pytest.mark.parametrize("kind", ["tcp-3", "local-3", "local-mapped-3", "nixl-3"], indirect=True)
-
-
-def leave_one_descriptor(process: subprocess.Popen[str]) -> None:
-    """From now on the process can open one more file."""
-    taken = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
-    free = [number for number in range(max(taken) + 3) if number not in taken]
-    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (free[1], free[1]))
+three = pytest.mark.parametrize("kind", ["tcp-3", "local-3", "local-mapped-3"], indirect=True)
 
 
 def is_in_reading(name: str, *, further: bool) -> bool:
@@ -77,7 +68,7 @@ def test_a_source_without_room_for_all_connections_brings_everything_over_the_fi
     """Its kernel takes in who comes, and it never can: nobody answers them."""
     source, right = spawn("source", COUNT * CHUNK, CHUNK, READY, 1.0), content(COUNT * CHUNK)
     endpoint = line(source)
-    leave_one_descriptor(source)
+    kit.leave_one_descriptor(source)
 
     def have_rest() -> None:
         assert source.stdin is not None
@@ -146,7 +137,7 @@ def test_a_source_that_is_gone_while_they_join_in_is_lost(make: Make, spawn: Spa
     """The first stream notices: whoever only wanted to join in is not waited for."""
     source, right = spawn("source", COUNT * CHUNK, CHUNK, READY, 1.0), content(COUNT * CHUNK)
     endpoint = line(source)
-    leave_one_descriptor(source)
+    kit.leave_one_descriptor(source)
     read, ended = start_read(make(1.0), endpoint, "k", Target(right, CHUNK))
     assert isinstance(read, TcpRead)
     kit.until(lambda: len(read.job._wires) > 1, "a further stream has begun to join in")

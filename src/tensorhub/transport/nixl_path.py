@@ -8,6 +8,7 @@ of plain sockets and cannot be called back. Hardware needs a device at both ends
 """
 
 import os
+import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ HOST = 0  # a device's code: 0 is the host's memory, n + 1 the memory of CUDA de
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RDMA = Path("/sys/class/infiniband")
 _SHARED = ("cma", "xpmem", "posix", "sysv", "knem")  # UCX's ways through memory that both processes can reach
+_DESCRIPTORS = 32  # UCX takes up to two for each thread of a peer; others of this process go on opening theirs
 _GPUS = Path("/proc/driver/nvidia/gpus")
 USE_TCP = "take tcp for this pair: its own sockets are several times faster than UCX over TCP, at a tenth of the CPU"
 
@@ -36,6 +38,23 @@ class Lane(msgspec.Struct, frozen=True):
 
     name: str
     is_tcp: bool
+
+
+def lacks_descriptors() -> str:
+    """Why UCX should not be let connect now: too few files can be opened. Empty where there are enough.
+
+    A reader whose source can take in no connection may be aborted by its own UCX ("Assertion `0' failed", one in two
+    with NIXL 1.5.1 and three threads). A new descriptor has the lowest number that is free.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        return f"no file can be opened: {error.strerror}"
+    os.close(lowest)
+    if limit == resource.RLIM_INFINITY or lowest + _DESCRIPTORS <= limit:
+        return ""
+    return f"next to all of the {limit} files that this process may open are open"
 
 
 def facts(tls: str = "") -> Facts:

@@ -88,11 +88,6 @@ class NixlJob(Job):
         if region is None:
             raise TransportMissing("the tensors here have no addresses that NIXL could be told", hint=USE_TCP)
 
-    def lost(self, why: str) -> SourceLost:
-        if self.meeting is not None:
-            self.meeting.is_lost = True  # whoever has noticed it
-        return super().lost(why)
-
     def close(self) -> None:
         if self.meeting is not None:
             self.meeting.close()
@@ -124,6 +119,12 @@ class NixlRead(TcpRead):
         assert isinstance(self.job, NixlJob)
         self.job.register()
         return opened(self.job, index, partial(dial, parse=parse_endpoint), self._streams)
+
+    def _end(self) -> None:
+        assert isinstance(self.job, NixlJob)
+        if self.job.meeting is not None and isinstance(self.error, SourceLost):
+            self.job.meeting.is_lost = True  # whoever has noticed it: its socket, or NIXL
+        super()._end()
 
     @property
     def path(self) -> str:
@@ -166,6 +167,8 @@ class NixlStream(Stream):
             raise Garbled(f"malformed addresses: {error}") from error
         if memory.size_bytes != self._size_bytes:
             raise Garbled(f"addresses of {memory.size_bytes} B for content of {self._size_bytes} B")
+        if lacking := nixl_path.lacks_descriptors():
+            raise TransportMissing(f"NIXL cannot connect from here: {lacking}", hint="raise `ulimit -n`")
         try:
             self._its.meeting = Meeting(self._its.agents.current(), memory, self._its.agents.scratch)
         except Broken as error:

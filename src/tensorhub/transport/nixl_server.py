@@ -24,7 +24,7 @@ from .base import ByteStream, Export
 from .located import Located
 from .nixl_agent import Agent, Agents, Region
 from .nixl_memory import SEAL_BYTES, Page, Place, Placed, Seal
-from .nixl_path import Facts
+from .nixl_path import Facts, lacks_descriptors
 from .tcp_addresses import SCHEME as TCP
 from .tcp_served import Served
 from .tcp_settings import TcpSettings
@@ -83,9 +83,10 @@ class NixlServer(AnnouncingServer):
         return NixlServed(export, self._agents.seals)
 
     def why_not(self, served: Served) -> Refusal | None:
-        if isinstance(served.export.stream, Located | Placed):
-            return None
-        return Refusal("memory", "its tensors have no addresses that NIXL could be told")
+        if not isinstance(served.export.stream, Located | Placed):
+            return Refusal("memory", "its tensors have no addresses that NIXL could be told")
+        lacking = lacks_descriptors()
+        return Refusal("memory", lacking) if lacking else None
 
     def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
         assert isinstance(served, NixlServed)
