@@ -3,11 +3,12 @@
 With them waits all that the frames on the way knew: sinks, sockets, whole models. `except E as error` forgets it by
 itself. Any other variable that holds an error which the same function raises or has caught must be forgotten there too
 (`del failure`), or the error be made in a function of its own. Not seen here: a frame knows its caller, so a variable
-that is given a caught error by what it calls is another such (`error.with_traceback(None)` helps).
+that is given a caught error by what it calls is another such (`error.with_traceback(None)` helps). A context manager of
+`contextlib` is, where its generator catches an error and raises another: those of `transport.scopes` are not.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .sources import FunctionNode, Source, functions_of
 
@@ -19,7 +20,21 @@ def circle_violations(source: Source) -> list[str]:
         for function in functions_of(source)
         for name, node in _kept(function)
         if name not in _deleted(function)
+    ] + [
+        f"{source.at(node)}: {function.name} raises another error than it has caught, and `contextlib` keeps that one: "
+        "make it a `scope` (transport.scopes)"
+        for function in functions_of(source)
+        if any(ast.unparse(each).endswith("contextmanager") for each in function.decorator_list)
+        for node in _raised_anew(function)
     ]
+
+
+def _raised_anew(function: FunctionNode) -> Iterator[ast.AST]:
+    """Where the block's error is caught and another one is raised."""
+    for node in _own_nodes(function):
+        if isinstance(node, ast.Try) and any(isinstance(each, ast.Yield) for each in _nodes(node.body)):
+            for handler in node.handlers:
+                yield from (each for each in _nodes(handler.body) if isinstance(each, ast.Raise) and each.exc)
 
 
 def _kept(function: FunctionNode) -> Iterator[tuple[str, ast.AST]]:
@@ -53,7 +68,11 @@ def _deleted(function: FunctionNode) -> set[str]:
 
 def _own_nodes(function: FunctionNode) -> Iterator[ast.AST]:
     """What stands in this function, and not in one that stands in it."""
-    waiting: list[ast.AST] = list(function.body)
+    yield from _nodes(function.body)
+
+
+def _nodes(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    waiting: list[ast.AST] = list(body)
     while waiting:
         node = waiting.pop()
         yield node

@@ -397,6 +397,7 @@ def test_a_drawn_tree_is_read_back() -> None:
         "def f():\n    try:\n        h()\n    except OSError as error:\n        bug = Bug()\n"
         "        bug.__cause__ = error\n        tell(bug)",
         "async def f():\n    bug = Bug()\n    tell(bug)\n    raise bug",
+        "@contextmanager\ndef f():\n    try:\n        yield\n    except E as error:\n        raise B() from error",
     ],
 )
 def test_circles_bite(code: str) -> None:
@@ -411,6 +412,9 @@ def test_circles_bite(code: str) -> None:
         "def f(failure):\n    try:\n        raise failure\n    finally:\n        del failure",
         "def f():\n    raise StopIteration",
         "def f(self):\n    raise self.failure",
+        "@scope\ndef f():\n    try:\n        yield\n    except OSError as error:\n        raise B() from error",
+        "@contextmanager\ndef f():\n    try:\n        yield\n    except OSError:\n        g()\n        raise",
+        "@contextmanager\ndef f():\n    try:\n        h()\n    except E as e:\n        raise B() from e\n    yield",
     ],
 )
 def test_circles_let_pass(code: str) -> None:

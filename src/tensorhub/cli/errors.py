@@ -6,12 +6,13 @@ traceback.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TextIO, cast
 
 import typer
 
 from ..core.errors import TensorHubError
+from ..transport.scopes import scope
 from .streams import descriptor_of, lead_nowhere
 
 
@@ -65,7 +66,7 @@ class _Output:
             self._stream.flush()
 
 
-@contextmanager
+@scope
 def _named() -> Iterator[None]:
     try:
         yield

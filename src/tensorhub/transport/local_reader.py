@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 from ..core.errors import TensorHubError, TransportMissing
 from . import tcp_wire
@@ -31,6 +31,7 @@ from .located import Located
 from .native import shapes
 from .native_read import LOCAL_TILE_BYTES, Mover, mover_for
 from .rows import Placed, table_of
+from .scopes import scope
 from .sealed import Shared, Unmappable, moved_to
 from .tcp_dial import wire_for
 from .tcp_job import Job
@@ -106,7 +107,7 @@ class Remote:
                 start = self._process.read_bridged(start, stop, self._bridged)
             self._process.read(start, stop, theirs or self.addresses, ours, self._call)
 
-    @contextmanager
+    @scope
     def _explained(self) -> Iterator[None]:
         try:
             yield

@@ -40,6 +40,7 @@ from ..core.errors import TransportMissing
 from .base import ByteStream
 from .nixl_memory import Page, Place, places_of
 from .nixl_path import HOST
+from .scopes import scope
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")  # CUDA is not needed to import any of them; `nixl` only picks one
 _BACKEND = "UCX"
@@ -140,7 +141,7 @@ class Agent:
         except self._errors as error:
             raise TransportMissing(f"NIXL cannot start its UCX back end: {error}", hint=_hint()) from error
 
-    @contextmanager
+    @scope
     def _using(self) -> Iterator[None]:
         """Inside, the native agent is there. NIXL's errors are raised as `Broken`."""
         with self._changed:

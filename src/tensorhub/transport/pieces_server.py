@@ -5,13 +5,13 @@ It must never: begin before every number of what is wanted was looked at, or kee
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from . import tcp_wire
 from .native_serve import Conversation, conversation_for
 from .parcels import MAX_PIECES_BYTES, PIECES, BadPieces, Parcels, Room
 from .rows import ROW_WORDS, RUN, RowStream
+from .scopes import scope
 from .tcp_served import Served
 from .tcp_settings import TcpSettings
 from .tcp_wire import Garbled, Wire
@@ -61,7 +61,7 @@ def serve_pieces(
                     _send(server, wire, served, parcels, parcel)
 
 
-@contextmanager
+@scope
 def _received(room: Room, wire: Wire, served: Served) -> Iterator[Parcels]:
     """What the reader wants, as long as there is room for it."""
     kind, length, _ = wire.receive_header()

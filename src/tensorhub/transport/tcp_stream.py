@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TypeVar
 
 from ..core.errors import CorruptTransfer, SessionLost, UsageError
@@ -21,6 +21,7 @@ from .located import Scattered
 from .native import shapes
 from .native_read import TCP_TILE_BYTES, Mover, mover_for
 from .parcels import PIECES, Piecewise
+from .scopes import scope
 from .tcp_claims import Ahead
 from .tcp_job import Job
 from .tcp_wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
@@ -30,7 +31,7 @@ from .wire_errors import lost
 AnyStream = TypeVar("AnyStream", bound="Stream")
 
 
-@contextmanager
+@scope
 def opened(job: Job, index: int, dial: Callable[[Job, int], Wire], kind: type[AnyStream]) -> Iterator[AnyStream]:
     """A connection to the source, closed at the end. What goes wrong with it is raised as `SourceLost`."""
     wire: Wire | None = None
