@@ -11,6 +11,7 @@ from runtime.kit import eventually, in_threads
 from tensorhub import Box
 
 SIZE = 3_000_000
+LARGE = 10_000_000  # more than 32 MiB, which free() gives back to the kernel whatever was freed before
 SPIN = 200_000_000  # cycles of the device: about a tenth of a second
 
 
@@ -166,9 +167,9 @@ def test_columns_are_read_from_rows(device, join):
 
 
 def test_memory_that_was_freed_is_named_and_the_device_goes_on(device, join):
-    masters = {name: torch.full((SIZE,), 1.0, device=device) for name in ("kept", "freed")}
+    masters = {name: torch.full((LARGE,), 1.0, device=device) for name in ("kept", "freed")}
     join("company", {"w": torch.zeros(1)})  # reliable: beside it nothing is copied ahead
-    targets = {name: torch.zeros(SIZE, device=device) for name in masters}
+    targets = {name: torch.zeros(LARGE, device=device) for name in masters}
     trainer, rollout = join("trainer", masters), join("rollout", targets)
     trainer.publish(1)
     masters["freed"].untyped_storage().resize_(0)
