@@ -73,6 +73,7 @@ class Interrupted:
         return self
 
     def __enter__(self):
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one such frame here, and not later
         sys.settrace(self)
 
     def __exit__(self, *_):

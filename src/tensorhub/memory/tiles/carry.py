@@ -19,7 +19,7 @@ from .plan import Plan
 
 def carry_out_plan(plan: Plan, manifest: TileManifest, sources: Sequence[Memory], target: Memory) -> None:
     """Fetch every tile. Raises `CorruptTransfer`, naming the tile, at the first one that is not what was announced."""
-    scratch = np.zeros(int(plan.size_bytes.max(initial=0)), np.uint8)
+    scratch = np.zeros(int(np.max(plan.size_bytes, initial=0)), np.uint8)
     slots = plan.tiles.slot[plan.tile].tolist()
     for fetch, (slot, source) in enumerate(zip(slots, plan.source.tolist(), strict=True)):
         data = scratch[: int(plan.size_bytes[fetch])]

@@ -56,7 +56,7 @@ class Copies:
             return 0, 0
         ends = rows[:, side] + (rows[:, COUNT] - 1) * rows[:, side + INNER]
         ends += (rows[:, COUNTS] - 1) * rows[:, side + OUTER] + rows[:, RUN]
-        return int(rows[:, side].min()), int(ends.max())
+        return int(np.min(rows[:, side])), int(np.max(ends))
 
     def ranges(self, side: int) -> list[tuple[int, int]]:
         """(place, length) of each run on that side, in order."""

@@ -92,7 +92,7 @@ def derive_manifest(tiles: Tiles, sources: Sequence[Source], *, layout: Digest, 
         found, place = offered(wanted, source)
         theirs = np.frombuffer(manifest.digests, digests.dtype)
         slots = found.slot
-        if len(slots) and int(slots.max()) >= len(theirs):
+        if len(slots) and int(np.max(slots)) >= len(theirs):
             raise UsageError(f"the manifest of {source.name} has {len(theirs)} tiles, its layout more")
         values = theirs[slots]
         is_known = known_from[place] >= 0

@@ -128,7 +128,7 @@ def tile_digests(registration: Registration, tiles: Tiles, *, threads: int | Non
     registration.settle()
     chunks, found = chunks_of(tiles), np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
     is_dense = chunks.stop - chunks.start <= SPREAD * chunks.size_bytes
-    work = _Hashing(registration, tiles, int((chunks.stop - chunks.start)[is_dense].max(initial=0)))
+    work = _Hashing(registration, tiles, int(np.max((chunks.stop - chunks.start)[is_dense], initial=0)))
 
     def one(chunk: int) -> None:
         mine = chunks.order[chunks.first[chunk] : chunks.first[chunk + 1]]

@@ -65,10 +65,10 @@ def orders_of(
 
 def _check_rows(plan: Plan, fetches: Ints, rows: Ints) -> None:
     """Raises `UsageError`, naming the tile, for one that no order has room for: another source would not help."""
-    if len(rows) and int(rows.max()) > MAX_ROWS:
-        text = plan.tiles.text(int(plan.tile[fetches[int(rows.argmax())]]))
+    if len(rows) and int(np.max(rows)) > MAX_ROWS:
+        text = plan.tiles.text(int(plan.tile[fetches[int(np.argmax(rows))]]))
         raise UsageError(
-            f"{text} lies in {int(rows.max())} series of runs at its source and here, where {MAX_ROWS} are the limit:"
+            f"{text} lies in {int(np.max(rows))} series of runs at its source and here, where {MAX_ROWS} are the limit:"
             " its dimensions are stored in too different an order",
             hint="store it in the same order of dimensions on both sides, or in one that keeps some of them together",
         )

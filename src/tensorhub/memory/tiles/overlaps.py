@@ -50,7 +50,7 @@ def memory_order(table: BoxTable, rows: Ints) -> tuple[Ints, Ints]:
 def _are_columns(table: BoxTable, rows: Ints) -> bool:
     """They have one outer stride, and take different places between two steps of it."""
     size, strides = memory_order(table, rows)
-    pitch = int(strides[:, 0].max())
+    pitch = int(np.max(strides[:, 0]))
     if pitch == 0 or ((strides[:, 0] != pitch) & (size[:, 0] > 1)).any():
         return False
     widths = ((size[:, 1:] - 1) * strides[:, 1:]).sum(axis=1) + table.item[table.tensor[rows]]
