@@ -11,14 +11,15 @@ pytestmark = pytest.mark.processes
 BEGIN = """
 import threading
 import numpy as np
-start = threading._start_new_thread
+BY = "_start_new_thread" if hasattr(threading, "_start_new_thread") else "_start_joinable_thread"  # from 3.13 on
+start = getattr(threading, BY)
 mine = threading.main_thread()
 def no_threads():
-    def refuse(*arguments):
+    def refuse(*arguments, **named):
         raise RuntimeError("can't start new thread")
-    threading._start_new_thread = refuse
+    setattr(threading, BY, refuse)
 def threads_again():
-    threading._start_new_thread = start
+    setattr(threading, BY, start)
 def files():
     return len(os.listdir("/proc/self/fd"))
 def left(before):
