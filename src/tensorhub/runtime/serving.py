@@ -81,7 +81,7 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
 def _not_to_be_had(address: str, error: OSError) -> UsageError:
     """Whose fault it is, as far as the system says."""
     text, hint = f"cannot listen on {address}: ", None
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+    if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, None):  # asyncio's own, from 3.13 on
         text += "this machine has no such address"
         hint = "use one of its own, such as 127.0.0.1, or 0.0.0.0 for all of them"
     elif error.errno == errno.EADDRINUSE:
