@@ -4,6 +4,9 @@ import pytest
 import torch
 
 import tensorhub
+from api.conftest import server
+
+__all__ = ["server"]
 
 CUDA = pytest.param(
     "cuda:0",
@@ -18,12 +21,6 @@ CUDA = pytest.param(
 def device(request):
     """Where the tensors of the story are."""
     return request.param
-
-
-@pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running
 
 
 @pytest.fixture
