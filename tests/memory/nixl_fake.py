@@ -2,11 +2,14 @@
 
 Memory may only be read if it was registered as the kind that it is, on the device where it is, and was introduced to
 the reader. What touches a device is over only when it is asked about the second time, as a real copy would be.
+What a peer introduced is looked for as NIXL does it, so that it may be hidden by what the peer introduced before; and
+every registration has another key, as with RDMA.
 """
 
 import ctypes
 import os
 import secrets
+from bisect import bisect_left, insort
 
 import msgspec
 
@@ -38,7 +41,8 @@ class nixlAgent:
     def __init__(self, name, config):
         self.name = name
         self.regions = []
-        self.known = {}
+        self.known = {}  # of each peer and kind, what it has introduced, sorted
+        self.stuck = set()  # peers of whom nothing but the connection is known
         self.processes = {}
         self.lists = {}
         self.requests = {}
@@ -50,6 +54,7 @@ class nixlAgent:
         if any(not size for _, size, _ in memory.descriptors):
             raise nixlFakeError("an empty descriptor")
         self.regions.append(memory)
+        memory.key = secrets.token_hex(4)
 
     def deregisterMem(self, memory, backends):
         self.regions.remove(memory)
@@ -57,11 +62,21 @@ class nixlAgent:
     def getLocalPartialMD(self, memory, with_connection, backends):
         if memory not in self.regions:
             raise nixlFakeError("not registered")
-        return msgspec.json.encode((self.name, os.getpid(), memory.kind, memory.descriptors))
+        return msgspec.json.encode((self.name, os.getpid(), memory.kind, memory.descriptors, memory.key))
 
     def loadRemoteMD(self, metadata):
-        name, pid, kind, descriptors = msgspec.json.decode(metadata)
-        self.known.setdefault(name, []).append(DList(kind, descriptors))
+        name, pid, kind, descriptors, key = msgspec.json.decode(metadata)
+        if name in self.stuck:
+            raise nixlFakeError("NIXL_ERR_INVALID_PARAM")
+        section = self.known.setdefault(name, {}).setdefault(kind, [])
+        for address, size, device in descriptors:
+            keys = [known for *place, known in section if place == [device, address, size]]
+            if keys not in ([], [key]):
+                del self.known[name]
+                self.stuck.add(name)
+                raise nixlFakeError("NIXL_ERR_NOT_ALLOWED")
+            if not keys:
+                insort(section, (device, address, size, key))
         self.processes[name] = pid
         return name.encode()
 
@@ -69,10 +84,12 @@ class nixlAgent:
         del self.known[name]
 
     def prepXferDlist(self, peer, described, backends):
-        regions = self.regions if peer in (NIXL_INIT_AGENT, self.name) else self.known.get(peer, [])
-        for address, size, device in described.descriptors:
-            if not any(_covers(region, described.kind, address, size, device) for region in regions):
-                raise nixlFakeError(f"{described.kind} {device} at {address} was not registered")
+        if peer in (NIXL_INIT_AGENT, self.name):
+            for address, size, device in described.descriptors:
+                if not any(_covers(region, described.kind, address, size, device) for region in self.regions):
+                    raise nixlFakeError(f"{described.kind} {device} at {address} was not registered")
+        else:
+            _look_up(self.known.get(peer, {}).get(described.kind, []), described.descriptors)
         described.pid = self.processes.get(peer, os.getpid())
         self.lists[number := secrets.randbits(60)] = described
         return number
@@ -128,6 +145,28 @@ def _fetch(pid, our, their, size_bytes):
         if moved <= 0:
             raise nixlFakeError(f"remote disconnect: {os.strerror(ctypes.get_errno())}")
         our, their, size_bytes = our + moved, their + moved, size_bytes - moved
+
+
+def _look_up(section, descriptors):
+    """In a sorted list, as NIXL's `populate`: the first and what goes back by bisection, then forward step by step."""
+    index, last = 0, None
+    for address, size, device in descriptors:
+        wanted = (device, address, size)
+        if last is None or wanted < last:
+            index = bisect_left(section, wanted)
+            if not (index < len(section) and _is_in(section[index], wanted)):
+                index -= 1
+            if index < 0 or not _is_in(section[index], wanted):
+                raise nixlFakeError("NIXL_ERR_NOT_FOUND")
+        while not _is_in(section[index], wanted):
+            index += 1
+            if index == len(section):
+                raise nixlFakeError("NIXL_ERR_NOT_FOUND")
+        last = wanted
+
+
+def _is_in(known, wanted):
+    return known[0] == wanted[0] and known[1] <= wanted[1] and wanted[1] + wanted[2] <= known[1] + known[2]
 
 
 def _covers(region, kind, address, size, device):

@@ -103,7 +103,7 @@ def read_all(across: Across, sources: Sequence[Source], transport: Transport, en
     """All of it; the source with number n exports as "n"."""
     readings = [Reading(across, leg, transport, endpoints[leg.number], str(leg.number)) for leg in across.legs(sources)]
     errors = [reading.wait() for reading in readings]
-    assert errors == [None] * len(errors), [repr(e.__cause__) for e in errors if e]
+    assert errors == [None] * len(errors), [f"{e!r}: {e.__cause__!r}" for e in errors if e]
     kit.until(lambda: across.missing == 0, "every tile is noted")
     assert across.progress.is_complete
 

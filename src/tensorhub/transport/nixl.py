@@ -4,11 +4,10 @@ For RDMA, NVLink and CUDA IPC; on one host without any of them UCX copies from p
 CPU carries no byte. It needs the extra `tensorhub[nixl]`; loading it is tried in a child process first (`nixl_probe`).
 
 What is said goes over a socket of the tcp transport's kind (`nixl_server`, `nixl_reader`); what is copied, NIXL copies
-(`nixl_agent`, `nixl_meeting`), from places that both ends know (`nixl_memory`); pieces of another layout by way of host
-memory here (`nixl_pieces`). UCX falls back to TCP in silence, where
-our own sockets are several times faster, and where a read from a stopped source can neither be called back nor fenced
-without harm. So each thread of a read proves its way first (`nixl_path`), and where it is TCP the read ends with
-`TransportMissing`.
+(`nixl_agent`, `nixl_agents`, `nixl_meeting`), from places that both ends know (`nixl_memory`); pieces of another layout
+by way of host memory here (`nixl_pieces`). UCX falls back to TCP in silence, where our own sockets are several times
+faster, and where a read from a stopped source can neither be called back nor fenced without harm. So each thread of a
+read proves its way first (`nixl_path`), and where it is TCP the read ends with `TransportMissing`.
 
 Measured: 1 GiB between two processes of one host, 2 cores (AMD EPYC) with five times more work than they could do, six
 rounds in random order, medians of two runs: NIXL alone, one list of 256 descriptors, 8.7 and 5.3 GiB/s; this transport
@@ -28,7 +27,8 @@ from typing import Any
 
 from . import nixl_path
 from .base import OnEnd, Sink
-from .nixl_agent import Agents, load
+from .nixl_agent import load
+from .nixl_agents import Agents
 from .nixl_pieces import NixlPieces
 from .nixl_probe import DEADLINE_S, Probe, require
 from .nixl_reader import NixlJob, NixlRead, NixlStream

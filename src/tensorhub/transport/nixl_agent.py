@@ -13,15 +13,19 @@ NIXL's manners, as measured with 1.5.1, that this file is shaped by:
    told to do that, and never to emulate: what cannot be read natively is an error then, and goes by `tcp`.
 5. UCX keeps the device memory of a peer mapped once it has read it: what the peer frees then stays taken until the
    reader's process ends (1 GiB read on an H200: 960 MiB). So it is told to map it anew for each read.
-6. It logs to stdout and stderr unless told otherwise before it is loaded.
-7. A thread that comes out of it while the interpreter ends aborts the process (the way out cannot be unwound): so every
+6. A reader finds a peer's memory by where it begins, in a sorted list to which every introduction adds, and out of
+   which nothing goes but with the whole peer. So what was there before hides what is there now ("NIXL_ERR_NOT_FOUND"),
+   and another key for the same place makes it drop all that it knows of the peer. To forget a peer that lives costs
+   both ends a socket for each worker, for good. So who has other memory where memory of its own was introduces it by a
+   further agent (`nixl_agents`), whose end frees everything at both ends.
+7. It logs to stdout and stderr unless told otherwise before it is loaded.
+8. A thread that comes out of it while the interpreter ends aborts the process (the way out cannot be unwound): so every
    agent ends before that, also a forgotten one (`atexit`). A forked child has an agent without its threads, whose end
    would wait for them for ever: there it is neither used nor deleted.
 
 It must never: be used once ended, be deleted while a thread is inside, or outlive its worker.
 """
 
-import atexit
 import ctypes
 import importlib
 import logging
@@ -32,13 +36,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from ..core.errors import TransportMissing
 from .base import ByteStream
-from .nixl_memory import Page, Place, places_of
+from .nixl_memory import Page, Place, do_overlap, places_of
 from .nixl_path import HOST
 from .scopes import scope
 
@@ -46,6 +49,7 @@ MODULES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")  # CUDA is not needed to impor
 _BACKEND = "UCX"
 _PROGRESS_DELAY_US = 100_000  # the progress thread looks without being woken: see above
 _IDLE_PEERS = 64  # kept connected without being read from
+_GONE = 64  # introductions of memory that is not there any more, which peers go on knowing
 _END_S = 5.0  # native calls end within milliseconds: the longest is one post of a few MiB that copies inside
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3  # twice as long each time: 4 MiB at 200 Gbit/s take 170 µs
 _TURN_POLL_S = 0.05  # as often somebody who waits for his turn looks whether he still wants it
@@ -57,7 +61,6 @@ _NATIVE = {  # read with each agent
 }
 
 _environment = threading.Lock()
-_living: "WeakSet[Agents]" = WeakSet()
 
 
 class Broken(Exception):
@@ -122,6 +125,9 @@ class Agent:
         self._changed = threading.Condition()
         self._regions: WeakKeyDictionary[object, Region] = WeakKeyDictionary()
         self._orphans: deque[Region] = deque()  # regions whose stream is gone: filled by the garbage collector
+        self._told: WeakSet[ByteStream] = WeakSet()  # what peers are told of, as far as it is still there
+        self._introduced: list[Place] = []  # all that they ever were told of
+        self._introductions = 0
         self._peers: dict[str, int] = {}  # and the number of open reads
         self.connecting = threading.Lock()  # for readers: one thread at a time makes first contact
         self._meeting = threading.Lock()  # nobody is met while somebody is forgotten
@@ -233,6 +239,28 @@ class Agent:
             every = [one for known in (self._seals, region) for one in known.lists]
             return [self._native.getLocalPartialMD(one, True, []) for one in every]
 
+    def tells_of(self, stream: ByteStream) -> bool:
+        """Whether it is by this one that peers are told where the stream is."""
+        with self._changed:
+            return stream in self._told
+
+    def take_on(self, stream: ByteStream, places: Sequence[Place]) -> bool:
+        """From now on peers are told of the stream by this one. False if that would confuse them: see above."""
+        with self._changed:
+            gone = self._introductions - len(self._told)
+            if gone >= _GONE or do_overlap(self._introduced, places):
+                return False
+            self._told.add(stream)
+            self._introduced += places
+            self._introductions += 1
+            return True
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether peers may read by it."""
+        with self._changed:
+            return bool(self._inside or self._told)
+
     # -- peers ---------------------------------------------------------------------------------------------------------
 
     def meet(self, name: str, metadata: Sequence[bytes]) -> None:
@@ -326,53 +354,3 @@ def _number(place: Place) -> int:
 def _hint() -> str:
     tls = os.environ.get("UCX_TLS")
     return f"UCX_TLS={tls} may permit too little: unset it" if tls else "run `tensorhub doctor`; tcp works without NIXL"
-
-
-class Agents:
-    """The present agent of one transport. One that had to be ended is replaced by the next that is asked for."""
-
-    def __init__(self, bindings: Any, *, workers: int, tls: str = "", emulates: bool = False) -> None:
-        self.seals = Page()
-        self.scratch = Page()  # where readers put the seals that they look at
-        self._make = partial(Agent, bindings, self.seals, self.scratch, workers=workers, tls=tls, emulates=emulates)
-        self._lock = threading.Lock()
-        self._agent: Agent | None = self._make()
-        self.replaced = 0
-        _living.add(self)
-
-    def current(self) -> Agent:
-        """Raises `TransportMissing` if a new one cannot be had, `Broken` once closed."""
-        with self._lock:
-            if self._agent is None:
-                raise Broken("this nixl transport was closed")
-            if self._agent.ended is not None:
-                self._agent = self._make()
-                self.replaced += 1
-            return self._agent
-
-    def close(self) -> None:
-        with self._lock:
-            agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.end("its worker closed")
-
-    def forget(self) -> None:
-        """In a forked child."""
-        if self._agent is not None:
-            self._agent.forget("this process is a fork of the one that opened it")
-        self._agent = None
-
-
-def _end_all() -> None:
-    for agents in list(_living):
-        agents.close()
-
-
-def _forget_all() -> None:
-    for agents in list(_living):
-        agents.forget()
-    _living.clear()
-
-
-atexit.register(_end_all)
-os.register_at_fork(after_in_child=_forget_all)

@@ -93,6 +93,18 @@ def cut(ours: Sequence[Place], theirs: Sequence[Place], chunk_bytes: int) -> Ite
             their_index, their_done = their_index + 1, 0
 
 
+def do_overlap(some: Sequence[Place], others: Sequence[Place]) -> bool:
+    """Whether any byte is in both. Those of one side may overlap among themselves."""
+    before = {False: (-1, 0), True: (-1, 0)}  # of each side, the device and the end of what reaches farthest so far
+    every = [(place, False) for place in some] + [(place, True) for place in others]
+    for place, is_other in sorted(every):
+        device, end = before[not is_other]
+        if device == place.device and place.address < end:
+            return True
+        before[is_other] = max(before[is_other], (place.device, place.address + place.size_bytes))
+    return False
+
+
 class Page:
     """Host memory in slots of 16 bytes, each lent to one owner."""
 

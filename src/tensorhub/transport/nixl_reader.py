@@ -27,7 +27,8 @@ from ..core.errors import SourceLost, TensorHubError, TransportMissing
 from . import nixl_path, tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import OnEnd, Sink
-from .nixl_agent import Agent, Agents, Broken, Stuck
+from .nixl_agent import Agent, Broken, Stuck
+from .nixl_agents import Agents
 from .nixl_meeting import Meeting, Plan
 from .nixl_memory import SEAL_BYTES
 from .nixl_path import HOST, Facts, Lane

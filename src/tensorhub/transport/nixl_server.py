@@ -22,7 +22,8 @@ from . import tcp_wire
 from .announcing import MAX_MEMORY_BYTES, MEMORY, AnnouncingServer
 from .base import ByteStream, Export
 from .located import Located
-from .nixl_agent import Agent, Agents, Region
+from .nixl_agent import Agent, Region
+from .nixl_agents import Agents
 from .nixl_memory import SEAL_BYTES, Page, Place, Placed, Seal
 from .nixl_path import Facts, lacks_descriptors
 from .tcp_addresses import SCHEME as TCP
@@ -91,7 +92,7 @@ class NixlServer(AnnouncingServer):
     def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
         assert isinstance(served, NixlServed)
         super().introduce(wire, served, hello)
-        agent = self._agents.current()
+        agent = self._agents.introducing(served.export.stream)
         region = self._registered(wire, agent, served.export.stream)
         places = [(place.device, place.address, place.size_bytes) for place in region.places]
         memory = Memory(
