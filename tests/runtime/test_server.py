@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import socket
 import struct
 
@@ -19,6 +20,8 @@ from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread
 
 from .kit import PATIENCE_S, eventually, hello, line_to, within
+
+AIOHTTP = tuple(map(int, aiohttp.__version__.split(".")[:3]))
 
 
 @pytest.fixture
@@ -244,13 +247,40 @@ def test_a_token_that_is_no_text_is_a_wrong_one(caplog):
 
 
 def test_strangers_do_not_fill_the_log(server, witness, caplog):
+    """aiohttp before 3.14.4 takes the last address for a defect of its own, and just closes the connection.
+
+    Before 3.14 it wants no Host, and there is nothing at "/".
+    """
     for said in [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n"] * 5:
         with raw(server.address) as stranger:
             stranger.sendall(said)
-            assert b" 400 " in stranger.recv(100)
+            answer = stranger.recv(100)
+            assert b" 40" in answer or (AIOHTTP < (3, 14, 4) and said.startswith(b"GET http") and not answer)
     (record,) = caplog.records
     assert "it is no HTTP" in record.getMessage()
     assert not record.exc_info
+
+
+def test_what_the_parser_lets_through_does_not_fill_the_log_either(server, witness, caplog, monkeypatch):
+    receive = aiohttp.web.RequestHandler.data_received
+
+    def fail(self, data):
+        if b"http://[" in data:
+            raise ValueError("Invalid IPv6 URL")
+        receive(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(aiohttp.web.RequestHandler, "data_received", fail)
+        for _ in range(5):
+            with raw(server.address) as stranger:
+                stranger.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
+                assert stranger.recv(100) == b""
+    (record,) = caplog.records
+    assert "it is no HTTP (ValueError)" in record.getMessage()
+    assert not record.exc_info
+    with raw(server.address) as stranger:
+        stranger.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 404 " in stranger.recv(100)
 
 
 def test_status_is_json_that_everybody_can_read(server, witness):
@@ -313,7 +343,8 @@ def test_a_server_that_is_full_is_not_said_to_be_missing(monkeypatch, caplog):
         ):
             tensorhub.open("m", replica="second", server=server.address, timeout=0.5)
         said = f"the reference server at {server.address} took nobody in"
-        assert str(raised.value) == f"m/second[0]: {said} within 0.5 s: it is full of connections"
+        within = re.escape(f"m/second[0]: {said} within ") + r"0\.[45] s: it is full of connections"
+        assert re.fullmatch(within, str(raised.value)), "it gives up when no further try would be in time"
         assert "TENSORHUB_MOST_WORKERS" in raised.value.hint
         assert f"{said}: it is full of connections" in caplog.text
 
@@ -324,8 +355,8 @@ def test_a_server_that_stops_is_not_said_to_be_full():
         assert get(server.address, "/v1/session")[0] == 503
         with pytest.raises(tensorhub.ServerUnreachable) as raised:
             tensorhub.open("m", replica="r", server=server.address, timeout=0.5)
-    said = f"the reference server at {server.address} took nobody in within 0.5 s: it is stopping"
-    assert str(raised.value) == f"m/r[0]: {said}"
+    said = re.escape(f"m/r[0]: the reference server at {server.address} took nobody in within ")
+    assert re.fullmatch(said + r"0\.[45] s: it is stopping", str(raised.value))
 
 
 def test_a_closed_server_frees_its_port_and_closing_twice_is_fine():

@@ -2,8 +2,11 @@
 
 aiohttp logs a traceback for each. A stranger must not fill the log with them, nor hide in them what matters. What is no
 HTTP is one line, and what fails is a defect of ours with its traceback; each says how many like it were left out.
+
+Before 3.14.4 an address such as "http://[" went through aiohttp's parser as an exception: asyncio logs that one.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -11,6 +14,7 @@ from math import inf
 from types import TracebackType
 
 from aiohttp.http import HttpProcessingError
+from aiohttp.web import RequestHandler
 
 MALFORMED_EVERY_S = 60.0
 FAILED_EVERY_S = 10.0  # a defect is to be found by its first traceback
@@ -24,6 +28,10 @@ ErrorInfo = (
 )  # as `logging` takes it
 
 _log = logging.getLogger(__name__)
+
+
+class _Unparsable(Exception):
+    """What aiohttp's parser let through, by its name."""
 
 
 class Seldom(logging.LoggerAdapter[logging.Logger]):
@@ -49,17 +57,32 @@ class Seldom(logging.LoggerAdapter[logging.Logger]):
         text = str(msg) % args if args else str(msg)
         if level >= logging.WARNING:
             error = exc_info[1] if isinstance(exc_info, tuple) else exc_info
-            is_malformed = isinstance(error, HttpProcessingError)
+            is_malformed = isinstance(error, HttpProcessingError | _Unparsable)
             if not self._is_due(is_malformed):
                 return
             if is_malformed:
                 level, exc_info = logging.WARNING, None
-                text = f"{text}: it is no HTTP ({type(error).__name__})"
+                text = f"{text}: it is no HTTP ({error if isinstance(error, _Unparsable) else type(error).__name__})"
             if left_out := self._left_out[is_malformed]:
                 text = f"{text}; {left_out} more like it since the last one said"
             self._left_out[is_malformed] = 0
         above = stacklevel + 1  # whoever called this
         super().log(level, text, exc_info=exc_info, stack_info=stack_info, stacklevel=above, extra=extra, **more)
+
+    def listen_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say what this server's loop has to say of connections, too."""
+        before = loop.get_exception_handler()
+
+        def handle(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+            error = context.get("exception")
+            if isinstance(context.get("protocol"), RequestHandler) and isinstance(error, ValueError):
+                self.error("Error handling request", exc_info=_Unparsable(type(error).__name__))
+            elif before is not None:
+                before(loop, context)
+            else:
+                loop.default_exception_handler(context)
+
+        loop.set_exception_handler(handle)
 
     def _is_due(self, is_malformed: bool) -> bool:
         now = time.monotonic()

@@ -58,10 +58,12 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
     host = parse_text(host, "host").strip("[]")
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
     shell = ServerShell(settings=settings, token=parse_token(token, "token"), fresh=fresh)
+    seldom = Seldom()
+    seldom.listen_to(asyncio.get_running_loop())
     runner = web.AppRunner(
         shell.application(),
         access_log=None,
-        logger=Seldom(),
+        logger=seldom,
         keepalive_timeout=IDLE_S,
         lingering_time=STOP_S,
         shutdown_timeout=STOP_S,
