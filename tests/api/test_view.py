@@ -15,7 +15,7 @@ def test_an_empty_server_has_nothing(server):
 
 
 def test_models_versions_and_replicas(server, join):
-    trainer, array = join("t", 1.0)
+    trainer, array = join("t", 1.0, transports="local,tcp")
     join("r", model="other")
     trainer.publish(3)
     view = tensorhub.connect(server.address)

@@ -243,12 +243,22 @@ def test_a_model_that_is_not_there_is_said_and_those_that_are(address: str) -> N
     assert "No model 'polcy' yet" in out
 
 
+AS_BY_DEFAULT = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 @contextmanager
 def on_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The program on a terminal that can be drawn on, and the other end of that terminal."""
+    """The program on a terminal that can be drawn on, and the other end of that terminal.
+
+    It ignores no signal, also where these tests were started by `nohup`.
+    """
     ours, its = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "tensorhub.cli", *arguments]
+    command = [sys.executable, "-c", AS_BY_DEFAULT, sys.executable, "-m", "tensorhub.cli", *arguments]
     program = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True)
     os.close(its)
     try:

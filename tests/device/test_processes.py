@@ -1,5 +1,7 @@
 """The same between processes, over each transport that reaches a device: who is killed, and whose memory goes."""
 
+import os
+
 import pytest
 import torch
 
@@ -189,6 +191,7 @@ say(update=error_of(late.update, 2), right=is_right(filled, 2), code=trainer.end
 
 @pytest.mark.gpu
 @on_a_device
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="tests beside it use the device: run `make gpu`")
 @pytest.mark.parametrize("way", TRANSPORTS)
 def test_memory_of_the_device_that_a_source_gave_back_is_free(way, server):
     """Who has read it by CUDA IPC had it mapped: that must not keep it. Nobody else may use the device now."""

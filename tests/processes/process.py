@@ -261,7 +261,8 @@ class Worker(Process):
         if self.look()["is_open"]:
             self.call("close", timeout=5)
         left = self.ask("reset").result()
-        self._slim = self._slim or left
+        if self._slim is None or left["has_driver"] > self._slim["has_driver"]:  # what a driver opens, it keeps
+            self._slim = left
         assert left["threads"] <= self._slim["threads"] + 1, f"{self.name}: {left} now, {self._slim} once"
         assert left["descriptors"] <= self._slim["descriptors"] + 2, f"{self.name}: {left} now, {self._slim} once"
 

@@ -175,8 +175,15 @@ class WorkerProcess:
             "writing": self.valves["writing"].look(),
             "threads": threading.active_count(),
             "descriptors": len(os.listdir("/proc/self/fd")),
+            "has_driver": _has_driver(),
             "private_bytes": _private_bytes(),
         }
+
+
+def _has_driver():
+    """Whether a device's driver was loaded: it keeps what it opens until the process ends."""
+    with open("/proc/self/maps") as lines:
+        return any("libcuda.so" in line for line in lines)
 
 
 def _private_bytes():

@@ -153,7 +153,8 @@ def test_too_much_said_by_strangers_is_no_missing_server():
     reply = b"HTTP/1.1 413 Request Entity Too Large\r\nContent-Length: 0\r\n\r\n"
     with answering(reply) as address, pytest.raises(tensorhub.ServerUnreachable) as raised:
         tensorhub.open("m", replica="r", server=address, timeout=0.5)
-    assert "took nobody in within 0.5 s: those who have not said yet who they are" in str(raised.value)
+    said = r"took nobody in within 0\.[45] s: those who have not said yet who they are"
+    assert re.search(said, str(raised.value))
     assert "start one" not in raised.value.hint
 
 
