@@ -111,6 +111,28 @@ say(seen=seen, ways=list(weights.statistics()["bytes_by_transport"]), code=train
 
 
 @pytest.mark.parametrize("way", TRANSPORTS)
+def test_tensors_that_move_within_memory_that_readers_know(device, way, server):
+    """As an allocator does it: what is registered next overlaps what was, and its readers stay with their transport."""
+    story = """
+trainer = Peer("trainer")
+trainer.do("pool = torch.empty(SIZE + 4000, device=device)")
+weights, tensors = join("rollout")
+seen = []
+for version, at in enumerate((0, 1000, 0, 500), start=1):
+    trainer.do(f"weights.unpublish(); part = pool[{at}:][:SIZE]")
+    trainer.do("tensors = {'a': part[: SIZE // 3], 'b': part[SIZE // 3 :]}; weights.register(tensors)")
+    trainer.do(f"write(tensors, {version}); weights.publish({version})")
+    weights.update()
+    seen.append((weights.version, is_right(tensors, version)))
+say(seen=seen, ways=list(weights.statistics()["bytes_by_transport"]), code=trainer.ends())
+"""
+    found = told(story, device, way, server.address)
+    assert found["seen"] == [[version, True] for version in range(1, 5)]
+    assert found["ways"] == [way]
+    assert found["code"] == 0
+
+
+@pytest.mark.parametrize("way", TRANSPORTS)
 def test_a_source_that_is_killed_takes_nobody_with_it(device, way, server):
     """Its memory on the device goes with it, in mid-read: the reader lives, and takes the rest from another."""
     story = """
