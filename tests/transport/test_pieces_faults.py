@@ -74,13 +74,13 @@ class Scene:
 
 
 def test_a_source_that_is_filling_sends_what_it_has(make: Make, found: Columns) -> None:
-    scene = Scene(found, make(0.3), make(0.3))  # and it says often enough that it waits
+    scene = Scene(found, make(1.0), make(1.0))  # and it says often enough that it waits
     progress = half_of(found.publisher[0])
     scene.export(0, progress=progress)
     reading = scene.read(0)
     half = len(scene.across.tiles) // 2
     kit.until(lambda: scene.across.missing == half, "half of it is there")
-    assert not reading.ended.event.wait(1.0), "a source that waits is not a silent one"
+    assert not reading.ended.event.wait(2.5), "a source that waits is not a silent one"
     for chunk in range(progress.chunk_count // 2, progress.chunk_count):
         progress.mark(chunk)
     assert reading.wait() is None
