@@ -134,11 +134,11 @@ def test_chunks_that_become_complete_in_any_order(make: Make) -> None:
 
 def test_a_waiting_source_is_not_a_silent_one(make: Make) -> None:
     right = content(4 * CHUNK)
-    source, reader = make(0.2), make(0.2)
+    source, reader = make(0.4), make(0.4)
     progress = Progress(4)
     source.export(Export("k", b"manifest", CHUNK, kit.Pieces(right), progress))
     _, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
-    assert not ended.event.wait(1.0), "five times the silence limit, but the source said that it waits"
+    assert not ended.event.wait(2.0), "five times the silence limit, but the source said that it waits"
     for chunk in range(4):
         progress.mark(chunk)
     assert ended.wait() is None

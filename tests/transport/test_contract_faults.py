@@ -169,8 +169,8 @@ def test_source_killed_while_it_waits(make: Make, spawn: Spawn) -> None:
 
 @pytest.mark.processes
 def test_stopped_source_is_lost_after_the_silence_limit(make: Make, spawn: Spawn) -> None:
-    source = spawn("source", 8 * CHUNK, CHUNK, 5, 1.0)
-    endpoint, reader = line(source), make(1.0)
+    source = spawn("source", 8 * CHUNK, CHUNK, 5, 2.0)
+    endpoint, reader = line(source), make(2.0)
     target = Target(content(8 * CHUNK), CHUNK)
     os.kill(source.pid, signal.SIGSTOP)  # before it has said a word
     assert isinstance(read_all(reader, endpoint, "k", target), SourceLost)
