@@ -105,6 +105,8 @@ class Established:
             return
         is_counted = _is_counted(life, newest.version)
         for way in newest.ways.values():
+            if not way.is_said:  # the server forgets who has no session any more
+                way.said = {place: other for place, other in way.said.items() if self._is_remembered(other)}
             for place, holders in enumerate(way.holders):
                 if life in holders and is_counted:
                     way.said.setdefault(place, life)
@@ -230,6 +232,10 @@ class Established:
         truth, plan = self._truth, self._truth.plan
         lease_s = plan.settings.lease_s / (1 + plan.conditions.drift)
         return life.heard_at + lease_s + truth.troubles.stood_still_s(life.heard_at, truth.now)
+
+    def _is_remembered(self, life: Life) -> bool:
+        """Its session with this life of the server lasts, as far as is known; with another life, that is not asked."""
+        return life.heard_by != self._truth.server_life or self._truth.now < self._session_end(life)
 
     def _is_awaited(self, life: Life) -> bool:
         """It is on the roll of a server before this one, and its own lease lasts: nothing is decided yet.
