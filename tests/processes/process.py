@@ -265,11 +265,11 @@ class Worker(Process):
             self._slim = left
         most = {"threads": self._slim["threads"] + 1, "descriptors": self._slim["descriptors"] + 2}
 
-        def is_slim():  # a thread that ends may still be on its way out
-            now = self.ask("reset").result()
+        def is_slim():
+            now = self.look()
             return all(now[what] <= most[what] for what in most)
 
-        eventually(is_slim, f"{self.name} is as it was: {left} now, {self._slim} once")
+        eventually(is_slim, f"{self.name} is as it was, once its threads are out: {left} at first, {self._slim} once")
 
     def begin_again(self, name):
         """Another life of the same process."""

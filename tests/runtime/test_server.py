@@ -276,7 +276,7 @@ def test_what_the_parser_lets_through_does_not_fill_the_log_either(server, witne
                 stranger.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
                 assert stranger.recv(100) == b""
     (record,) = caplog.records
-    assert "it is no HTTP (ValueError)" in record.getMessage()
+    assert "it is no HTTP" in record.getMessage()
     assert not record.exc_info
     with raw(server.address) as stranger:
         stranger.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -22,18 +22,12 @@ class Bench:
     """A reliable rollout has the former version, a spot one got the newer, and the server heard both of that."""
 
     def __init__(self) -> None:
-        plan = draw_plan(0)
-        plan = replace(plan, conditions=replace(plan.conditions, shards=1), misfortunes=())
-        self.world = World("0")
-        self.truth = Truth(self.world, plan, {})
-        self.truth.server_life = 1
-        self.lease_s = plan.settings.lease_s
+        self.begins(shards=1)
         self.trainer, self.steady, self.spot = (
             self.life("trainer"),
             self.life("steady"),
             self.life("spot", reliable=False),
         )
-        self.reports = 0
         for version in (FORMER, NEWER):
             root = self.gets(self.trainer, version)
             self.truth.published(self.trainer, version, root)
@@ -41,9 +35,19 @@ class Bench:
             self.hears(self.steady)
         self.hears(self.spot)
 
-    def life(self, replica: str, *, reliable: bool = True) -> Life:
-        me = worker_id("m", replica, 0)
-        hello = Hello(PROTOCOL, "m", replica, 0, 1, replica, reliable=reliable)
+    def begins(self, shards: int) -> None:
+        """Nobody is there, and no misfortune comes."""
+        plan = draw_plan(0)
+        plan = replace(plan, conditions=replace(plan.conditions, shards=shards), misfortunes=())
+        self.world = World("0")
+        self.truth = Truth(self.world, plan, {})
+        self.truth.server_life = 1
+        self.lease_s = plan.settings.lease_s
+        self.shards, self.reports = shards, 0
+
+    def life(self, replica: str, index: int = 0, *, reliable: bool = True) -> Life:
+        me = worker_id("m", replica, index)
+        hello = Hello(PROTOCOL, "m", replica, index, self.shards, replica, reliable=reliable)
         life = Life(me, str(me), hello, [], lambda _version: [], lambda: self.world.now, started=0.0)
         self.truth.born(life)
         return life

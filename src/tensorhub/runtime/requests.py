@@ -30,10 +30,6 @@ ErrorInfo = (
 _log = logging.getLogger(__name__)
 
 
-class _Unparsable(Exception):
-    """What aiohttp's parser let through, by its name."""
-
-
 class Seldom(logging.LoggerAdapter[logging.Logger]):
     """One server's, for aiohttp to log to. It writes either kind once in a while."""
 
@@ -57,12 +53,12 @@ class Seldom(logging.LoggerAdapter[logging.Logger]):
         text = str(msg) % args if args else str(msg)
         if level >= logging.WARNING:
             error = exc_info[1] if isinstance(exc_info, tuple) else exc_info
-            is_malformed = isinstance(error, HttpProcessingError | _Unparsable)
+            is_malformed = isinstance(error, HttpProcessingError)
             if not self._is_due(is_malformed):
                 return
             if is_malformed:
                 level, exc_info = logging.WARNING, None
-                text = f"{text}: it is no HTTP ({error if isinstance(error, _Unparsable) else type(error).__name__})"
+                text = f"{text}: it is no HTTP ({type(error).__name__})"
             if left_out := self._left_out[is_malformed]:
                 text = f"{text}; {left_out} more like it since the last one said"
             self._left_out[is_malformed] = 0
@@ -76,7 +72,7 @@ class Seldom(logging.LoggerAdapter[logging.Logger]):
         def handle(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
             error = context.get("exception")
             if isinstance(context.get("protocol"), RequestHandler) and isinstance(error, ValueError):
-                self.error("Error handling request", exc_info=_Unparsable(type(error).__name__))
+                self.error("Error handling request", exc_info=HttpProcessingError(code=400, message=str(error)))
             elif before is not None:
                 before(loop, context)
             else:
