@@ -28,6 +28,7 @@ class Town:
         self,
         who: WorkerId,
         *,
+        shards: int = 1,
         site: str = "",
         host: str = "",
         place: str = "",
@@ -37,7 +38,7 @@ class Town:
         **more: object,
     ) -> None:
         prefetch = "seed" if may_be_elected else "never"
-        said = hello(who, site=site, host=host)
+        said = hello(who, shards=shards, site=site, host=host)
         self.hellos[who] = replace(said, place=place, reliable=reliable, prefetch=prefetch, retain=retain)
         for message in (self.hellos[who], LayoutInfo.of(LAYOUT)):
             self._hear(self.server.handle(message, sender=str(who), now=self.now))

@@ -438,8 +438,8 @@ MUTANTS = (
     ),
     Mutant(
         "the newest established version is not kept",
-        "            retained[version] = None\n            if version == newest_established:\n",
-        "            if version == newest_established:\n",
+        "            retained[version] = None\n            if version == kept:\n",
+        "            if version == kept:\n",
         "the last usable version is never given up for one that may not come",
     ),
     Mutant(
@@ -453,6 +453,30 @@ MUTANTS = (
         "    return member is not None and member.has_until_told(version)\n",
         "    return facts.has_whole(state, worker, version)\n",
         "a version is established only by who gives it up when he is told to, and not before",
+    ),
+    Mutant(
+        "what all were told to give up stays established",
+        "for version in there if not self.versions[version].is_given_up)",
+        "for version in there)",
+        "what is established is not given up together with the one after it",
+    ),
+    Mutant(
+        "a host copy that is told to go leaves its version established",
+        "        for copy in going:\n            note_given_up(state, model, copy.version)\n",
+        "",
+        "what is established is not given up together with the one after it",
+    ),
+    Mutant(
+        "its publishers make up for those who were told to give it up",
+        "        worker.replica not in record.publishers and _has_it_to_stay(state, worker, record.version) for worker in",
+        "        _has_it_to_stay(state, worker, record.version) for worker in",
+        "what is established is not given up together with the one after it",
+    ),
+    Mutant(
+        "what all were told to give up is never established again",
+        "                if model.look_up(version).is_given_up:\n",
+        "                if False:\n",
+        "who holds again what it was told to give up makes it the newest established one",
     ),
     Mutant(
         "who stays after all is not looked at again",
@@ -1488,7 +1512,7 @@ MUTANTS = (
     ),
     Mutant(
         "of what is established only the newest is kept while all who have it are away",
-        "            if version == newest_established:\n                break\n",
+        "            if version == kept:\n                break\n",
         "            break\n",
         "an older one that comes back in parts is better than a newer one that may never come",
     ),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, Hello, Holding, Report
+from tensorhub.core.messages import PROTOCOL, Hello, Holding, Report, Withdrawing
 from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.stalls import StallJudge
@@ -44,6 +44,7 @@ class Bench:
         self.truth.server_life = 1
         self.lease_s = plan.settings.lease_s
         self.shards, self.reports = shards, 0
+        self.withdrawing: list[Life] = []
 
     def life(self, replica: str, index: int = 0, *, reliable: bool = True) -> Life:
         me = worker_id("m", replica, index)
@@ -63,7 +64,13 @@ class Bench:
         for life in lives:
             assert life.held is not None
             self.reports += 1
-            self.truth.heard(life, Report(self.reports, buffer=Holding(life.held.version, life.held.root)))
+            state = Withdrawing if life in self.withdrawing else Holding
+            self.truth.heard(life, Report(self.reports, buffer=state(life.held.version, life.held.root)))
+
+    def withdraws(self, life: Life) -> None:
+        """It asks whether it may give up what it has, and has it until it is told."""
+        self.withdrawing.append(life)
+        self.hears(life)
 
     def passes(self, leases: float, *heard: Life) -> None:
         """So much time, in which the server hears those."""
@@ -115,6 +122,21 @@ def test_while_nobody_can_know_that_the_spot_worker_is_dead() -> None:
     bench.passes(1.2, bench.spot)
     bench.truth.died(bench.spot)
     assert bench.may_be_newer()
+
+
+def test_though_the_spot_worker_waits_for_the_word_that_it_may_give_it_up() -> None:
+    bench = Bench()
+    bench.withdraws(bench.spot)
+    bench.passes(1.2, bench.spot)
+    assert bench.may_be_newer()
+
+
+def test_not_once_the_spot_worker_has_that_word() -> None:
+    bench = Bench()
+    bench.withdraws(bench.spot)
+    bench.spot.let_go_at = bench.world.now
+    bench.passes(1.2, bench.spot)
+    assert not bench.may_be_newer()
 
 
 def test_not_for_the_next_life_of_the_server_that_has_both() -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from .test_belated import FORMER, Bench
+from tensorhub.core.names import Version
+
+from .test_belated import FORMER, NEWER, Bench
 
 pytestmark = pytest.mark.simulation
 
@@ -14,12 +16,15 @@ class TwoShards(Bench):
         self.begins(shards=2)
         self.trainers = [self.life("trainer", index) for index in range(2)]
         self.rollouts = [self.life("rollout", index) for index in range(2)]
-        for trainer in self.trainers:
-            self.trainer = trainer
-            self.truth.published(trainer, FORMER, self.gets(trainer, FORMER))
+        self.publishes(FORMER)
         for rollout in self.rollouts:
             self.gets(rollout, FORMER)
         self.hears(*self.trainers)
+
+    def publishes(self, version: Version) -> None:
+        for trainer in self.trainers:
+            self.trainer = trainer
+            self.truth.published(trainer, version, self.gets(trainer, version))
 
     def is_known(self) -> bool:
         assert self.truth.established.version("m") == FORMER
@@ -58,3 +63,32 @@ def test_while_the_server_stands_still_nobody_is_forgotten() -> None:
     bench.strikes("pause-server", leases=1.5)
     bench.hears(bench.rollouts[0])
     assert bench.is_known()
+
+
+def test_not_while_a_server_takes_a_newer_one_for_it_from_such_as_have_died() -> None:
+    bench = TwoShards()
+    bench.hears(*bench.rollouts)
+    assert bench.is_known()
+    bench.publishes(NEWER)
+    bench.gets(bench.rollouts[0], NEWER)
+    bench.hears(bench.rollouts[0])  # nobody has the other shard yet
+    bench.gets(bench.rollouts[1], NEWER)
+    for rollout in bench.rollouts:
+        bench.truth.died(rollout)
+    bench.hears(bench.rollouts[1])  # that was on its way
+    assert not bench.truth.established.is_known("m", FORMER, bench.world.now + 1)
+
+
+def test_but_not_from_such_as_it_has_forgotten() -> None:
+    bench = TwoShards()
+    bench.hears(*bench.rollouts)
+    others = [bench.life("other", index) for index in range(2)]
+    bench.publishes(NEWER)
+    for other in others:
+        bench.gets(other, NEWER)
+    bench.hears(others[0])
+    bench.truth.died(others[0])
+    bench.passes(1.5, *bench.trainers, *bench.rollouts)
+    bench.truth.died(others[1])
+    bench.hears(others[1])
+    assert bench.truth.established.is_known("m", FORMER, bench.world.now + 1)

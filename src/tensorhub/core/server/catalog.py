@@ -119,7 +119,7 @@ class Model:
             if not after.get(place) and worker in record.whole.get(line, {}):
                 del record.whole[line][worker]
                 record.last_holder = str(worker)
-                self._note_whole(record, is_turn=not record.whole[line])
+                self.note_whole(record, is_turn=not record.whole[line])
         for place, is_whole in after.items():
             version, line = place
             record = self.record(version)
@@ -128,9 +128,9 @@ class Model:
             whole = record.whole.setdefault(line, {})
             if is_whole and worker not in whole:
                 whole[worker] = None
-                self._note_whole(record, is_turn=len(whole) == 1)
+                self.note_whole(record, is_turn=len(whole) == 1)
 
-    def _note_whole(self, record: VersionRecord, *, is_turn: bool) -> None:
+    def note_whole(self, record: VersionRecord, *, is_turn: bool) -> None:
         """Who has all of the version is not what it was. `is_turn`: nobody had it, or nobody has it now."""
         self.changed[record.version] = None
         self._changes += is_turn
@@ -225,8 +225,7 @@ class Model:
     @property
     def latest(self) -> Version | None:
         """The newest version that exists and is not lost."""
-        available = self.available()
-        return available[0] if available else None
+        return next(iter(self.available()), None)
 
     def available(self, companions: Names = ()) -> tuple[Version, ...]:
         """The versions that exist and are not lost, newest first; of these models too."""
@@ -261,14 +260,16 @@ class Model:
         assert known is not None, "a glance at versions that nobody has looked for"
         existing, available = known.existing, known.available
         established = [v for v in existing if self.keeps_established and self.versions[v].is_established]
-        newest_established = next((version for version in established if version in available), None)
+        there = [version for version in established if version in available]
+        kept = next((version for version in there if not self.versions[version].is_given_up), None)
+        newest_established = kept if kept is not None else next(iter(there), None)
         newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
         retained = dict(newest)
         for _, versions in together:
             retained.update(dict.fromkeys(versions[: self.retain]))
         for version in established:  # what is lost may be so only because all who have it were away
             retained[version] = None
-            if version == newest_established:
+            if version == kept:
                 break
         for pins in self.pins.values():
             retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)

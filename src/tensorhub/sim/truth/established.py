@@ -172,17 +172,18 @@ class Established:
 
         `by`: that life of it. `is_relied_on`: and he is.
 
-        He may be on his way to another version, as long as no server has told him that he may give this one up.
+        He may be on his way to another version, as long as no server has told him that he may give this one up. He may
+        have died, as long as the server may believe that he lives.
         """
         truth, made = self._truth, self._truth.exists(model, newest.version)
         publisher = made.replica if made is not None else ""
 
         def has_told(life: Life) -> bool:
-            is_said = truth.said_to_have(life, newest.version) or _said_to_wait(life, newest.version)
+            is_there = life.is_alive or truth.may_be_believed(life)
             is_one = life.me.replica != publisher and (life.hello.reliable or not is_relied_on)
-            return is_one and is_said and by in (0, life.heard_by)
+            return is_there and is_one and self._said_to_keep(life, newest.version) and by in (0, life.heard_by)
 
-        return any(all(any(map(has_told, truth.same_shard(shard))) for shard in cut) for cut in truth.cuts(model))
+        return any(all(any(map(has_told, self._ever_there(shard))) for shard in cut) for cut in truth.cuts(model))
 
     def look(self, model: str) -> None:
         """What only spot workers have is established once no reliable worker of their shard has a session any more.
@@ -215,7 +216,7 @@ class Established:
         over = inf if any(map(self._is_awaited, relied_on)) else max(sessions, default=truth.now)
         found = []
         for holder in [*truth.holders(shard, version), *(other for other in others if not other.is_alive)]:
-            is_one = holder in others and truth.said_to_have(holder, version) and _is_counted(holder, version)
+            is_one = holder in others and self._said_to_keep(holder, version) and _is_counted(holder, version)
             since = truth.now if holder.hello.reliable else over
             until = min(truth.believed_until(holder), holder.turned_away_at if holder.is_turned_away else inf)
             if is_one and holder.heard_by == truth.server_life and since < until:
@@ -232,6 +233,10 @@ class Established:
         truth, plan = self._truth, self._truth.plan
         lease_s = plan.settings.lease_s / (1 + plan.conditions.drift)
         return life.heard_at + lease_s + truth.troubles.stood_still_s(life.heard_at, truth.now)
+
+    def _said_to_keep(self, life: Life, version: Version) -> bool:
+        """It has the version, by the latest report that a server took in, and keeps it until it is told otherwise."""
+        return self._truth.said_to_have(life, version) or _said_to_wait(life, version)
 
     def _is_remembered(self, life: Life) -> bool:
         """Its session with this life of the server lasts, as far as is known; with another life, that is not asked."""
@@ -256,8 +261,7 @@ class Established:
 
         def was_said(life: Life, newer: Version) -> bool:
             until = max(life.heard_at, truth.troubles.server_back) + lease_s
-            is_said = truth.said_to_have(life, newer) or _said_to_wait(life, newer)
-            return is_said and life.heard_by == truth.server_life and decided < until
+            return self._said_to_keep(life, newer) and life.heard_by == truth.server_life and decided < until
 
         return any(
             all(any(was_said(life, newer) for life in self._ever_there(shard)) for shard in cut)

@@ -3,7 +3,8 @@
 A version is established once each of its shards has been whole outside the replicas that published it: in a reliable
 worker if any lives there, else in a spot one. Who was told that it may give the version up does not count: it may do so
 before anybody hears of it. The newest established version is retained until a newer one is established, however old it
-is: what was published since may go with its publisher.
+is: what was published since may go with its publisher. If all who have a shard of it outside are told that they may
+give it up, for want of room, the one before it is retained too, and is the newest again where it is there.
 
 One worker of each shard pays for that, all of one replica where they can. Ahead of need, while it holds the version
 and its caller computes, it copies it to host memory. Where there was no time, it does so before it leaves the version.
@@ -11,6 +12,7 @@ Where there is no room, it leaves the version after the others.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from ...messages import Holding, Withdrawing
 from ...names import Version, WorkerId
@@ -18,7 +20,7 @@ from .. import facts
 from ..catalog import Model
 from ..groups import GroupCall, Replica
 from ..keepers import Rank
-from ..lines import Cut
+from ..lines import Cut, Line
 from ..membership import Member
 from ..records import VersionRecord
 from ..state import State
@@ -47,6 +49,20 @@ def _is_cut_outside(state: State, model: Model, record: VersionRecord, cut: Cut)
         ):
             return False
     return True
+
+
+def is_given_up(state: State, model: Model, record: VersionRecord) -> bool:
+    """Of each cut there is a line that all have been told that they may give up, but for its publishers."""
+    return all(any(not _is_kept(state, record, line) for line in cut) for cut in model.known_cuts())
+
+
+def _is_kept(state: State, record: VersionRecord, line: Line) -> bool:
+    keepers = record.keepers.get(line)
+    chosen = keepers.chosen if keepers is not None else None  # asked first: the others may all be leaving
+    workers = chain(() if chosen is None else (chosen,), record.whole.get(line, {}))
+    return any(
+        worker.replica not in record.publishers and _has_it_to_stay(state, worker, record.version) for worker in workers
+    )
 
 
 def _has_it_to_stay(state: State, worker: WorkerId, version: Version) -> bool:
