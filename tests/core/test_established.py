@@ -31,7 +31,7 @@ class CutOff:
     memory, and closes.
     """
 
-    def __init__(self, *, closes: bool = False) -> None:
+    def __init__(self, *, closes: bool = False, copies_left: int = 0) -> None:
         self.town = Town()
         self.trainer, self.steady, self.spot = (
             [worker(name, shard) for shard in range(2)] for name in ("trainer", "steady", "spot")
@@ -51,7 +51,7 @@ class CutOff:
             self.town.says(self.spot[0], copies=(HostCopy(1, TWO, ROOT, whole=True),), closing=True)
         else:
             unpublish = CallReport(Number(1), "unpublish", "")
-            self.town.says(self.spot[0], buffer=Withdrawing(TWO, ROOT), call=unpublish)
+            self.town.says(self.spot[0], buffer=Withdrawing(TWO, ROOT), call=unpublish, copies_left=copies_left)
         assert self.newest_established() == ONE
         assert not self.is_let_go(), "the first steady shard was promised version 2"
 
@@ -78,24 +78,49 @@ class CutOff:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_with_what_all_are_told_to_give_up_the_one_before_it_is_not_given_up(closes: bool) -> None:
-    """It becomes established when those are cut off who counted, and its last holder is let go in the same breath."""
+def test_what_its_last_holder_may_leave_at_once_is_not_established(closes: bool) -> None:
+    """Those who count beside it are cut off, and it is let go in the same breath: the version before stays."""
     bench = CutOff(closes=closes)
     first, second = bench.steady
-    if closes:
-        bench.cuts_off(first, second)
-        bench.joins([second], buffer=Holding(TWO, ROOT), copies=(HostCopy(1, ONE, ROOT, whole=True),))
-    else:
-        bench.cuts_off(first)
+    bench.cuts_off(first)
     assert bench.is_let_go()
     assert bench.town.orders[second].release == ()
     bench.joins([first], buffer=Holding(ONE, ROOT))
     assert bench.newest_established() == ONE
 
 
-def test_it_is_established_again_with_whoever_stays_after_all() -> None:
+def test_it_is_when_its_last_holder_stays_after_all() -> None:
     bench = CutOff()
     bench.cuts_off(bench.steady[0])
     bench.town.says(bench.spot[0], buffer=Holding(TWO, ROOT), ended=1)
     assert bench.newest_established() == TWO
     assert bench.town.orders[bench.steady[1]].release == (1,)
+
+
+def test_it_is_when_its_last_holder_has_room_for_a_copy() -> None:
+    bench = CutOff(copies_left=1)
+    bench.cuts_off(bench.steady[0])
+    assert bench.newest_established() == TWO
+    assert bench.town.orders[bench.spot[0]].offload == TWO
+
+
+@pytest.mark.parametrize("is_newest", [False, True])
+def test_it_is_with_one_who_is_relied_on_and_waits_for_room(is_newest: bool) -> None:
+    """Nobody waits for room to keep what is not among the newest."""
+    town, other = Town(), worker("other")
+    town.joins(TRAINER, buffer=Holding(TWO, ROOT, published=True))
+    town.joins(KEEPER, buffer=Holding(ONE, ROOT))
+    if not is_newest:
+        town.says(TRAINER, buffer=Holding(Version(3), ROOT, published=True))
+    town.joins(other, buffer=Withdrawing(TWO, ROOT))
+    assert town.server.state.models[TRAINER.model].newest_established == (TWO if is_newest else ONE)
+
+
+def test_a_copy_beside_a_buffer_that_is_being_left_may_make_it_established() -> None:
+    town, other = Town(), worker("other")
+    town.joins(TRAINER, buffer=Holding(Version(3), ROOT, published=True))
+    town.joins(KEEPER, buffer=Holding(ONE, ROOT))
+    town.joins(other, buffer=Withdrawing(TWO, ROOT))
+    assert town.server.state.models[TRAINER.model].newest_established == ONE
+    town.says(other, buffer=Withdrawing(TWO, ROOT), copies=(HostCopy(1, TWO, ROOT, whole=True),))
+    assert town.server.state.models[TRAINER.model].newest_established == TWO

@@ -232,9 +232,7 @@ def release(state: State, model: Model, call: GroupCall | None, replica: Replica
 
 def note_drained(state: State, member: Member, drained: Drained) -> None:
     """The member is about to be told whether anybody still reads from its buffer."""
-    was_drained, member.is_drained = member.is_drained, drained.version is not None
-    if drained.version is not None and not was_drained:
-        note_given_up(state, state.models[member.hello.model], drained.version)
+    member.is_drained = drained.version is not None
     if drained.look_again_at < inf:
         state.members.wake(member, drained.look_again_at)
 
@@ -250,23 +248,6 @@ def let_go(state: State, model: Model, member: Member, numbers: tuple[int, ...])
         state.mark_readers_dirty(member.worker)
         places = [(copy.version, member.content.line_of(copy.version, is_copy=True)) for copy in going]
         state.mark_concerned_dirty(model, places)
-        for copy in going:
-            note_given_up(state, model, copy.version)
-
-
-def note_given_up(state: State, model: Model, version: Version) -> None:
-    """Who has the version was told that it may give it up, or is back with it: does it count as established yet?
-
-    Nobody may give up the one before it in the same breath.
-    """
-    record, newest = model.versions.get(version), model.newest_established
-    if record is None or not record.is_established or (newest is not None and version < newest):
-        return
-    is_given_up = established.is_given_up(state, model, record)
-    if is_given_up != record.is_given_up:
-        record.is_given_up = is_given_up
-        model.note_whole(record, is_turn=True)
-        _wake_for_news(state, model)
 
 
 def note_changed_versions(state: State) -> bool:
@@ -275,9 +256,6 @@ def note_changed_versions(state: State) -> bool:
         if not model.changed:
             continue
         if model.roll.is_over:
-            for version in model.changed:
-                if model.look_up(version).is_given_up:
-                    note_given_up(state, model, version)
             lost, back = model.news_of_losses()
             safe = established.newly_established(state, model)
             _say_losses(state, model, lost, back)

@@ -106,8 +106,9 @@ class Model:
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
         """The worker has something else than before: keep the index of holders."""
         self.staying.move(worker, old, new)
-        if new.staying is not None and new.staying != old.staying:
-            self.changed[new.staying[0]] = None  # who was leaving stays after all
+        for version in new.kept:
+            if version not in old.kept:
+                self.changed[version] = None  # who was leaving stays after all, or has a copy now
         before, after = old.places, new.places
         for place in before:
             version, line = place
@@ -119,7 +120,7 @@ class Model:
             if not after.get(place) and worker in record.whole.get(line, {}):
                 del record.whole[line][worker]
                 record.last_holder = str(worker)
-                self.note_whole(record, is_turn=not record.whole[line])
+                self._note_whole(record, is_turn=not record.whole[line])
         for place, is_whole in after.items():
             version, line = place
             record = self.record(version)
@@ -128,9 +129,9 @@ class Model:
             whole = record.whole.setdefault(line, {})
             if is_whole and worker not in whole:
                 whole[worker] = None
-                self.note_whole(record, is_turn=len(whole) == 1)
+                self._note_whole(record, is_turn=len(whole) == 1)
 
-    def note_whole(self, record: VersionRecord, *, is_turn: bool) -> None:
+    def _note_whole(self, record: VersionRecord, *, is_turn: bool) -> None:
         """Who has all of the version is not what it was. `is_turn`: nobody had it, or nobody has it now."""
         self.changed[record.version] = None
         self._changes += is_turn
@@ -260,16 +261,14 @@ class Model:
         assert known is not None, "a glance at versions that nobody has looked for"
         existing, available = known.existing, known.available
         established = [v for v in existing if self.keeps_established and self.versions[v].is_established]
-        there = [version for version in established if version in available]
-        kept = next((version for version in there if not self.versions[version].is_given_up), None)
-        newest_established = kept if kept is not None else next(iter(there), None)
+        newest_established = next((version for version in established if version in available), None)
         newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
         retained = dict(newest)
         for _, versions in together:
             retained.update(dict.fromkeys(versions[: self.retain]))
         for version in established:  # what is lost may be so only because all who have it were away
             retained[version] = None
-            if version == kept:
+            if version == newest_established:
                 break
         for pins in self.pins.values():
             retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)

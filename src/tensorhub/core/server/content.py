@@ -18,12 +18,15 @@ class Content:
     line: Line  # of the tensors that are registered now
     held: Version | None = field(init=False)  # the version all of which is in the buffer
     staying: Place | None = field(init=False)  # the same, by line, unless it wants to take that back
+    kept: tuple[Version, ...] = field(init=False)  # whole, in the buffer or in a copy, and not to be taken back
     versions: dict[Version, bool] = field(init=False)  # of which it has anything, and whether that is all of it
     places: dict[Place, bool] = field(init=False)  # the same by line: a copy may be of tensors registered before
 
     def __post_init__(self) -> None:
         self.held = self.buffer.version if isinstance(self.buffer, WHOLE) else None
         self.staying = (self.buffer.version, self.line) if isinstance(self.buffer, Holding) else None
+        copied = tuple(copy.version for copy in self.copies if copy.whole and not copy.leaving)
+        self.kept = copied if self.staying is None else (self.staying[0], *copied)
         self.places = _places_in(self.buffer, self.copies, self.line)
         self.versions = {}
         for (version, _), is_whole in self.places.items():

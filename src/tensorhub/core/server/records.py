@@ -26,7 +26,6 @@ class VersionRecord:
     disputed: dict[Line, None] = field(default_factory=dict)  # found to have other content than was believed
     keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
     is_established: bool = False  # each shard has been whole outside its publishers
-    is_given_up: bool = False  # and all who have one of them there were told since that they may give it up
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""

@@ -101,12 +101,12 @@ class Established:
         if newest is None:
             return
         self._doubt(newest, life)
-        if not self._truth.said_to_have(life, newest.version):
-            return
-        is_counted = _is_counted(life, newest.version)
+        stays = self._truth.said_to_have(life, newest.version) and not _said_to_leave(life)
+        is_counted = stays and _is_counted(life, newest.version)
         for way in newest.ways.values():
-            if not way.is_said:  # the server forgets who has no session any more
-                way.said = {place: other for place, other in way.said.items() if self._is_remembered(other)}
+            if not way.is_said:  # the server forgets who has no session any more, and does not count who wants to go
+                counted = {place: other for place, other in way.said.items() if self._is_remembered(other)}
+                way.said = {place: other for place, other in counted.items() if is_counted or other is not life}
             for place, holders in enumerate(way.holders):
                 if life in holders and is_counted:
                     way.said.setdefault(place, life)
@@ -179,7 +179,8 @@ class Established:
         publisher = made.replica if made is not None else ""
 
         def has_told(life: Life) -> bool:
-            is_there = life.is_alive or truth.may_be_believed(life)
+            until = self._session_end(life) if by else truth.believed_until(life)  # for sure, or perhaps
+            is_there = life.is_alive or (truth.may_be_believed(life) and truth.now < until)
             is_one = life.me.replica != publisher and (life.hello.reliable or not is_relied_on)
             return is_there and is_one and self._said_to_keep(life, newest.version) and by in (0, life.heard_by)
 

@@ -2,9 +2,9 @@
 
 A version is established once each of its shards has been whole outside the replicas that published it: in a reliable
 worker if any lives there, else in a spot one. Who was told that it may give the version up does not count: it may do so
-before anybody hears of it. The newest established version is retained until a newer one is established, however old it
-is: what was published since may go with its publisher. If all who have a shard of it outside are told that they may
-give it up, for want of room, the one before it is retained too, and is the newest again where it is there.
+before anybody hears of it. Nor does who closes, or wants to give it up without room for a copy: nothing would be
+established once it is gone. The newest established version is retained until a newer one is established, however old it
+is: what was published since may go with its publisher.
 
 One worker of each shard pays for that, all of one replica where they can. Ahead of need, while it holds the version
 and its caller computes, it copies it to host memory. Where there was no time, it does so before it leaves the version.
@@ -12,7 +12,6 @@ Where there is no room, it leaves the version after the others.
 """
 
 from collections.abc import Iterator
-from itertools import chain
 
 from ...messages import Holding, Withdrawing
 from ...names import Version, WorkerId
@@ -20,7 +19,7 @@ from .. import facts
 from ..catalog import Model
 from ..groups import GroupCall, Replica
 from ..keepers import Rank
-from ..lines import Cut, Line
+from ..lines import Cut
 from ..membership import Member
 from ..records import VersionRecord
 from ..state import State
@@ -43,7 +42,7 @@ def _is_cut_outside(state: State, model: Model, record: VersionRecord, cut: Cut)
         reliable = model.reliable.get(line, {})
         needs_reliable = any(w.replica not in record.publishers and w not in model.closing for w in reliable)
         if not any(
-            _has_it_to_stay(state, worker, record.version)
+            _has_it_to_stay(state, model, worker, record.version)
             for worker in record.whole.get(line, {})
             if worker.replica not in record.publishers and (worker in reliable or not needs_reliable)
         ):
@@ -51,23 +50,14 @@ def _is_cut_outside(state: State, model: Model, record: VersionRecord, cut: Cut)
     return True
 
 
-def is_given_up(state: State, model: Model, record: VersionRecord) -> bool:
-    """Of each cut there is a line that all have been told that they may give up, but for its publishers."""
-    return all(any(not _is_kept(state, record, line) for line in cut) for cut in model.known_cuts())
-
-
-def _is_kept(state: State, record: VersionRecord, line: Line) -> bool:
-    keepers = record.keepers.get(line)
-    chosen = keepers.chosen if keepers is not None else None  # asked first: the others may all be leaving
-    workers = chain(() if chosen is None else (chosen,), record.whole.get(line, {}))
-    return any(
-        worker.replica not in record.publishers and _has_it_to_stay(state, worker, record.version) for worker in workers
-    )
-
-
-def _has_it_to_stay(state: State, worker: WorkerId, version: Version) -> bool:
+def _has_it_to_stay(state: State, model: Model, worker: WorkerId, version: Version) -> bool:
+    """It keeps the version until it is told otherwise, and will not be told so for want of room."""
     member = state.members.get(worker)
-    return member is not None and member.has_until_told(version)
+    if member is None or not member.keeps(version):
+        return False
+    if member.holds_on(version) or member.copy(version) is not None or member.report.copies_left:
+        return True
+    return member.hello.reliable and model.is_wished(version)  # then it waits for room
 
 
 def _is_all_outside(model: Model, record: VersionRecord) -> bool:
