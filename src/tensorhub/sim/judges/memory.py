@@ -3,6 +3,7 @@
 from ...core.messages import Holding, Report, Withdrawing
 from ...core.names import Digest, Version
 from ..truth.life import Life, Read
+from ..truth.made import roots_said
 from ..truth.record import Truth
 from ..world import World
 from .bench import Judge
@@ -31,7 +32,9 @@ class MemoryJudge(Judge):
         if tuple(memory) != self.truth.contents[root]:
             self.broken(f"{where} of {life.name} counts as version {version}, and is another content")
         made = self.truth.exists(life.me.model, version)
-        if made is not None and made.root_of(life.shard) not in (None, root) and where != "the published buffer":
+        if made is None or made.root_of(life.shard) in (None, root) or where == "the published buffer":
+            return
+        if root not in roots_said(self.truth.made_as(life.me.model, version), life.shard):
             self.broken(f"{life.name} accepted {root} as version {version}, which is {made.root_of(life.shard)}")
 
     def accepted(self, life: Life, read: Read, chunk: int, value: int) -> None:

@@ -1,5 +1,6 @@
 """What replicas have published, as the truth remembers it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -39,3 +40,9 @@ class Made:
             return self.roots.get(shard[1])
         own = self.roots.get(shard[1], next(iter(self.roots.values()), None))  # another cut may have more shards
         return derived(own, cut, shard[1]) if own is not None else None
+
+
+def roots_said(made: Iterable[Made], shard: tuple[str, int]) -> list[Digest | None]:
+    """What servers have said to exist under a number, in that shard: more than one content where the next server could
+    hear from nobody who knew of the first. Whether it may say so is judged when it does."""
+    return [each.root_of(shard) for each in made if each.known < inf]
