@@ -30,10 +30,10 @@ class Anew(Bench):
         life.held = Held(FORMER, root, self.world.now, published=True)
         self.truth.published(life, FORMER, root)
 
-    def says_that_it_exists(self, life: Life) -> None:
-        """The server does. Whether it may is judged then."""
+    def says_that_it_exists(self, content: Life, to: Life | None = None) -> None:
+        """The server does, to its publisher or to another one."""
         self.world.now += 0.1
-        self.truth.note_known(life, FORMER, life.root_of(FORMER))
+        self.truth.note_known(to or content, FORMER, content.root_of(FORMER))
 
     def has(self, life: Life, content: Life, where: str) -> None:
         root = content.root_of(FORMER)
@@ -42,8 +42,14 @@ class Anew(Bench):
 
 
 @pytest.mark.parametrize("where", ["the copy", "what was read"])
-def test_nobody_takes_what_no_server_has_let_be_published(where: str) -> None:
+@pytest.mark.parametrize("told", ["nobody", "by the same server", "its reader only"])
+def test_nobody_takes_what_no_later_server_has_let_be_published(told: str, where: str) -> None:
     bench = Anew()
+    if told == "by the same server":
+        bench.says_that_it_exists(bench.second)
+    elif told == "its reader only":
+        bench.restarts()
+        bench.says_that_it_exists(bench.second, to=bench.reader)
     life = bench.second if where == "the copy" else bench.reader
     with pytest.raises(OracleViolation, match=r"G1 immutable broken.*accepted m/trainer-2"):
         bench.has(life, bench.second, where)
@@ -51,8 +57,9 @@ def test_nobody_takes_what_no_server_has_let_be_published(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["the copy", "what was read"])
-def test_what_a_server_has_let_be_published_is_taken(where: str) -> None:
+def test_what_a_later_server_has_let_be_published_is_taken(where: str) -> None:
     bench = Anew()
+    bench.restarts()
     bench.says_that_it_exists(bench.second)
     bench.has(bench.second if where == "the copy" else bench.reader, bench.second, where)
     bench.has(bench.reader, bench.first, "what was read")

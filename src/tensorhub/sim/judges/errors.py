@@ -5,7 +5,7 @@ from math import inf
 from ...core.messages import Failure
 from ...core.names import Version, WorkerId
 from ..truth.life import Call, Life
-from ..truth.made import Made, roots_said
+from ..truth.made import Made, contents
 from ..truth.troubles import RECONNECT_S
 from .drains import DrainJudge
 from .groups import GroupJudge
@@ -221,10 +221,10 @@ class ErrorJudge(GroupJudge):
         return is_claimed and all(self.truth.troubles.hears(o, max(o.claimed, o.started + RECONNECT_S)) for o in group)
 
     def _has_other_content(self, life: Life, call: Call) -> bool:
-        if call.had is None:
+        made = self.truth.exists(life.me.model, call.had) if call.had is not None else None
+        if made is None or call.had is None:
             return False
-        made, all_made = self.truth.exists(life.me.model, call.had), self.truth.made_as(life.me.model, call.had)
-        roots = [*roots_said(all_made, life.shard), *([made.root_of(life.shard)] if made is not None else [])]
+        roots = contents(self.truth.made_as(life.me.model, call.had), made, life.shard)
         return any(root != call.had_root for root in roots)
 
     def _full(self, life: Life, call: Call) -> str:

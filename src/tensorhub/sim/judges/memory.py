@@ -3,7 +3,7 @@
 from ...core.messages import Holding, Report, Withdrawing
 from ...core.names import Digest, Version
 from ..truth.life import Life, Read
-from ..truth.made import roots_said
+from ..truth.made import contents
 from ..truth.record import Truth
 from ..world import World
 from .bench import Judge
@@ -34,7 +34,7 @@ class MemoryJudge(Judge):
         made = self.truth.exists(life.me.model, version)
         if made is None or made.root_of(life.shard) in (None, root) or where == "the published buffer":
             return
-        if root not in roots_said(self.truth.made_as(life.me.model, version), life.shard):
+        if root not in contents(self.truth.made_as(life.me.model, version), made, life.shard):
             self.broken(f"{life.name} accepted {root} as version {version}, which is {made.root_of(life.shard)}")
 
     def accepted(self, life: Life, read: Read, chunk: int, value: int) -> None:

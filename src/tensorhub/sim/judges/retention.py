@@ -240,8 +240,8 @@ class RetentionJudge(Judge):
         """A fill that ended badly before a byte was written gives the old version back."""
         if call.verb not in FILLS or call.had is None or call.is_touched:
             return
-        error = call.outcome.error if call.outcome is not None else None
-        if call.outcome is not None and (error is None or error.code == "version-conflict"):
+        outcome = call.outcome
+        if outcome is not None and (outcome.error is None or outcome.error.code == "version-conflict"):
             return  # what is not the version is not given back as the version; whether it is not is judged there
         delay_s = FLEETING_S + 4 * self.conditions.chunk_s
         self.world.after(delay_s, lambda: self._has_it_back(life, call))

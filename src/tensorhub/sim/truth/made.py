@@ -41,8 +41,17 @@ class Made:
         own = self.roots.get(shard[1], next(iter(self.roots.values()), None))  # another cut may have more shards
         return derived(own, cut, shard[1]) if own is not None else None
 
+    def is_anew(self, first: "Made") -> bool:
+        """Its publisher was told that it exists, and only by later lives of the server than knew of the first content.
 
-def roots_said(made: Iterable[Made], shard: tuple[str, int]) -> list[Digest | None]:
-    """What servers have said to exist under a number, in that shard: more than one content where the next server could
-    hear from nobody who knew of the first. Whether it may say so is judged when it does."""
-    return [each.root_of(shard) for each in made if each.known < inf]
+        Whether such a server may say so is judged when it answers the publish. One life never says so of two contents.
+        """
+        told = [
+            server for life, (server, _) in self.known_to.items() if life.startswith(f"{self.model}/{self.replica}[")
+        ]
+        return bool(told) and min(told) > max((server for server, _ in first.known_to.values()), default=0)
+
+
+def contents(made: Iterable[Made], first: Made, shard: tuple[str, int]) -> list[Digest | None]:
+    """What a version is in that shard: more than one content where it was published anew."""
+    return [each.root_of(shard) for each in made if each is first or each.is_anew(first)]
