@@ -92,3 +92,19 @@ def test_but_not_from_such_as_it_has_forgotten() -> None:
     bench.truth.died(others[1])
     bench.hears(others[1])
     assert bench.truth.established.is_known("m", FORMER, bench.world.now + 1)
+
+
+@pytest.mark.parametrize("stands_still", [True, False])
+def test_who_died_while_the_server_stood_still_is_thought_to_live_for_a_lease_more(stands_still: bool) -> None:
+    """So long one that is relied on seems to be there, and what only a spot worker gets is not established."""
+    bench = Bench()
+    bench.hears(bench.steady)
+    bench.truth.died(bench.steady)
+    if stands_still:
+        bench.strikes("pause-server", leases=1.5)
+    else:
+        bench.passes(1.5, bench.spot)
+    third = Version(3)
+    bench.truth.published(bench.trainer, third, bench.gets(bench.trainer, third))
+    bench.gets(bench.spot, third)
+    assert (bench.truth.established.version("m") == FORMER) is stands_still

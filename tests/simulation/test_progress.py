@@ -1,5 +1,6 @@
 """At the end of a history a rollout has the newest version; only a call that has just begun is waited for."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.core.worker.events import Finished
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.progress import ProgressJudge
-from tensorhub.sim.plan import Misfortune, Plan
+from tensorhub.sim.plan import Misfortune, Plan, Replica, Step
 from tensorhub.sim.truth.life import Call, Held, Life
 from tensorhub.sim.truth.record import Truth
 from tensorhub.sim.world import OracleViolation, World
@@ -25,8 +26,9 @@ ROOT, VERSION = Digest("root"), Version(1)
 class Bench:
     """A trainer that holds version 1, and a rollout that is without it when the history ends."""
 
-    def __init__(self, *misfortunes: Misfortune) -> None:
+    def __init__(self, *misfortunes: Misfortune, replicas: Sequence[Replica] = ()) -> None:
         plan = draw_plan(0)
+        plan = replace(plan, replicas=(*plan.replicas, *replicas))
         self.conditions = replace(plan.conditions, shards=1)
         self.world = World("0")
         self.truth = Truth(self.world, replace(plan, conditions=self.conditions, misfortunes=misfortunes), {ROOT: (7,)})
@@ -43,10 +45,17 @@ class Bench:
         self.truth.born(life)
         return life
 
-    def calls(self, ago_s: float, *, failed_ago_s: float = -inf, timeout_s: float = inf) -> None:
+    def calls(
+        self,
+        ago_s: float,
+        *,
+        failed_ago_s: float = -inf,
+        timeout_s: float = inf,
+        resolved: Version | None = VERSION,
+    ) -> None:
         """The rollout has called so long ago, and that call lasts, or has failed when version 1 was what it awaited."""
         began = self.world.now - ago_s
-        call = Call("update", "latest", Digest(""), began, began + timeout_s, None, Digest(""), resolved=VERSION)
+        call = Call("update", "latest", Digest(""), began, began + timeout_s, None, Digest(""), resolved=resolved)
         if failed_ago_s > 0:
             call.ended = self.world.now - failed_ago_s
             call.outcome = Finished(1, error=Failure("deadline-exceeded", "in vain"))
@@ -88,6 +97,35 @@ def test_what_a_program_still_gave_too_little_time_is_no_plain_call(is_plain: bo
     bench.calls(bench.conditions.calm_s / 2 - 0.1, failed_ago_s=1.0, timeout_s=timeout_s)  # one shard was a little late
     bench.calls(0.9, timeout_s=slowest_s + 5.0)
     if is_plain:
+        with pytest.raises(OracleViolation, match="has version None"):
+            bench.look()
+    else:
+        bench.look()
+
+
+@pytest.mark.parametrize("is_in_storm", [True, False])
+def test_the_time_of_a_failed_call_counts_from_the_end_of_the_storm(is_in_storm: bool) -> None:
+    """And the next one has only just begun, as one for another version took so long."""
+    bench = Bench()
+    calm_s = bench.conditions.calm_s
+    had_s = -0.1 if is_in_storm else bench.truth.plan.slowest_read_s + 0.1
+    bench.calls(calm_s + 2.0, failed_ago_s=calm_s - had_s)
+    bench.calls(0.1)
+    if is_in_storm:
+        bench.look()
+    else:
+        with pytest.raises(OracleViolation, match="has version None"):
+            bench.look()
+
+
+@pytest.mark.parametrize("ago_s", [1.9, 2.3])
+def test_who_rests_after_its_last_step_of_the_storm_is_waited_for(ago_s: float) -> None:
+    """At whole seconds: it goes on after 1.2 s, and up to one more."""
+    step = Step("replicate", "latest-1", rest_s=1.2)
+    bench = Bench(replicas=[Replica("m", "rollout", is_in_step=True, steps=(step,))])
+    began_s = bench.conditions.calm_s / 2 + 1.0
+    bench.calls(began_s, failed_ago_s=ago_s, resolved=None)
+    if ago_s > 2.2:
         with pytest.raises(OracleViolation, match="has version None"):
             bench.look()
     else:

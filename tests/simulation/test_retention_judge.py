@@ -6,14 +6,15 @@ from typing import cast
 
 import pytest
 
-from tensorhub.core.messages import HostCopy, Report
+from tensorhub.core.messages import HostCopy, Report, Withdrawing
 from tensorhub.core.names import Version
 from tensorhub.sim.judges.retention import RetentionJudge
 from tensorhub.sim.truth.life import Copied, Life
 from tensorhub.sim.watch import Watch
 from tensorhub.sim.world import OracleViolation
 
-from .test_belated import Bench
+from .test_belated import NEWER, Bench
+from .test_established_truth import TwoShards
 
 pytestmark = pytest.mark.simulation
 
@@ -97,3 +98,49 @@ def test_it_may_when_the_next_server_has_found_a_reliable_worker_that_has_it_not
     bench.passes(2.0, bench.trainer, bench.spot)
     assert not bench.truth.established.is_known("m", THIRD, bench.world.now)
     bench.gives_up(bench.spot)
+
+
+class ClosingBench(TwoShards):
+    """Only the trainer has the newest version, and one of its shards is about to give it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hears(*self.rollouts)
+        self.publishes(NEWER)
+        for trainer in self.trainers:
+            self.truth.note_known(trainer, NEWER, trainer.root_of(NEWER))
+        self.passes(10.0, *self.trainers, *self.rollouts)  # nobody is new any more
+        self.judge = RetentionJudge(self.truth, self.world)
+        self.judge.conditions = replace(self.judge.conditions, host_copies=2)
+
+    def closes(self, life: Life, *, is_heard: bool) -> None:
+        life.closing = self.world.now
+        life.close_deadline = self.world.now + 10
+        if is_heard:
+            assert life.held is not None
+            buffer = Withdrawing(NEWER, life.held.root)
+            self.truth.heard(life, Report(self.reports + 1, buffer=buffer, closing=True))
+
+    def gives_up(self) -> None:
+        life = self.trainers[0]
+        life.held = None
+        self.judge.gives_up(life, NEWER, "in the buffer")
+
+
+def test_what_another_shard_leaves_with_for_good_need_not_be_kept() -> None:
+    bench = ClosingBench()
+    bench.truth.died(bench.rollouts[1])
+    bench.passes(2.0, *bench.trainers)
+    bench.closes(bench.trainers[1], is_heard=True)
+    bench.gives_up()
+
+
+@pytest.mark.parametrize("why", ["nobody has heard that it closes", "somebody could inherit"])
+def test_it_must_be_kept_while(why: str) -> None:
+    bench = ClosingBench()
+    if why == "nobody has heard that it closes":
+        bench.truth.died(bench.rollouts[1])
+        bench.passes(2.0, *bench.trainers)
+    bench.closes(bench.trainers[1], is_heard=why == "somebody could inherit")
+    with pytest.raises(OracleViolation, match=r"gave up the last reliable reference of version 2"):
+        bench.gives_up()

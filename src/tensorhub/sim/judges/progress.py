@@ -62,7 +62,7 @@ class ProgressJudge(Judge):
         quarter of the calm, or than the network may take for all versions that are read: whoever hangs is not excused.
         Where a host stays slow for ever, a call may take all of its time. Or that version has come while it rested
         between two calls, or during one that has just brought what was the newest before, or could not: who has that
-        is down for good.
+        is down for good. Or it rests after the last step that it made before it went plain, which was for another one.
         """
         made = self.truth.exists(replica.partition("/")[0], newest)
         plain_at = self.conditions.storm_s + self.conditions.calm_s / 2
@@ -84,6 +84,9 @@ class ProgressJudge(Judge):
         ended = max((c.ended for c in over if c.error is None or self._was_in_vain(model, c, newest)), default=-inf)
         if made is not None and not begun and self.now - max(made.exists, ended) < MOST_REST_S:
             return True
+        former = max((call.ended for call in over if call.began < plain_at), default=-inf)
+        if not begun and self.now - former < self._rest_s(replica):
+            return True
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
         most_s = (
             inf
@@ -92,6 +95,11 @@ class ProgressJudge(Judge):
         )
         is_young = all(self._is_well(call, newest) and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards_in(lives[0].cut) and is_young
+
+    def _rest_s(self, replica: str) -> float:
+        """How long its program rests at most after a step that is not plain; some go on at whole seconds."""
+        mine = [each for each in self.plan.replicas if f"{each.model}/{each.name}" == replica]
+        return max((step.rest_s + each.is_in_step for each in mine for step in each.steps), default=0.0)
 
     def _versions_under_way(self) -> int:
         """How many are read now: all of them share the uplinks."""
@@ -117,10 +125,11 @@ class ProgressJudge(Judge):
         return call.ended == inf or is_good
 
     def _has_failed(self, call: Call) -> bool:
-        """It ended in an error, and not because its caller gave it less time than the network may take."""
-        if call.error is None:
+        """It ended in an error after the storm, and its caller gave it the time since that the network may take."""
+        had_s = call.ended - max(call.began, self.conditions.storm_s)
+        if call.error is None or had_s <= 0:
             return False
-        return call.error.code not in OUT_OF_TIME or call.ended - call.began >= self.plan.slowest_read_s
+        return call.error.code not in OUT_OF_TIME or had_s >= self.plan.slowest_read_s
 
     def _keeps_the_last(self, replica: str) -> bool:
         """Nobody has room for a copy, and all who could have the newest version before it leaves the last usable one

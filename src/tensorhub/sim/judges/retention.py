@@ -31,7 +31,7 @@ class RetentionJudge(Judge):
         made = truth.exists(model, version)
         if made is None or life.closing < inf:
             return
-        if made.root_of(life.shard) is None or self._was_lost(life, version):
+        if made.root_of(life.shard) is None or self._was_lost(life, version) or self._leaves_with_others(life, version):
             return
         if "host" in where and life.was_unfilled:
             return  # its last chunk came when it had been told to go
@@ -75,13 +75,18 @@ class RetentionJudge(Judge):
             if self._was_lost(life, version) or self._was_left_lately(life, version, self.now, by_spot=True):
                 continue
             since = life.closing - self.settings.lease_s
-            layout = made.layouts[life.me.shard] if life.cut == made.cut else life.layout
-            heirs = [o for o in truth.same_shard(life.shard) if o is not life and self._could_inherit(o, layout, since)]
-            heirs = heirs or self._heirs_across(life, version, since)
+            heirs = self._heirs(life, version, made, since)
             if heirs and truth.troubles.server(since) and truth.troubles.hears(life, since):
                 self.broken(
                     f"{life.name} left with the last reference of version {version}, {heirs[0].name} could have it"
                 )
+
+    def _heirs(self, life: Life, version: Version, made: Made, since: float) -> list[Life]:
+        """Who could have had from it what it leaves with: another of its shard, or all of another cut."""
+        layout = made.layouts[life.me.shard] if life.cut == made.cut else life.layout
+        others = [other for other in self.truth.same_shard(life.shard) if other is not life]
+        heirs = [other for other in others if self._could_inherit(other, layout, since)]
+        return heirs or self._heirs_across(life, version, since)
 
     def _heirs_across(self, life: Life, version: Version, since: float) -> list[Life]:
         """One for each shard of another cut, if there are such who could have read it out of this one's."""
@@ -174,6 +179,20 @@ class RetentionJudge(Judge):
         if lost >= since or not all(found):
             return True
         return lost > -inf and any(all(o.whole_since(version) > since for o in holders) for holders in found)
+
+    def _leaves_with_others(self, life: Life, version: Version) -> bool:
+        """Some other shard of it is had only by such as have told a server that they close, and nobody could inherit.
+
+        They are told that they may let it go when it may already be given up here.
+        """
+        made, truth = self.truth.exists(life.me.model, version), self.truth
+
+        def goes(other: Life) -> bool:
+            is_leaving = other.closing < inf and other.heard is not None and other.heard.closing
+            since = other.closing - self.settings.lease_s
+            return is_leaving and made is not None and not self._heirs(other, version, made, since)
+
+        return any(all(map(goes, truth.holders(shard, version))) for shard in self._other_shards(life))
 
     def _sessions_since(self, at: float) -> float:
         """Who was gone by then had no session any more at that time, and what follows from that was said."""

@@ -66,8 +66,9 @@ class Established:
         is_new = newest is None or version > newest.version
         ways = newest.ways if newest is not None and not is_new else {}
         before = len(ways)
-        unburied_s = 1.2 * truth.plan.settings.lease_s  # so long a server may believe that who has died lives
-        unburied = [other for other in truth.dead.values() if truth.now - other.died < unburied_s]
+        dead = truth.dead.values()  # a server may believe for so long that they live, and longer if it stood still
+        unburied_s = 1.2 * truth.plan.settings.lease_s
+        unburied = [o for o in dead if truth.now - o.died < unburied_s or truth.may_be_believed(o)]
         living = [o for o in truth.lives.values() if truth.may_be_in_session(o) or o.heard_by != truth.server_life]
         outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica != made.replica)
         stay = (other for other in outside if other.hello.reliable and not _said_to_leave(other))
