@@ -18,7 +18,7 @@ from tensorhub.core.messages import (
     TicketFailure,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Ticket, Version
+from tensorhub.core.names import Digest, Ticket, Version, WorkerId
 from tensorhub.core.server.decisions import Decision
 from tensorhub.core.server.membership import Member
 from tensorhub.core.server.rules import grants, sources
@@ -185,6 +185,31 @@ def test_nobody_goes_on_reading_a_buffer_that_was_cut_short_because_its_worker_f
     assert town.orders[READER].drained is None
     town.says(last, **{**waits, "closed": behind.ticket}, buffer=Filling(ONE))
     assert town.orders[READER].drained == ONE, "nobody is left there"
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_a_source_without_a_session_is_left_where_nothing_comes_from_it(brings: bool) -> None:
+    """It may well go on serving. But one that was filling may say for ever that it has no more yet."""
+    town, relay, call = Town(lease_s=1.0, report_s=0.2), worker("relay"), CallReport(1, "replicate", 1)
+    town.joins(TRAINER, host="a", buffer=Holding(ONE, ROOT, published=True))
+    readings: dict[WorkerId, Reading] = {}
+    for who in (relay, READER):
+        town.joins(who, host="b")
+        town.says(who, call=call)
+        grant = town.orders[who].grant
+        assert grant is not None
+        readings[who] = Reading(grant.ticket, grant.source, ONE)
+        town.says(who, call=call, buffer=Filling(ONE, 1, 100), reading=readings[who])
+    assert readings[READER].source == relay
+    for step in range(1, 40):
+        town.until(step * 0.2)
+        town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+        filling = Filling(ONE, 1 + step * brings, 100)
+        town.says(READER, call=call, buffer=filling, reading=readings[READER])
+    assert relay not in town.server.state.members
+    grant = town.orders[READER].grant
+    assert grant is not None
+    assert grant.source == (relay if brings else TRAINER)
 
 
 @pytest.mark.replaces

@@ -19,6 +19,19 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a reader stays with a source that has no session, whatever comes from it",
+        "        if not current.shares and (yield from _moves(state, model, record, member, current)):\n",
+        "        has_one = current.source in state.members\n"
+        "        if has_one and not current.shares and (yield from _moves(state, model, record, member, current)):\n",
+        "a relay that has lost its session may say for ever that it has no more yet",
+    ),
+    Mutant(
+        "a part of a read across stays with a source that has no session",
+        "    if _is_still(state, part) and state.now >= member.may_move_at:  # without a session too: it may go on serving\n",
+        "    if source is not None and _is_still(state, part) and state.now >= member.may_move_at:\n",
+        "memory that is read from afar is not asked whether anybody still writes there",
+    ),
+    Mutant(
         "what was opened across for other tensors is read into a host copy",
         "        return may_fetch and not _is_of_other_tensors(worker)\n",
         "        return may_fetch\n",

@@ -8,6 +8,8 @@ from .test_belated import FORMER, NEWER, Bench
 
 pytestmark = pytest.mark.simulation
 
+THIRD = Version(3)
+
 
 class TwoShards(Bench):
     """Both shards of a rollout have all of a version; no server has heard of that yet."""
@@ -29,6 +31,12 @@ class TwoShards(Bench):
     def is_known(self) -> bool:
         assert self.truth.established.version("m") == FORMER
         return self.truth.established.is_known("m", FORMER, self.world.now + 1)
+
+
+def gets_third(bench: Bench) -> None:
+    """A spot worker gets what is published next."""
+    bench.truth.published(bench.trainer, THIRD, bench.gets(bench.trainer, THIRD))
+    bench.gets(bench.spot, THIRD)
 
 
 def test_when_all_shards_have_been_heard() -> None:
@@ -63,6 +71,28 @@ def test_while_the_server_stands_still_nobody_is_forgotten() -> None:
     bench.strikes("pause-server", leases=1.5)
     bench.hears(bench.rollouts[0])
     assert bench.is_known()
+
+
+@pytest.mark.parametrize("comes", ["before the server decides", "later", "never"])
+def test_the_next_server_wants_one_that_is_relied_on_where_such_a_one_lives(comes: str) -> None:
+    """As it finds out anew what is established, from whom it hears before it decides anything."""
+    bench = TwoShards()
+    spots = [bench.life("spot", index, reliable=False) for index in range(2)]
+    for spot in spots:
+        bench.gets(spot, FORMER)
+    bench.hears(*bench.rollouts, *spots)
+    assert bench.is_known()
+    bench.truth.died(bench.rollouts[1])
+    bench.restarts()
+    there = [*bench.trainers, bench.rollouts[0], *spots]
+    bench.passes(0.5, *there)
+    if comes == "before the server decides":
+        bench.life("rollout", 1)
+    bench.passes(5.0, *there)
+    if comes == "later":
+        bench.life("rollout", 1)
+        bench.passes(1.0, *there)
+    assert bench.is_known() is (comes != "before the server decides")
 
 
 def test_not_while_a_server_takes_a_newer_one_for_it_from_such_as_have_died() -> None:
@@ -104,7 +134,15 @@ def test_who_died_while_the_server_stood_still_is_thought_to_live_for_a_lease_mo
         bench.strikes("pause-server", leases=1.5)
     else:
         bench.passes(1.5, bench.spot)
-    third = Version(3)
-    bench.truth.published(bench.trainer, third, bench.gets(bench.trainer, third))
-    bench.gets(bench.spot, third)
+    gets_third(bench)
     assert (bench.truth.established.version("m") == FORMER) is stands_still
+
+
+@pytest.mark.parametrize("leases", [0.01, 1.5])
+def test_who_died_long_before_the_server_stood_still_stays_dead(leases: float) -> None:
+    bench = Bench()
+    bench.truth.died(bench.steady)
+    bench.passes(2.0, bench.spot)
+    bench.strikes("pause-server", leases=leases)
+    gets_third(bench)
+    assert bench.truth.established.version("m") == THIRD

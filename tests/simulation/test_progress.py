@@ -51,11 +51,12 @@ class Bench:
         *,
         failed_ago_s: float = -inf,
         timeout_s: float = inf,
+        spec: str = "latest",
         resolved: Version | None = VERSION,
     ) -> None:
         """The rollout has called so long ago, and that call lasts, or has failed when version 1 was what it awaited."""
         began = self.world.now - ago_s
-        call = Call("update", "latest", Digest(""), began, began + timeout_s, None, Digest(""), resolved=resolved)
+        call = Call("update", spec, Digest(""), began, began + timeout_s, None, Digest(""), resolved=resolved)
         if failed_ago_s > 0:
             call.ended = self.world.now - failed_ago_s
             call.outcome = Finished(1, error=Failure("deadline-exceeded", "in vain"))
@@ -118,18 +119,44 @@ def test_the_time_of_a_failed_call_counts_from_the_end_of_the_storm(is_in_storm:
             bench.look()
 
 
-@pytest.mark.parametrize("ago_s", [1.9, 2.3])
-def test_who_rests_after_its_last_step_of_the_storm_is_waited_for(ago_s: float) -> None:
-    """At whole seconds: it goes on after 1.2 s, and up to one more."""
-    step = Step("replicate", "latest-1", rest_s=1.2)
+@pytest.mark.parametrize(("ago_s", "spec"), [(1.9, "latest-1"), (2.3, "latest-1"), (1.9, "latest")])
+def test_who_rests_after_its_last_step_of_the_storm_is_waited_for(ago_s: float, spec: str) -> None:
+    """At whole seconds: it goes on after 1.2 s, and up to one more. But not if that step was for the newest version."""
+    step = Step("replicate", spec, rest_s=1.2)
     bench = Bench(replicas=[Replica("m", "rollout", is_in_step=True, steps=(step,))])
-    began_s = bench.conditions.calm_s / 2 + 1.0
-    bench.calls(began_s, failed_ago_s=ago_s, resolved=None)
-    if ago_s > 2.2:
+    bench.calls(bench.conditions.calm_s / 2 + 1.0, failed_ago_s=ago_s, spec=spec, resolved=None)
+    if ago_s < 2.2 and spec != "latest":
+        bench.look()
+    else:
         with pytest.raises(OracleViolation, match="has version None"):
             bench.look()
-    else:
+
+
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_a_plain_program_in_step_rests_until_the_next_whole_second(is_in_step: bool) -> None:
+    bench = Bench(replicas=[Replica("m", "rollout", is_in_step=is_in_step)])
+    made = bench.truth.exists("m", VERSION)
+    assert made is not None
+    made.exists = bench.world.now - 1.2
+    if is_in_step:
         bench.look()
+    else:
+        with pytest.raises(OracleViolation, match="has version None"):
+            bench.look()
+
+
+@pytest.mark.parametrize("ended_ago_s", [0.3, 10.0])
+def test_a_trainer_whose_long_step_of_the_storm_has_just_ended_need_not_have_published(ended_ago_s: float) -> None:
+    bench = Bench()
+    calm_s, now = bench.conditions.calm_s, bench.world.now
+    call = Call("unpublish", "", Digest(""), now - calm_s, now, None, Digest(""), ended=now - ended_ago_s)
+    call.outcome = Finished(1)
+    bench.trainer.past.append(call)
+    if ended_ago_s < 1.0:
+        bench.judge.trainer("m/trainer", None, is_refused=False)
+    else:
+        with pytest.raises(OracleViolation, match="never published anything"):
+            bench.judge.trainer("m/trainer", None, is_refused=False)
 
 
 def test_a_version_that_came_while_the_rollout_rested_is_not_missed_yet() -> None:

@@ -13,7 +13,7 @@ from tensorhub.sim.truth.life import Copied, Life
 from tensorhub.sim.watch import Watch
 from tensorhub.sim.world import OracleViolation
 
-from .test_belated import NEWER, Bench
+from .test_belated import FORMER, NEWER, Bench
 from .test_established_truth import TwoShards
 
 pytestmark = pytest.mark.simulation
@@ -101,46 +101,82 @@ def test_it_may_when_the_next_server_has_found_a_reliable_worker_that_has_it_not
 
 
 class ClosingBench(TwoShards):
-    """Only the trainer has the newest version, and one of its shards is about to give it up."""
+    """Only the trainer has the newest version. One of its shards has no room for a copy, and the other one closes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_heir: bool = False) -> None:
         super().__init__()
         self.hears(*self.rollouts)
         self.publishes(NEWER)
         for trainer in self.trainers:
             self.truth.note_known(trainer, NEWER, trainer.root_of(NEWER))
-        self.passes(10.0, *self.trainers, *self.rollouts)  # nobody is new any more
+        if not has_heir:
+            self.truth.died(self.rollouts[1])
+        self.passes(10.0, *self.trainers, self.rollouts[0])  # nobody is new any more
         self.judge = RetentionJudge(self.truth, self.world)
         self.judge.conditions = replace(self.judge.conditions, host_copies=2)
+        self.leaver, self.closer = self.trainers
+        self.leaver.full_until = self.world.now
 
-    def closes(self, life: Life, *, is_heard: bool) -> None:
-        life.closing = self.world.now
-        life.close_deadline = self.world.now + 10
-        if is_heard:
-            assert life.held is not None
-            buffer = Withdrawing(NEWER, life.held.root)
-            self.truth.heard(life, Report(self.reports + 1, buffer=buffer, closing=True))
+    def closes(self, life: Life) -> None:
+        assert life.held is not None
+        life.closing, life.close_deadline = self.world.now, self.world.now + 10
+        buffer = Withdrawing(NEWER, life.held.root)
+        self.truth.heard(life, Report(self.reports + 1, buffer=buffer, closing=True))
 
     def gives_up(self) -> None:
-        life = self.trainers[0]
-        life.held = None
-        self.judge.gives_up(life, NEWER, "in the buffer")
+        self.leaver.held = None
+        self.judge.gives_up(self.leaver, NEWER, "in the buffer")
+
+    def must_keep(self) -> None:
+        with pytest.raises(OracleViolation, match=r"trainer\[0\] gave up the last reliable reference of version 2"):
+            self.gives_up()
 
 
 def test_what_another_shard_leaves_with_for_good_need_not_be_kept() -> None:
     bench = ClosingBench()
-    bench.truth.died(bench.rollouts[1])
-    bench.passes(2.0, *bench.trainers)
-    bench.closes(bench.trainers[1], is_heard=True)
+    bench.closes(bench.closer)
     bench.gives_up()
 
 
-@pytest.mark.parametrize("why", ["nobody has heard that it closes", "somebody could inherit"])
-def test_it_must_be_kept_while(why: str) -> None:
+def test_nor_what_it_was_told_to_let_go() -> None:
+    bench = ClosingBench(has_heir=True)
+    bench.closes(bench.closer)
+    bench.closer.let_go_at = bench.world.now
+    bench.gives_up()
+
+
+def test_it_must_be_kept_where_there_is_room() -> None:
     bench = ClosingBench()
-    if why == "nobody has heard that it closes":
-        bench.truth.died(bench.rollouts[1])
-        bench.passes(2.0, *bench.trainers)
-    bench.closes(bench.trainers[1], is_heard=why == "somebody could inherit")
-    with pytest.raises(OracleViolation, match=r"gave up the last reliable reference of version 2"):
-        bench.gives_up()
+    bench.leaver.full_until = 0.0
+    bench.closes(bench.closer)
+    bench.must_keep()
+
+
+def test_it_must_be_kept_while_no_server_has_heard_that_the_other_one_closes() -> None:
+    bench = ClosingBench()
+    bench.closer.closing = bench.world.now
+    bench.must_keep()
+
+
+def test_it_must_be_kept_while_somebody_could_inherit_though_a_message_of_him_was_lost() -> None:
+    bench = ClosingBench(has_heir=True)
+    bench.truth.troubles.message(bench.rollouts[1], (), bench.world.now)
+    bench.closes(bench.closer)
+    bench.must_keep()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_who_closes_beside_one_that_leaves_for_good_waits_for_no_heir_without_room(has_room: bool) -> None:
+    bench = ClosingBench()
+    bench.judge.conditions = replace(bench.judge.conditions, host_copies=1)
+    bench.closes(bench.closer)
+    if not has_room:
+        held = bench.leaver.held
+        assert held is not None
+        bench.leaver.copies[FORMER] = Copied(FORMER, held.root, held.since, [])
+    bench.closes(bench.leaver)
+    if has_room:
+        with pytest.raises(OracleViolation, match=r"left with the last reference of version 2"):
+            bench.judge.leaves(bench.leaver)
+    else:
+        bench.judge.leaves(bench.leaver)

@@ -3,12 +3,13 @@
 from math import inf
 
 from ...core.names import Version
+from ..plan import Replica
 from ..truth.life import Call, Life
 from .bench import Judge
 from .groups import GroupCall
 
 TOLD_S = 1.0  # since the last chunk came: a report may be lost, and the next one is told of it
-MOST_REST_S = 1.0  # a plain program rests for half as long between two calls
+MOST_REST_S = 1.0  # a plain program rests for half as long between two calls; some go on at whole seconds then
 FILLS = ("replicate", "update")
 OUT_OF_TIME = ("deadline-exceeded", "group-incomplete")  # its own time, or a sibling's
 STAYING = ("gone", "pause", "cut", "mute", "deaf", "unplug", "slow", "stutter", "disconnect")
@@ -72,9 +73,10 @@ class ProgressJudge(Judge):
         calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
         begun = [call for call in calls if call.began >= (since if call.ended < inf else plain_at)]
         begun = [call for call in begun if not self._is_of_the_storm(call)]
+        rest_s = MOST_REST_S * (1.5 if any(each.is_in_step for each in self._programs(replica)) else 1.0)
         for call in calls:
             step = [other for other in calls if abs(other.began - call.began) < self.spread_s]
-            is_over = max(other.ended for other in step) < self.now - MOST_REST_S - self.spread_s
+            is_over = max(other.ended for other in step) < self.now - rest_s - self.spread_s
             if _met_an_old_call(call, lives) and not is_over:
                 return True  # it is as if that step of its program had not been made
         if any(call.resolved == newest and self._has_failed(call) for call in calls):
@@ -82,9 +84,10 @@ class ProgressJudge(Judge):
         over = [call for call in calls if call.ended < inf]
         model = replica.partition("/")[0]
         ended = max((c.ended for c in over if c.error is None or self._was_in_vain(model, c, newest)), default=-inf)
-        if made is not None and not begun and self.now - max(made.exists, ended) < MOST_REST_S:
+        if made is not None and not begun and self.now - max(made.exists, ended) < rest_s:
             return True
-        former = max((call.ended for call in over if call.began < plain_at), default=-inf)
+        others = [call for call in over if call.began < plain_at and call.spec != "latest" and call.resolved != newest]
+        former = max((call.ended for call in others), default=-inf)
         if not begun and self.now - former < self._rest_s(replica):
             return True
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
@@ -96,10 +99,13 @@ class ProgressJudge(Judge):
         is_young = all(self._is_well(call, newest) and self.now - call.began < most_s for call in begun)
         return 0 < len(begun) <= self.conditions.shards_in(lives[0].cut) and is_young
 
+    def _programs(self, replica: str) -> list[Replica]:
+        return [each for each in self.plan.replicas if f"{each.model}/{each.name}" == replica]
+
     def _rest_s(self, replica: str) -> float:
         """How long its program rests at most after a step that is not plain; some go on at whole seconds."""
-        mine = [each for each in self.plan.replicas if f"{each.model}/{each.name}" == replica]
-        return max((step.rest_s + each.is_in_step for each in mine for step in each.steps), default=0.0)
+        programs = self._programs(replica)
+        return max((step.rest_s + each.is_in_step for each in programs for step in each.steps), default=0.0)
 
     def _versions_under_way(self) -> int:
         """How many are read now: all of them share the uplinks."""
@@ -160,17 +166,12 @@ class ProgressJudge(Judge):
             self.broken(f"{replica} never published anything")
 
     def _has_only_now_time(self, replica: str) -> bool:
-        """A step that its program made before it went plain took all of its time, waiting for a shard that was started
-        again, say, and it ended so lately that a fill and a publish need not have followed yet.
+        """A step that its program made before it went plain took very long, waiting for a shard that was started again,
+        say, and it ended so lately that a fill and a publish need not have followed yet.
         """
         plain_at = self.conditions.storm_s + self.conditions.calm_s / 2
         lives = [life for me, life in self.truth.lives.items() if f"{me.model}/{me.replica}" == replica]
-        late = [
-            call.ended
-            for life in lives
-            for call in life.past
-            if call.began < plain_at and call.error is not None and call.error.code in OUT_OF_TIME
-        ]
+        late = [call.ended for life in lives for call in life.past if call.began < plain_at]
         return self.now - max(late, default=-inf) < max(self.conditions.calm_s / 4, self.plan.slowest_read_s)
 
     def left_over(self, reads: dict[int, str], holders: dict[str, list[str]]) -> None:

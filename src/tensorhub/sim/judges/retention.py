@@ -31,7 +31,7 @@ class RetentionJudge(Judge):
         made = truth.exists(model, version)
         if made is None or life.closing < inf:
             return
-        if made.root_of(life.shard) is None or self._was_lost(life, version) or self._leaves_with_others(life, version):
+        if made.root_of(life.shard) is None or self._was_lost(life, version):
             return
         if "host" in where and life.was_unfilled:
             return  # its last chunk came when it had been told to go
@@ -42,6 +42,8 @@ class RetentionJudge(Judge):
             self.without_room[model, version, life.hello.reliable] = self.now
         if life in truth.holders(life.shard, version) or self._is_kept_outside(life, version, made.replica):
             return  # in its other memory, or by others
+        if not had_room and self._leaves_with_others(life, version):
+            return
         is_published = self._is_relied_on(life, version, lambda _other: True)  # by its publisher
         is_proved = self._is_proved(made, decided)
         if (is_published or not had_room or not is_proved) and self._were_all_away(life, version, decided):
@@ -73,6 +75,8 @@ class RetentionJudge(Judge):
             if not life.has(version) or others or made is None or not truth.was_known(made):
                 continue
             if self._was_lost(life, version) or self._was_left_lately(life, version, self.now, by_spot=True):
+                continue
+            if not self._has_room(life) and self._leaves_with_others(life, version):
                 continue
             since = life.closing - self.settings.lease_s
             heirs = self._heirs(life, version, made, since)
@@ -181,16 +185,18 @@ class RetentionJudge(Judge):
         return lost > -inf and any(all(o.whole_since(version) > since for o in holders) for holders in found)
 
     def _leaves_with_others(self, life: Life, version: Version) -> bool:
-        """Some other shard of it is had only by such as have told a server that they close, and nobody could inherit.
+        """Some other shard of it is had only by such as leave with it for good, and have told the server so.
 
-        They are told that they may let it go when it may already be given up here.
+        They may let it go already; or they will, as nobody else is there who could inherit it.
         """
-        made, truth = self.truth.exists(life.me.model, version), self.truth
+        truth = self.truth
 
         def goes(other: Life) -> bool:
-            is_leaving = other.closing < inf and other.heard is not None and other.heard.closing
-            since = other.closing - self.settings.lease_s
-            return is_leaving and made is not None and not self._heirs(other, version, made, since)
+            is_heard = other.is_heard_by(truth.server_life) and other.heard is not None and other.heard.closing
+            is_kept = other.held is not None and other.held.version == version and other.let_go_at == inf
+            is_told = not is_kept and (version not in other.copies or version in other.released)
+            others = (each for each in truth.same_shard(other.shard) if each is not other and each.closing == inf)
+            return is_heard and (is_told or not (other.cut or any(map(self._has_room, others))))
 
         return any(all(map(goes, truth.holders(shard, version))) for shard in self._other_shards(life))
 

@@ -113,8 +113,8 @@ class Established:
                     way.said.setdefault(place, life)
         if any(way.is_said for way in newest.ways.values()):
             self._known[life.me.model] = newest
-        known = self._known.get(life.me.model)
-        if known is not None and self._may_be_known(life.me.model, known, by=self._truth.server_life):
+        known, has_called = self._known.get(life.me.model), self._truth.troubles.server(self._truth.now)  # the roll
+        if has_called and known is not None and self._may_be_known(life.me.model, known, by=self._truth.server_life):
             self._known_by[life.me.model] = known.version, self._truth.server_life
 
     def _note_perhaps(self, model: str) -> None:
@@ -171,7 +171,8 @@ class Established:
     def _may_be_known(self, model: str, newest: Newest, by: int = 0, *, is_relied_on: bool = False) -> bool:
         """Each shard of a cut has somebody who has told a server of it, whether he was among the first or not.
 
-        `by`: that life of it. `is_relied_on`: and he is.
+        `by`: that life of it, which finds out anew what is established: a shard for which somebody is relied on needs
+        one such. `is_relied_on`: and he is.
 
         He may be on his way to another version, as long as no server has told him that he may give this one up. He may
         have died, as long as the server may believe that he lives.
@@ -185,7 +186,13 @@ class Established:
             is_one = life.me.replica != publisher and (life.hello.reliable or not is_relied_on)
             return is_there and is_one and self._said_to_keep(life, newest.version) and by in (0, life.heard_by)
 
-        return any(all(any(map(has_told, self._ever_there(shard))) for shard in cut) for cut in truth.cuts(model))
+        def is_told(shard: tuple[str, int]) -> bool:
+            others = [each for each in self._ever_there(shard) if each.me.replica != publisher]
+            relied_on = [each for each in others if each.hello.reliable and not _said_to_leave(each)]
+            needed = [each for each in relied_on if each.is_alive or truth.may_be_believed(each)] if by else []
+            return any(has_told(each) for each in others if each.hello.reliable or not needed)
+
+        return any(all(map(is_told, cut)) for cut in truth.cuts(model))
 
     def look(self, model: str) -> None:
         """What only spot workers have is established once no reliable worker of their shard has a session any more.
@@ -259,11 +266,10 @@ class Established:
         It decided after `decided` that the worker may give this one up, and said so when it was `told` at the latest.
         """
         truth = self._truth
-        lease_s = truth.plan.settings.lease_s
 
         def was_said(life: Life, newer: Version) -> bool:
-            until = max(life.heard_at, truth.troubles.server_back) + lease_s
-            return self._said_to_keep(life, newer) and life.heard_by == truth.server_life and decided < until
+            is_believed = life.heard_by == truth.server_life and decided < truth.believed_until(life)
+            return is_believed and self._said_to_keep(life, newer)
 
         return any(
             all(any(was_said(life, newer) for life in self._ever_there(shard)) for shard in cut)

@@ -173,9 +173,9 @@ class Truth:
         return life.is_heard_by(self.server_life) and self.now < self.believed_until(life)
 
     def believed_until(self, life: Life) -> float:
-        """Until then the server that has heard it last may take it for alive."""
+        """Until then the server that has heard it last may take it for alive: a pause adds its own length."""
         lease_s = self.plan.settings.lease_s / (1 - self.plan.conditions.drift)  # by a server whose clock is slow
-        return max(life.heard_at, self.troubles.server_back) + lease_s
+        return self.troubles.prolonged(life.heard_at, lease_s + self.plan.settings.report_s, self.now)
 
     def said_to_have(self, life: Life, version: Version) -> bool:
         """The latest report that a server took in says that it has the version, whole and to stay."""

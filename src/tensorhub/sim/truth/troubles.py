@@ -111,6 +111,16 @@ class Troubles:
         spans = (min(t.until - self._aftermath(kind), now) - max(t.since, since) for t in pauses)
         return max(0.0, max(spans, default=0.0) - unnoticed_s)
 
+    def prolonged(self, since: float, length_s: float, now: float) -> float:
+        """The end of what began then and lasts so long: a pause of the server adds its own length."""
+        until, over = since + length_s, since
+        for trouble in self.all:
+            if trouble.misfortune.kind == "pause-server" and trouble.since < until:
+                began, ended = max(trouble.since, over), min(trouble.until - self._aftermath("pause-server"), now)
+                until += max(0.0, ended - began)
+                over = max(over, ended)
+        return until
+
     def remembers(self, since: float) -> bool:
         """The server was not restarted; a pause is no reason to forget anybody."""
         restarts = (t for t in self.all if t.misfortune.kind == "restart-server")

@@ -207,15 +207,12 @@ def _keep_part(
 
 def _why_replace(state: State, member: Member, part: OpenRead) -> str | None:
     """Why this part is to have another source, if there is one; None: it is to stay as it is."""
-    source = state.members.get(part.source)
-    if source is None:
-        return None  # its lease is over, and it may well go on serving: its reader finds out
-    name = part.source.replica
-    if not facts.serves(state, part.source, part.version, part.grant.from_host):
+    source, name = state.members.get(part.source), part.source.replica
+    if source is not None and not facts.serves(state, part.source, part.version, part.grant.from_host):
         return f"; {name} has it no more"
-    if facts.is_leaving(source, part.version, part.grant.from_host):
+    if source is not None and facts.is_leaving(source, part.version, part.grant.from_host):
         return f"; {name} leaves it"
-    if _is_still(state, part) and state.now >= member.may_move_at:
+    if _is_still(state, part) and state.now >= member.may_move_at:  # without a session too: it may go on serving
         return f"; left {name}: nothing came for {state.now - part.pace.moved_at:.1f} s"
     return None
 

@@ -42,12 +42,10 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         and is_wanted
         and facts.serves(state, current.source, current.version, current.grant.from_host)
     ):
-        source = state.members.get(current.source)
-        if source is None:
-            return
         if not current.shares and (yield from _moves(state, model, record, member, current)):
             return
-        if not _is_to_be_left(state, source, current):
+        source = state.members.get(current.source)
+        if source is None or not _is_to_be_left(state, source, current):
             return
         waits_for_us = not current.grant.from_host and retention.waits_for_its_readers(state, source, current.version)
         # it has a part and does nothing for the rest: where that is all read, any that has the whole is better
@@ -92,12 +90,16 @@ def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, membe
 def _moves(
     state: State, model: Model, record: VersionRecord, member: Member, current: OpenRead
 ) -> Generator[Decision, None, bool]:
-    """It is given a better source."""
+    """It is given a better source.
+
+    Also if its own has no session any more: that may well go on serving. But nothing may come from it for ever, and the
+    reader need not find out: one that was filling still says that it has no more yet, or its memory alone is read.
+    """
     if (yield from moving.leave_slow(state, model, record, member, current)):
         return True
     if current.pace.is_stuck and (yield from across.instead_of(state, model, record, member, current)):
         return True
-    return (yield from moving.to_idle(state, model, record, member, current))
+    return current.source in state.members and (yield from moving.to_idle(state, model, record, member, current))
 
 
 def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
