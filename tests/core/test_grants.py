@@ -212,6 +212,27 @@ def test_a_source_without_a_session_is_left_where_nothing_comes_from_it(brings: 
     assert grant.source == (relay if brings else TRAINER)
 
 
+def test_what_comes_from_a_source_without_a_session_is_no_measure_for_others() -> None:
+    """It is not known any more over what distance: what a neighbour sends is not what comes from afar."""
+    town, relay, call = Town(lease_s=1.0, report_s=0.2, slow_s=0.4), worker("relay"), CallReport(1, "replicate", 1)
+    town.joins(relay, host="b", buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, host="b")
+    town.says(READER, call=call)
+    grant = town.orders[READER].grant
+    assert grant is not None
+    measured = []
+    for step in range(1, 30):
+        town.until(step * 0.2)
+        if step < 10:
+            town.says(relay, buffer=Holding(ONE, ROOT, published=True))
+        reading = Reading(grant.ticket, relay, ONE, arrived_bytes=step << 20)
+        town.says(READER, call=call, buffer=Filling(ONE, step, 100), reading=reading)
+        measured.append(set(town.server.state.known(READER).best))
+    assert relay not in town.server.state.members
+    assert town.server.state.reads.current[READER].pace.rate is not None
+    assert measured[-1] == measured[9] == {(False, False)}
+
+
 @pytest.mark.replaces
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def once_more(state: State, model: object, member: Member, wanted: object) -> Iterator[Decision]:

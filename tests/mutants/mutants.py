@@ -20,16 +20,51 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "a reader stays with a source that has no session, whatever comes from it",
-        "        if not current.shares and (yield from _moves(state, model, record, member, current)):\n",
-        "        has_one = current.source in state.members\n"
-        "        if has_one and not current.shares and (yield from _moves(state, model, record, member, current)):\n",
+        "        is_fixed = current.shares or may_come_back\n",
+        "        is_fixed = current.shares or current.source not in state.members\n",
         "a relay that has lost its session may say for ever that it has no more yet",
     ),
     Mutant(
         "a part of a read across stays with a source that has no session",
-        "    if _is_still(state, part) and state.now >= member.may_move_at:  # without a session too: it may go on serving\n",
-        "    if source is not None and _is_still(state, part) and state.now >= member.may_move_at:\n",
+        "    if progress.is_in_vain(state, part) or (\n        source is not None and _is_still",
+        "    if (\n        source is not None and _is_still",
         "memory that is read from afar is not asked whether anybody still writes there",
+    ),
+    Mutant(
+        "a part in vain keeps its reader from another cut",
+        "    return any(part is None or progress.is_in_vain(state, part) for part in needed)\n",
+        "    return any(part is None for part in needed)\n",
+        "a reader across goes where it gets all",
+    ),
+    Mutant(
+        "a part that stands still keeps its reader from another cut",
+        "    if not is_in_need and not (stands_still(state, member) and state.now >= member.may_move_at):\n",
+        "    if not is_in_need:\n",
+        "a slow source is left",
+    ),
+    Mutant(
+        "who waits in vain does not read from one that wants to leave",
+        "    if candidate.is_withdrawing and not (candidate.is_full and progress.is_in_vain(state, read)):\n",
+        "    if candidate.is_withdrawing:\n",
+        "the two do not wait for each other",
+    ),
+    Mutant(
+        "a relay that a restarted server has not heard yet has no session",
+        "        is_fixed = current.shares or may_come_back\n",
+        "        is_fixed = current.shares\n",
+        "each version crosses once to each site, across restarts",
+    ),
+    Mutant(
+        "nobody looks at the call whose read is in vain",
+        "                state.mark_dirty(read.reader)  # whose call may be in vain\n",
+        "",
+        "a call for a lost version ends",
+    ),
+    Mutant(
+        "what comes from a source without a session is a measure",
+        "    if source is not None and read.pace.rate is not None:\n",
+        "    if read.pace.rate is not None:\n",
+        "it is not known over what distance that comes",
     ),
     Mutant(
         "what was opened across for other tensors is read into a host copy",
@@ -627,7 +662,7 @@ MUTANTS = (
     ),
     Mutant(
         "who reads across looks for no source in its own line",
-        "        if across.is_short(state, member) and _is_had_in_its_line(state, model, record, member):\n"
+        "        if is_short and _is_had_in_its_line(state, model, record, member, is_in_need=is_in_need):\n"
         "            yield from _begin_anew(state, model, record, member, wanted)\n",
         "",
         "nobody waits for a part out of another cut while somebody of its own line has all of the version",
@@ -1435,8 +1470,8 @@ MUTANTS = (
     ),
     Mutant(
         "a source that is shared from is left for an idle one",
-        "        if not current.shares and (yield from _moves(",
-        "        if (yield from _moves(",
+        "        is_fixed = current.shares or may_come_back\n",
+        "        is_fixed = may_come_back\n",
         "who maps a copy stays with it: nothing has to come",
     ),
     Mutant(

@@ -135,6 +135,7 @@ def _move(
             reader.may_move_at = until
         case CallStuck(read, is_stuck):
             if is_stuck and not read.pace.is_stuck:
+                state.mark_dirty(read.reader)  # whose call may be in vain
                 for behind in state.reads.from_source(read.reader):
                     state.mark_dirty(behind.reader)  # who need not wait for it any more
             read.pace.is_stuck = is_stuck

@@ -227,10 +227,10 @@ def note_pace(state: State, reader: Member) -> None:
     read.pace.note(now, arrived_bytes=arrived, done=done, chunk_bytes=chunk_bytes, over_s=window_s)
     if reader.paced != read.version:
         reader.paced, reader.best, reader.moves, reader.may_move_at = read.version, {}, 0, -inf
-    if read.pace.rate is not None:
+    source = state.members.get(read.source)
+    if source is not None and read.pace.rate is not None:
         tier = progress.tier(state, read)
         reader.best[tier] = max(reader.best.get(tier, 0.0), read.pace.rate)
-    source = state.members.get(read.source)
     if source is not None:
         its_own = progress.its_own(state, read)
         is_hopeless = its_own is not None and (

@@ -13,12 +13,12 @@ Rules:
 It must never: mix two cuts in one plan, or give parts of content without tiles.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from math import inf
 
 from .. import facts
 from ..catalog import Model
-from ..decisions import Cross, Decision, Give, Leave, LookAgain, TakeBack
+from ..decisions import CallStuck, Cross, Decision, Give, Leave, LookAgain, TakeBack
 from ..lines import Cut, Line
 from ..membership import Crossing, Member
 from ..open_reads import OpenRead
@@ -32,9 +32,15 @@ Choice = tuple[Candidate, str]
 
 
 def set_out(
-    state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool
+    state: State,
+    model: Model,
+    record: VersionRecord,
+    member: Member,
+    *,
+    to_host: bool,
+    other_than: Cut | None = None,
 ) -> Generator[Decision, None, bool]:
-    """Let it read out of another cut, if it is the one of its line and site to do so."""
+    """Let it read out of another cut, if it is the one of its line and site to do so. Not out of `other_than`."""
     if not crossing.can_cross(record, member.line):
         return False
     if not _is_elected(state, model, record, member):
@@ -46,7 +52,7 @@ def set_out(
     for number, cut in enumerate(crossing.cuts_to_read(model, record, member.line)):
         found = [_choose(state, model, record, member, line) for line in cut]
         chosen = [choice for choice in found if choice is not None]
-        if len(chosen) == len(cut):
+        if len(chosen) == len(cut) and cut != other_than:
             rank = (*_rank(chosen), number)
             best = (rank, cut, chosen) if best is None or rank < best[0] else best
     if best is None:
@@ -88,18 +94,24 @@ def keep_up(state: State, model: Model, record: VersionRecord, member: Member, w
             yield from take_back(state, member)
             yield from set_out(state, model, record, member, to_host=wanted.to_host)
         return
-    missing = False
     for line in plan.cut:
         if line not in plan.done:
             part = state.reads.parts.get(member.worker, {}).get(line)
-            has_one = yield from _keep_part(state, model, record, member, line, part, to_host=wanted.to_host)
-            missing = missing or not has_one
-    if not missing:
+            yield from _keep_part(state, model, record, member, line, part, to_host=wanted.to_host)
+    is_in_need = _is_short(state, plan, state.reads.parts.get(member.worker, {}))
+    if not is_in_need and not (stands_still(state, member) and state.now >= member.may_move_at):
         return
+
+    def would_do(line: Line) -> bool:
+        choice = _choose(state, model, record, member, line)
+        return choice is not None and (is_in_need or _would_do(choice, is_in_need=False))
+
     others = [cut for cut in crossing.cuts_to_read(model, record, member.line) if cut != plan.cut]
-    if any(all(_choose(state, model, record, member, line) for line in cut) for cut in others):
+    if any(all(map(would_do, cut)) for cut in others):
+        for part in _parts_that_stand_still(state, member):
+            yield Leave(member, part, state.now + progress.window_s(state))
         yield from take_back(state, member)
-        yield from set_out(state, model, record, member, to_host=wanted.to_host)
+        yield from set_out(state, model, record, member, to_host=wanted.to_host, other_than=plan.cut)
 
 
 def take_back(state: State, member: Member) -> Iterator[Decision]:
@@ -109,11 +121,25 @@ def take_back(state: State, member: Member) -> Iterator[Decision]:
 
 
 def is_short(state: State, member: Member) -> bool:
-    """It reads across, and of what it needs a part has no source."""
+    """It reads across, and of what it needs a part has no source, or one from which nothing will come."""
     plan, parts = member.crossing, state.reads.parts.get(member.worker)
-    return (
-        plan is not None and parts is not None and any(line not in plan.done and line not in parts for line in plan.cut)
-    )
+    return plan is not None and parts is not None and _is_short(state, plan, parts)
+
+
+def _is_short(state: State, plan: Crossing, parts: Mapping[Line, OpenRead]) -> bool:
+    needed = [parts.get(line) for line in plan.cut if line not in plan.done]
+    return any(part is None or progress.is_in_vain(state, part) for part in needed)
+
+
+def stands_still(state: State, member: Member) -> bool:
+    """It reads across, and by a part that it needs nothing comes."""
+    return bool(_parts_that_stand_still(state, member))
+
+
+def _parts_that_stand_still(state: State, member: Member) -> list[OpenRead]:
+    plan, parts = member.crossing, state.reads.parts.get(member.worker, {})
+    done = plan.done if plan is not None else {}
+    return [part for line, part in parts.items() if line not in done and _is_still(state, part)]
 
 
 def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
@@ -183,38 +209,44 @@ def _keep_part(
     part: OpenRead | None,
     *,
     to_host: bool,
-) -> Generator[Decision, None, bool]:
-    """See that the line has a source. Returns whether it has."""
+) -> Iterator[Decision]:
+    """See that the line has a source, if there is one."""
     why = _why_replace(state, member, part) if part is not None else ""
+    is_in_vain = part is not None and progress.is_in_vain(state, part)
+    if part is not None and is_in_vain != part.pace.is_stuck:
+        yield CallStuck(part, is_in_vain)
     if why is None:
-        return True
+        return
     choice = _choose(state, model, record, member, line, instead_of=part)
-    if choice is None:
-        if part is None:
-            yield from _wait(state, model, record, member)
-            return False
-        if facts.serves(state, part.source, part.version, part.grant.from_host):
-            return True
+    if choice is None and part is None:
+        yield from _wait(state, model, record, member)
+    elif choice is None and part is not None and not _serves(state, part):
         yield TakeBack(part)
-        return False
+    if choice is None:
+        return
     if part is not None and _is_still(state, part):
         yield Leave(member, part, state.now + progress.window_s(state))
     if part is not None:
         yield TakeBack(part)
     yield _part(record, member, line, choice, to_host=to_host, why=why)
-    return True
 
 
 def _why_replace(state: State, member: Member, part: OpenRead) -> str | None:
     """Why this part is to have another source, if there is one; None: it is to stay as it is."""
     source, name = state.members.get(part.source), part.source.replica
-    if source is not None and not facts.serves(state, part.source, part.version, part.grant.from_host):
+    if not _serves(state, part):
         return f"; {name} has it no more"
     if source is not None and facts.is_leaving(source, part.version, part.grant.from_host):
         return f"; {name} leaves it"
-    if _is_still(state, part) and state.now >= member.may_move_at:  # without a session too: it may go on serving
+    if progress.is_in_vain(state, part) or (
+        source is not None and _is_still(state, part) and state.now >= member.may_move_at
+    ):
         return f"; left {name}: nothing came for {state.now - part.pace.moved_at:.1f} s"
     return None
+
+
+def _serves(state: State, part: OpenRead) -> bool:
+    return facts.serves(state, part.source, part.version, part.grant.from_host)
 
 
 def _is_still(state: State, part: OpenRead) -> bool:
@@ -233,13 +265,13 @@ def _choose(
     """The best source for that line. `instead_of`: for what is read now only such as will do better."""
     found = witness.allowed(state, model, member, sources.whole_sources(state, record, member, line))
     if instead_of is not None:
-        former = instead_of.source, instead_of.grant.from_host
+        former, is_in_need = (instead_of.source, instead_of.grant.from_host), progress.is_in_vain(state, instead_of)
         found = [
             candidate
             for candidate in found
-            if not (
-                candidate.is_withdrawing or candidate.is_doubtful or (candidate.worker, candidate.from_host) == former
-            )
+            if (is_in_need or not candidate.is_withdrawing)
+            and not candidate.is_doubtful
+            and (candidate.worker, candidate.from_host) != former
         ]
     return choose_source(found, now=state.now)
 

@@ -34,7 +34,9 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
     if current is not None and is_wanted and current.part is not None:
         yield from across.keep_up(state, model, record, member, wanted)
-        if across.is_short(state, member) and _is_had_in_its_line(state, model, record, member):
+        is_in_need = across.is_short(state, member)
+        is_short = is_in_need or across.stands_still(state, member)
+        if is_short and _is_had_in_its_line(state, model, record, member, is_in_need=is_in_need):
             yield from _begin_anew(state, model, record, member, wanted)
         return
     if (
@@ -42,7 +44,9 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         and is_wanted
         and facts.serves(state, current.source, current.version, current.grant.from_host)
     ):
-        if not current.shares and (yield from _moves(state, model, record, member, current)):
+        may_come_back = state.is_recovering and current.source not in state.members
+        is_fixed = current.shares or may_come_back
+        if not is_fixed and (yield from _moves(state, model, record, member, current)):
             return
         source = state.members.get(current.source)
         if source is None or not _is_to_be_left(state, source, current):
@@ -76,11 +80,12 @@ def _begin_anew(
     yield from _grant(state, model, record, member, to_host=wanted.to_host)
 
 
-def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, member: Member, *, is_in_need: bool) -> bool:
     """Somebody of its own line has all of the version, and lives. Better one that was too slow for it than none."""
     return member.line in record.roots and any(
         candidate.is_full
         and not candidate.is_withdrawing
+        and (is_in_need or not candidate.is_slow)
         and candidate.avoided_until <= state.now
         and not facts.is_doubtful(state, state.known(candidate.worker))
         for candidate in sources.candidates(state, model, record, member)

@@ -65,7 +65,7 @@ def leave_slow(
             yield CallStuck(read, False)
         return False
     why, needed = found
-    is_looked_for = state.now >= reader.may_move_at
+    is_looked_for = state.now >= reader.may_move_at or progress.is_in_vain(state, read)
     choice = _way_out(state, model, record, reader, read, needed) if is_looked_for else None
     if choice is None:
         if is_looked_for:
@@ -114,7 +114,7 @@ def _way_out(
         is_needed = all(candidate.is_slow for candidate in near) and sources.may_cross(state, model, record, reader)
         better = better if is_needed else near
     its_own = state.reads.current.get(read.source)
-    first = [candidate for candidate in better if not candidate.load and not candidate.is_slow]
+    first = [each for each in better if not (each.load or each.is_slow or each.is_withdrawing)]
     if its_own is not None and its_own.version == read.version:
         first = first or [candidate for candidate in better if candidate.worker == its_own.source]
     return choose_source(first or better, now=state.now)
@@ -149,8 +149,10 @@ def _why_leave(
 
 
 def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float) -> bool:
-    """It would bring so much, as far as can be known."""
-    if candidate.worker == read.source or candidate.is_doubtful or candidate.is_withdrawing:
+    """It would bring so much, as far as can be known. Who wants to leave the version is better than what is in vain."""
+    if candidate.worker == read.source or candidate.is_doubtful:
+        return False
+    if candidate.is_withdrawing and not (candidate.is_full and progress.is_in_vain(state, read)):
         return False
     is_still = read.pace.is_still(state.now, progress.patience_s(state))
     if not candidate.is_same_site and not is_still and (candidate.leaving_site or not progress.tier(state, read)[0]):
@@ -242,7 +244,9 @@ def _usual(state: State, record: VersionRecord, read: OpenRead) -> Generator[Dec
         for holders in record.holders.values():
             for worker in holders:
                 one = state.reads.current.get(worker)
-                if one is not None and one.part is None and one.version == record.version and one.pace.rate is not None:
+                if one is None or one.part is not None or one.version != record.version or one.pace.rate is None:
+                    continue
+                if one.source in state.members:  # else it is not known over what distance
                     found.setdefault(progress.tier(state, one), []).append(one.pace.rate)
         rates = {each: usual(those) for each, those in found.items()}
         yield NoteUsualRates(record, rates, state.now + state.report_s)

@@ -45,6 +45,15 @@ def is_held_up(state: State, read: OpenRead) -> bool:
     return reader is not None and facts.is_here(state, reader) and read.pace.is_still(state.now, patience_s(state))
 
 
+def is_in_vain(state: State, read: OpenRead) -> bool:
+    """Nothing comes by it, and its source has no session: it may be that nothing will.
+
+    Right after a restart it is not known yet who has none.
+    """
+    is_lost = read.source not in state.members and not state.is_recovering
+    return is_lost and read.pace.is_still(state.now, patience_s(state))
+
+
 def cannot_begin(state: State, read: OpenRead) -> bool:
     """Its reader has had permission for long, and a former read of the reader does not stop."""
     return begins_until(state, read) <= state.now
