@@ -37,12 +37,6 @@ MUTANTS = (
         "a reader across goes where it gets all",
     ),
     Mutant(
-        "a part that stands still keeps its reader from another cut",
-        "    if not is_in_need and not (stands_still(state, member) and state.now >= member.may_move_at):\n",
-        "    if not is_in_need:\n",
-        "a slow source is left",
-    ),
-    Mutant(
         "who waits in vain does not read from one that wants to leave",
         "    if candidate.is_withdrawing and not (candidate.is_full and progress.is_in_vain(state, read)):\n",
         "    if candidate.is_withdrawing:\n",
@@ -65,6 +59,30 @@ MUTANTS = (
         "    if source is not None and read.pace.rate is not None:\n",
         "    if read.pace.rate is not None:\n",
         "it is not known over what distance that comes",
+    ),
+    Mutant(
+        "a call for what is lost is given up while its source stands still",
+        "    is_in_vain = read is not None and progress.is_in_vain(state, read) and model.is_lost(record)\n",
+        "    is_in_vain = read is not None and progress.is_held_up(state, read) and model.is_lost(record)\n",
+        "who has the version and lost its session may go on feeding relays",
+    ),
+    Mutant(
+        "a part that goes on is given up for a cut that is silent",
+        "        return choice is not None and (is_missing or _would_do(choice, is_in_need=True))\n",
+        "        return choice is not None\n",
+        "two reads that fail are no help",
+    ),
+    Mutant(
+        "who waits in vain does not go where another reader is held up",
+        "        return progress.is_in_vain(state, read) or not any(progress.is_held_up(state, one) for one in others)\n",
+        "        return not any(progress.is_held_up(state, one) for one in others)\n",
+        "one reader that stands still keeps nobody else from the publisher",
+    ),
+    Mutant(
+        "who waits in vain does not go to another cut that wants to leave",
+        "    if is_tried and (yield from across.instead_of(state, model, record, member, current, is_in_need=is_in_vain)):\n",
+        "    if is_tried and (yield from across.instead_of(state, model, record, member, current)):\n",
+        "the two do not wait for each other",
     ),
     Mutant(
         "what was opened across for other tensors is read into a host copy",
@@ -662,7 +680,7 @@ MUTANTS = (
     ),
     Mutant(
         "who reads across looks for no source in its own line",
-        "        if is_short and _is_had_in_its_line(state, model, record, member, is_in_need=is_in_need):\n"
+        "        if across.is_short(state, member) and _is_had_in_its_line(state, model, record, member):\n"
         "            yield from _begin_anew(state, model, record, member, wanted)\n",
         "",
         "nobody waits for a part out of another cut while somebody of its own line has all of the version",
@@ -1060,7 +1078,7 @@ MUTANTS = (
     ),
     Mutant(
         "readers go back and forth",
-        "state.now + 2 * progress.window_s(state) * 2.0 ** min(reader.moves, 16))\n",
+        "state.now + 2 * window_s * 2.0 ** min(reader.moves, 16))\n",
         "reader.may_move_at)\n",
         "each move waits twice as long as the one before",
     ),
@@ -1078,8 +1096,8 @@ MUTANTS = (
     ),
     Mutant(
         "who has moved once never moves again",
-        "        if is_looked_for:\n            yield StayFor(reader, state.now + progress.window_s(state))\n",
-        "        yield StayFor(reader, max(reader.may_move_at, state.now + progress.window_s(state)))\n",
+        "        if is_looked_for:\n            yield StayFor(",
+        "        if True:\n            yield StayFor(",
         "a reader that got a slow source again leaves that too, later",
     ),
     Mutant(
@@ -1318,7 +1336,7 @@ MUTANTS = (
     ),
     Mutant(
         "a read that stands still keeps a call for what is lost",
-        "    is_in_vain = read is not None and progress.is_held_up(state, read) and model.is_lost(record)\n",
+        "    is_in_vain = read is not None and progress.is_in_vain(state, read) and model.is_lost(record)\n",
         "    is_in_vain = False\n",
         "a call for what is lost ends, whatever is read in vain",
     ),

@@ -263,13 +263,19 @@ class ErrorJudge(GroupJudge):
 
     def _layout(self, life: Life, call: Call) -> str:
         """A shard of its replica has other tensors than the version that it was to be filled with."""
-        named = call.resolved if call.resolved_as == call.number else call.spec
+        named = call.resolved if call.resolved_as == call.number and self._is_kept(life, call) else call.spec
         group = list(self.truth.group(life))
         for (model, version), made in self.truth.made.items():
             is_meant = model == life.me.model and (version == named or not isinstance(named, int))
             if is_meant and any(self._is_other(other, each) for other in group for each in made.values()):
                 return ""
         return "each shard has the tensors of what was published"
+
+    def _is_kept(self, life: Life, call: Call) -> bool:
+        """To what it was resolved: the server has said so in this session, or has been told since that it had."""
+        told = life.heard.call if life.heard is not None else None
+        is_of_session = call.resolved_at >= max(life.heard_since, life.turned_away_at)
+        return is_of_session or (told is not None and told.resolved == call.resolved)
 
     def _is_other(self, life: Life, made: Made) -> bool:
         """It has other tensors, or had when a server last heard of it.

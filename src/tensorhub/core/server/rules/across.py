@@ -98,18 +98,20 @@ def keep_up(state: State, model: Model, record: VersionRecord, member: Member, w
         if line not in plan.done:
             part = state.reads.parts.get(member.worker, {}).get(line)
             yield from _keep_part(state, model, record, member, line, part, to_host=wanted.to_host)
-    is_in_need = _is_short(state, plan, state.reads.parts.get(member.worker, {}))
-    if not is_in_need and not (stands_still(state, member) and state.now >= member.may_move_at):
+    parts = dict(state.reads.parts.get(member.worker, {}))
+    if not _is_short(state, plan, parts):
         return
+    is_missing = any(line not in plan.done and line not in parts for line in plan.cut)
 
     def would_do(line: Line) -> bool:
         choice = _choose(state, model, record, member, line)
-        return choice is not None and (is_in_need or _would_do(choice, is_in_need=False))
+        return choice is not None and (is_missing or _would_do(choice, is_in_need=True))
 
     others = [cut for cut in crossing.cuts_to_read(model, record, member.line) if cut != plan.cut]
     if any(all(map(would_do, cut)) for cut in others):
-        for part in _parts_that_stand_still(state, member):
-            yield Leave(member, part, state.now + progress.window_s(state))
+        for part in parts.values():
+            if progress.is_in_vain(state, part):
+                yield Leave(member, part, state.now + progress.window_s(state))
         yield from take_back(state, member)
         yield from set_out(state, model, record, member, to_host=wanted.to_host, other_than=plan.cut)
 
@@ -129,17 +131,6 @@ def is_short(state: State, member: Member) -> bool:
 def _is_short(state: State, plan: Crossing, parts: Mapping[Line, OpenRead]) -> bool:
     needed = [parts.get(line) for line in plan.cut if line not in plan.done]
     return any(part is None or progress.is_in_vain(state, part) for part in needed)
-
-
-def stands_still(state: State, member: Member) -> bool:
-    """It reads across, and by a part that it needs nothing comes."""
-    return bool(_parts_that_stand_still(state, member))
-
-
-def _parts_that_stand_still(state: State, member: Member) -> list[OpenRead]:
-    plan, parts = member.crossing, state.reads.parts.get(member.worker, {})
-    done = plan.done if plan is not None else {}
-    return [part for line, part in parts.items() if line not in done and _is_still(state, part)]
 
 
 def is_looking(state: State, member: Member, wanted: Wanted) -> bool:

@@ -34,9 +34,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
     if current is not None and is_wanted and current.part is not None:
         yield from across.keep_up(state, model, record, member, wanted)
-        is_in_need = across.is_short(state, member)
-        is_short = is_in_need or across.stands_still(state, member)
-        if is_short and _is_had_in_its_line(state, model, record, member, is_in_need=is_in_need):
+        if across.is_short(state, member) and _is_had_in_its_line(state, model, record, member):
             yield from _begin_anew(state, model, record, member, wanted)
         return
     if (
@@ -80,12 +78,13 @@ def _begin_anew(
     yield from _grant(state, model, record, member, to_host=wanted.to_host)
 
 
-def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, member: Member, *, is_in_need: bool) -> bool:
-    """Somebody of its own line has all of the version, and lives. Better one that was too slow for it than none."""
+def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+    """Somebody of its own line has all of the version, and lives.
+
+    Better one that was too slow for it, or that wants to leave the version, than none.
+    """
     return member.line in record.roots and any(
         candidate.is_full
-        and not candidate.is_withdrawing
-        and (is_in_need or not candidate.is_slow)
         and candidate.avoided_until <= state.now
         and not facts.is_doubtful(state, state.known(candidate.worker))
         for candidate in sources.candidates(state, model, record, member)
@@ -102,7 +101,9 @@ def _moves(
     """
     if (yield from moving.leave_slow(state, model, record, member, current)):
         return True
-    if current.pace.is_stuck and (yield from across.instead_of(state, model, record, member, current)):
+    is_in_vain = progress.is_in_vain(state, current)
+    is_tried = current.pace.is_stuck or is_in_vain
+    if is_tried and (yield from across.instead_of(state, model, record, member, current, is_in_need=is_in_vain)):
         return True
     return current.source in state.members and (yield from moving.to_idle(state, model, record, member, current))
 

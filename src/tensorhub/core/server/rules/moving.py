@@ -65,17 +65,20 @@ def leave_slow(
             yield CallStuck(read, False)
         return False
     why, needed = found
-    is_looked_for = state.now >= reader.may_move_at or progress.is_in_vain(state, read)
+    is_in_vain, window_s = progress.is_in_vain(state, read), progress.window_s(state)
+    is_looked_for = state.now >= reader.may_move_at or (is_in_vain and state.now >= read.looked_at + window_s)
     choice = _way_out(state, model, record, reader, read, needed) if is_looked_for else None
     if choice is None:
+        if is_looked_for and is_in_vain:
+            yield LookedForBetter(read)
         if is_looked_for:
-            yield StayFor(reader, state.now + progress.window_s(state))
+            yield StayFor(reader, max(reader.may_move_at, state.now + window_s))
         yield from _note_stuck(state, reader, read)
         return False
     best, reason = choice
     its_own = progress.its_own(state, read)
     takes_its_place = its_own is not None and its_own.source == best.worker
-    yield Leave(reader, read, state.now + 2 * progress.window_s(state) * 2.0 ** min(reader.moves, 16))
+    yield Leave(reader, read, state.now + 2 * window_s * 2.0 ** min(reader.moves, 16))
     yield TakeBack(read)
     yield Give(
         *(reader, record, best.worker, f"{reason}; {why}", best.from_host, read.grant.to_host),
@@ -167,7 +170,7 @@ def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float
     source, its_own = state.known(candidate.worker), state.reads.current.get(read.source)
     others = [one for one in state.reads.from_source(candidate.worker) if not one.is_void]
     if is_still:
-        return not any(progress.is_held_up(state, one) for one in others)
+        return progress.is_in_vain(state, read) or not any(progress.is_held_up(state, one) for one in others)
     if any(one.pace.rate is None for one in others):
         return False  # it serves somebody of whom too little is known yet
     spare = source.capacity.best - sum(one.pace.rate or 0.0 for one in others)
