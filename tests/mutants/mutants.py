@@ -62,8 +62,8 @@ MUTANTS = (
     ),
     Mutant(
         "a call for what is lost is given up while its source stands still",
-        "    is_in_vain = read is not None and progress.is_in_vain(state, read) and model.is_lost(record)\n",
-        "    is_in_vain = read is not None and progress.is_held_up(state, read) and model.is_lost(record)\n",
+        "    is_fed = read is not None and not (model.is_lost(record) and progress.is_cut_off(state, read))\n",
+        "    is_fed = read is not None and not (model.is_lost(record) and progress.is_held_up(state, read))\n",
         "who has the version and lost its session may go on feeding relays",
     ),
     Mutant(
@@ -83,6 +83,30 @@ MUTANTS = (
         "    if is_tried and (yield from across.instead_of(state, model, record, member, current, is_in_need=is_in_vain)):\n",
         "    if is_tried and (yield from across.instead_of(state, model, record, member, current)):\n",
         "the two do not wait for each other",
+    ),
+    Mutant(
+        "who waits behind one that does something else is fed by it",
+        "        if is_paused(state, above):\n            return True\n        above = its_own",
+        "        above = its_own",
+        "a call for what is lost ends",
+    ),
+    Mutant(
+        "who moved lately does not look when its source is lost",
+        "        is_looked_for = not read.pace.is_stuck or state.now >= read.looked_at + window_s\n",
+        "        is_looked_for = state.now >= read.looked_at + window_s\n",
+        "a reader goes across only where nobody sound of its own line is",
+    ),
+    Mutant(
+        "what is read yet takes an heir's room",
+        "        or (copy.version != filled and _is_needless(model, member, copy, record))\n",
+        "",
+        "who leaves for good waits for room that will be made",
+    ),
+    Mutant(
+        "what is wanted gives way to what is inherited",
+        "    if copy.version >= record.version or copy.version == version_wished or copy.version in model.retained():\n",
+        "    if False:\n",
+        "who leaves does not wait for room that will not be made",
     ),
     Mutant(
         "what was opened across for other tensors is read into a host copy",
@@ -1336,8 +1360,8 @@ MUTANTS = (
     ),
     Mutant(
         "a read that stands still keeps a call for what is lost",
-        "    is_in_vain = read is not None and progress.is_in_vain(state, read) and model.is_lost(record)\n",
-        "    is_in_vain = False\n",
+        "    is_fed = read is not None and not (model.is_lost(record) and progress.is_cut_off(state, read))\n",
+        "    is_fed = read is not None\n",
         "a call for what is lost ends, whatever is read in vain",
     ),
     Mutant(

@@ -340,8 +340,8 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         text = f"{member.worker} failed {reads} of version {record.version}, {whence} {last.source}: {last.message}"
         return Failure(last.code, text, HOPELESS.get(last.code) or STATUS_SAYS)
     read = state.reads.current.get(member.worker)
-    is_in_vain = read is not None and progress.is_in_vain(state, read) and model.is_lost(record)
-    is_reading = read is not None and not is_in_vain and not across.is_short(state, member)
+    is_fed = read is not None and not (model.is_lost(record) and progress.is_cut_off(state, read))
+    is_reading = is_fed and not across.is_short(state, member)
     if state.is_recovering or is_reading:
         return None
     if member.has_whole_copy(record.version):

@@ -1,8 +1,9 @@
 """Who has to fetch a copy of what only such have as want to leave for good.
 
 Rules:
-- The heir is another reliable worker of the same line. If need be it drops a copy of what its buffer holds too. Where
-  no reliable one can be, one that nobody relies on is the heir, for a while: it is better than nobody.
+- The heir is another reliable worker of the same line. If need be it drops a copy of what its buffer holds too, or of
+  an older version that nobody needs. Where no reliable one can be, one that nobody relies on is the heir, for a while:
+  it is better than nobody.
 - Where nobody of that line can, the heirs are workers of another cut, one for each of its lines that nobody keeps: they
   read across. All of them, or none: a part of a cut is of no use.
 - Where there are none, who leaves does not wait.
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 from typing import NamedTuple
 
-from ...messages import Filling
+from ...messages import Filling, HostCopy
 from ...names import WorkerId
 from .. import facts
 from ..catalog import Model
@@ -180,16 +181,27 @@ def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
 def _can_inherit(state: State, model: Model, member: Member, record: VersionRecord) -> bool:
     report = member.report
     filled = facts.wanted_version(state.place(member)[1], member)
-    # where a copy of it goes there is room again; and one of what the buffer holds too, or soon will, gives way
+    # where a copy of it goes there is room again; one of what the buffer holds too, or soon will, gives way; so does one
+    # of an older version that nobody needs, once nobody reads it
     may_have_room = any(
         copy.version == record.version
         or member.stays(copy.version)
         or (copy.version == filled and member.fills_itself(copy.version))
+        or (copy.version != filled and _is_needless(model, member, copy, record))
         for copy in member.content.copies
     )
     is_making_room = any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
     has_room = report.copies_left > 0 or may_have_room or is_making_room
     return has_room and crossing.may_fit(model, record, member)
+
+
+def _is_needless(model: Model, member: Member, copy: HostCopy, record: VersionRecord) -> bool:
+    """All or a part of an older version, which nobody fetches any more, waits for, or wants to be kept."""
+    wished = member.report.prefetch
+    version_wished = model.resolve(wished, member.hello.companions)[0] if wished is not None else None
+    if copy.version >= record.version or copy.version == version_wished or copy.version in model.retained():
+        return False
+    return not (copy.whole and model.look_up(copy.version).promised)
 
 
 def _is_staying(member: Member, record: VersionRecord) -> bool:

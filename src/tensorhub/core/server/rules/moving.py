@@ -47,7 +47,6 @@ from .selection import Candidate, choose_source
 
 BETTER = 1.25  # times what came from the slow one, though they share its source now: half is at least 1.5 times a third
 WORTH = 2.0  # times what comes now: less is not worth a chunk that has to come again
-MAX_HOPS = 64  # of a chain: nobody moves to a source that is further from the root
 
 
 def leave_slow(
@@ -66,7 +65,9 @@ def leave_slow(
         return False
     why, needed = found
     is_in_vain, window_s = progress.is_in_vain(state, read), progress.window_s(state)
-    is_looked_for = state.now >= reader.may_move_at or (is_in_vain and state.now >= read.looked_at + window_s)
+    is_looked_for = state.now >= reader.may_move_at
+    if is_in_vain and not is_looked_for:  # at once, and now and then
+        is_looked_for = not read.pace.is_stuck or state.now >= read.looked_at + window_s
     choice = _way_out(state, model, record, reader, read, needed) if is_looked_for else None
     if choice is None:
         if is_looked_for and is_in_vain:
@@ -182,7 +183,7 @@ def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float
 def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
     """It is filling, and so is each source above it, up to one that has everything. None of them is `without`."""
     read = state.reads.current.get(worker)
-    for _ in range(MAX_HOPS):
+    for _ in range(progress.MAX_HOPS):  # nobody moves to a source that is further from the root
         if read is None or read.source == without or read.pace.is_stuck or progress.is_held_up(state, read):
             return False
         source = state.members.get(read.source)

@@ -7,6 +7,7 @@ from ..open_reads import OpenRead
 from ..pace import Tier
 from ..state import State
 
+MAX_HOPS = 64  # of a chain of readers
 REPORTS = 1.75  # without anything: two, less the time by which the second may come early
 
 
@@ -52,6 +53,20 @@ def is_in_vain(state: State, read: OpenRead) -> bool:
     """
     is_lost = read.source not in state.members and not state.is_recovering
     return is_lost and read.pace.is_still(state.now, patience_s(state))
+
+
+def is_cut_off(state: State, read: OpenRead) -> bool:
+    """Nothing comes by it, nor will: somebody further up reads in vain, or does not read the rest."""
+    above: OpenRead | None = read
+    for _ in range(MAX_HOPS):
+        if above is None or is_in_vain(state, above):
+            return above is not None
+        if not is_held_up(state, above):
+            return False
+        if is_paused(state, above):
+            return True
+        above = its_own(state, above)
+    return False
 
 
 def cannot_begin(state: State, read: OpenRead) -> bool:
