@@ -181,8 +181,8 @@ def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
 def _can_inherit(state: State, model: Model, member: Member, record: VersionRecord) -> bool:
     report = member.report
     filled = facts.wanted_version(state.place(member)[1], member)
-    # where a copy of it goes there is room again; one of what the buffer holds too, or soon will, gives way; so does one
-    # of an older version that nobody needs, once nobody reads it
+    # where a copy of it goes there is room again; one of what the buffer holds too, or soon will, gives way;
+    # so does one of an older version that nobody needs, once nobody reads it
     may_have_room = any(
         copy.version == record.version
         or member.stays(copy.version)
