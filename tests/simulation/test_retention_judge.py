@@ -180,3 +180,18 @@ def test_who_closes_beside_one_that_leaves_for_good_waits_for_no_heir_without_ro
             bench.judge.leaves(bench.leaver)
     else:
         bench.judge.leaves(bench.leaver)
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_what_seems_lost_goes_before_a_copy_that_has_begun(is_begun: bool) -> None:
+    """The other shard of it is cut off."""
+    bench = ClosingBench()
+    bench.judge.conditions = replace(bench.judge.conditions, host_copies=1)
+    bench.leaver.full_until = 0.0
+    bench.passes(2.0, bench.leaver, bench.rollouts[0])
+    if is_begun:
+        copy = HostCopy(1, LATEST, bench.leaver.root_of(NEWER))
+        bench.truth.said(bench.leaver, Report(bench.reports + 1, copies=(copy,)))
+        bench.gives_up()
+    else:
+        bench.must_keep()

@@ -46,7 +46,8 @@ class RetentionJudge(Judge):
             return
         is_published = self._is_relied_on(life, version, lambda _other: True)  # by its publisher
         is_proved = self._is_proved(made, decided)
-        if (is_published or not had_room or not is_proved) and self._were_all_away(life, version, decided):
+        is_full = not had_room or self.conditions.host_copies <= life.hosted + self._begun(life)  # that goes on
+        if (is_published or is_full or not is_proved) and self._were_all_away(life, version, decided):
             return
         if self._was_left_lately(life, version, told) or not truth.was_known(made):
             return
@@ -134,12 +135,15 @@ class RetentionJudge(Judge):
     def _had_room(self, life: Life, where: str) -> bool:
         """Before it gave the version up, something else could have been kept beside it.
 
-        Beside a host copy that is one less for each copy that has begun, and is not whole: it fills room too.
+        Beside a host copy that is one less for each copy that has begun.
         """
         if "host" not in where or not self._has_room(life):
             return self._has_room(life)
-        begun = sum(not copy.whole for copy in life.said.copies) if life.said is not None else 0
-        return self.conditions.host_copies > len(life.copies) + 1 + begun
+        return self.conditions.host_copies > len(life.copies) + 1 + self._begun(life)
+
+    def _begun(self, life: Life) -> int:
+        """Host copies that have begun, and are not whole: they fill room too."""
+        return sum(not copy.whole for copy in life.said.copies) if life.said is not None else 0
 
     def _decided(self, life: Life, version: Version, where: str) -> tuple[float, float]:
         """(when it was decided at the earliest that it may give a version up, when it was told so at the latest).
