@@ -3,6 +3,7 @@
 import pytest
 
 from tensorhub.core.names import Version
+from tensorhub.sim.plan import Misfortune
 
 from .test_belated import FORMER, NEWER, Bench
 
@@ -93,6 +94,29 @@ def test_the_next_server_wants_one_that_is_relied_on_where_such_a_one_lives(come
         bench.life("rollout", 1)
         bench.passes(1.0, *there)
     assert bench.is_known() is (comes != "before the server decides")
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+def test_a_server_that_was_down_when_it_became_so_is_the_next_one(is_down: bool) -> None:
+    """It finds out anew what is established, and one that is relied on comes before it decides."""
+    bench = Bench()
+    bench.truth.died(bench.steady)
+    bench.passes(2.0, bench.trainer, bench.spot)
+    if is_down:
+        bench.truth.troubles.struck(0, Misfortune(bench.world.now, "restart-server", ""), bench.world.now)
+        bench.world.now += 0.1
+        gets_third(bench)
+        bench.world.now += 0.1
+        bench.truth.troubles.passed(0, bench.world.now)
+        bench.truth.server_life += 1
+    else:
+        gets_third(bench)
+    bench.hears(bench.spot)
+    bench.passes(0.5, bench.trainer, bench.spot)
+    bench.life("steady")
+    bench.passes(5.0, bench.trainer, bench.spot)
+    assert bench.truth.established.version("m") == THIRD
+    assert bench.truth.established.is_known("m", THIRD, bench.world.now) is not is_down
 
 
 def test_not_while_a_server_takes_a_newer_one_for_it_from_such_as_have_died() -> None:

@@ -158,7 +158,7 @@ class Established:
         between = (each for each in truth.existing(model) if version < each < newest.version)
         if any(self._may_be_known(model, Newest(each, truth.now), is_relied_on=True) for each in between):
             return False  # no server knows of the newest one, as nobody has been able to say so
-        is_next = truth.troubles.server_died >= known.since
+        is_next = max(truth.troubles.server_died, truth.troubles.server_started) >= known.since
         if is_next and self._known_by.get(model) != (version, truth.server_life):
             return False
         until = known.since + truth.plan.settings.report_s + 8 * truth.plan.conditions.delay_s

@@ -30,6 +30,7 @@ class Troubles:
         self.server_until = 0.0  # it was gone, or stood still, or listened after a restart
         self.server_back = 0.0  # when it was last started, or went on after standing still
         self.server_died = -inf  # when it was last killed
+        self.server_started = -inf  # when it was last started again
 
     def struck(self, number: int, misfortune: Misfortune, now: float) -> None:
         """It begins."""
@@ -44,6 +45,8 @@ class Troubles:
         """It is over, and what follows from it will soon be."""
         trouble = self._open.pop(number)
         trouble.until = now + self._aftermath(trouble.misfortune.kind)
+        if trouble.misfortune.kind == "restart-server":
+            self.server_started = now
         if trouble.misfortune.kind.endswith("server"):
             others = [t for t in self._open.values() if t.misfortune.kind.endswith("server")]
             self.server_back = inf if others else now
