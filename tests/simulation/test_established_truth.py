@@ -119,6 +119,30 @@ def test_a_server_that_was_down_when_it_became_so_is_the_next_one(is_down: bool)
     assert bench.truth.established.is_known("m", THIRD, bench.world.now) is not is_down
 
 
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_not_where_a_server_knows_of_one_between_it_and_the_newest(is_heard: bool) -> None:
+    """Who first had that has gone on, unheard; another one has it since."""
+    bench = Bench()
+    bench.truth.died(bench.steady)
+    bench.passes(2.0, bench.trainer, bench.spot)
+    former, other = bench.life("former", reliable=False), bench.life("other", reliable=False)
+    bench.gets(former, THIRD)
+    bench.truth.published(bench.trainer, THIRD, bench.gets(bench.trainer, THIRD))
+    bench.truth.established.note_whole(former, THIRD)
+    bench.hears(former)
+    bench.passes(1.0, bench.trainer, former)
+    assert bench.truth.established.is_known("m", THIRD, bench.world.now)
+    for version in (Version(4), Version(5)):
+        bench.truth.published(bench.trainer, version, bench.gets(bench.trainer, version))
+        bench.gets(bench.spot, version)
+        if version == 4:
+            bench.gets(other, version)
+    if is_heard:
+        bench.hears(other)
+    assert bench.truth.established.version("m") == 5
+    assert bench.truth.established.is_known("m", THIRD, bench.world.now) is not is_heard
+
+
 def test_not_while_a_server_takes_a_newer_one_for_it_from_such_as_have_died() -> None:
     bench = TwoShards()
     bench.hears(*bench.rollouts)

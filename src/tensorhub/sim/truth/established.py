@@ -41,6 +41,7 @@ class Established:
     def __init__(self, truth: "Truth") -> None:
         self._truth = truth
         self._newest: dict[str, Newest] = {}
+        self._ever: dict[tuple[str, Version], None] = {}  # all that have been the newest one
         self._known: dict[str, Newest] = {}  # the newest of which a server has been told, by holders of all shards
         self._known_by: dict[str, tuple[Version, int]] = {}  # which life of the server has heard of it from all shards
         self._perhaps: dict[str, Version] = {}  # the newest of which a server may have been told by any holders
@@ -86,6 +87,7 @@ class Established:
             newest.since = truth.now
         if is_new and ways:
             self._newest[model] = Newest(version, truth.now, ways)
+            self._ever[model, version] = None
 
     def _outside(
         self, shard: tuple[str, int], version: Version, made: "Made", reliable: dict[tuple[str, int], None]
@@ -156,8 +158,9 @@ class Established:
         if self._perhaps.get(model, version) > version or (newest is not known and self._may_be_known(model, newest)):
             return False
         between = (each for each in truth.existing(model) if version < each < newest.version)
-        if any(self._may_be_known(model, Newest(each, truth.now), is_relied_on=True) for each in between):
-            return False  # no server knows of the newest one, as nobody has been able to say so
+        for each in between:  # no server knows of the newest one, as nobody has been able to say so
+            if self._may_be_known(model, Newest(each, truth.now), is_relied_on=(model, each) not in self._ever):
+                return False
         is_next = max(truth.troubles.server_died, truth.troubles.server_started) >= known.since
         if is_next and self._known_by.get(model) != (version, truth.server_life):
             return False
