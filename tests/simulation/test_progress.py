@@ -132,6 +132,18 @@ def test_who_rests_after_its_last_step_of_the_storm_is_waited_for(ago_s: float, 
             bench.look()
 
 
+@pytest.mark.parametrize("spec", ["prefetched", "latest"])
+def test_a_step_that_is_not_plain_is_none_of_its_tries_though_it_came_late(spec: str) -> None:
+    bench = Bench()
+    bench.calls(5.0, failed_ago_s=1.5, spec=spec, resolved=None)
+    bench.calls(0.1)
+    if spec == "prefetched":
+        bench.look()
+    else:
+        with pytest.raises(OracleViolation, match="has version None"):
+            bench.look()
+
+
 @pytest.mark.parametrize("is_in_step", [True, False])
 def test_a_plain_program_in_step_rests_until_the_next_whole_second(is_in_step: bool) -> None:
     bench = Bench(replicas=[Replica("m", "rollout", is_in_step=is_in_step)])

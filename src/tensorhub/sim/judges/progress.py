@@ -11,6 +11,7 @@ from .groups import GroupCall
 TOLD_S = 1.0  # since the last chunk came: a report may be lost, and the next one is told of it
 MOST_REST_S = 1.0  # a plain program rests for half as long between two calls; some go on at whole seconds then
 FILLS = ("replicate", "update")
+PLAIN = ("update", "latest")  # what a program calls once it is plain
 OUT_OF_TIME = ("deadline-exceeded", "group-incomplete")  # its own time, or a sibling's
 STAYING = ("gone", "pause", "cut", "mute", "deaf", "unplug", "slow", "stutter", "disconnect")
 
@@ -86,7 +87,8 @@ class ProgressJudge(Judge):
         ended = max((c.ended for c in over if c.error is None or self._was_in_vain(model, c, newest)), default=-inf)
         if made is not None and not begun and self.now - max(made.exists, ended) < rest_s:
             return True
-        others = [call for call in over if call.began < plain_at and call.spec != "latest" and call.resolved != newest]
+        of_storm = (call for call in over if call.began < plain_at or self._is_of_the_storm(call))
+        others = [call for call in of_storm if call.spec != "latest" and call.resolved != newest]
         former = max((call.ended for call in others), default=-inf)
         if not begun and self.now - former < self._rest_s(replica):
             return True
@@ -118,10 +120,12 @@ class ProgressJudge(Judge):
         return version is not None and version < newest and not self._is_to_be_had(model, version)
 
     def _is_of_the_storm(self, call: Call) -> bool:
-        """It failed, and its program was not plain yet when it made this step, though this shard called a little later.
+        """Its program was not plain yet when it made this step, though this shard called a little later.
 
-        A plain one gives each call the time that the network may take.
+        A plain one updates to the latest version, and gives each call the time that the network may take.
         """
+        if (call.verb, call.spec) != PLAIN:
+            return True
         is_short = call.deadline - call.began < self.plan.slowest_read_s
         return is_short and call.error is not None and call.error.code in OUT_OF_TIME
 
