@@ -195,3 +195,16 @@ def test_what_seems_lost_goes_before_a_copy_that_has_begun(is_begun: bool) -> No
         bench.gives_up()
     else:
         bench.must_keep()
+
+
+def test_two_that_were_told_to_go_are_no_excuse_for_each_other() -> None:
+    """Neither has room; for each of them somebody could inherit."""
+    bench = ClosingBench(has_heir=True)
+    bench.judge.conditions = replace(bench.judge.conditions, host_copies=1)
+    for trainer in bench.trainers:
+        assert trainer.held is not None
+        trainer.copies[FORMER] = Copied(FORMER, trainer.held.root, trainer.held.since, [])
+        bench.closes(trainer)
+        trainer.let_go_at = bench.world.now
+    with pytest.raises(OracleViolation, match=r"left with the last reference of version 2"):
+        bench.judge.leaves(bench.leaver)

@@ -74,10 +74,10 @@ class ProgressJudge(Judge):
         calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
         begun = [call for call in calls if call.began >= (since if call.ended < inf else plain_at)]
         begun = [call for call in begun if not self._is_of_the_storm(call)]
-        rest_s = MOST_REST_S * (1.5 if any(each.is_in_step for each in self._programs(replica)) else 1.0)
+        plain_rest_s = MOST_REST_S * (1.5 if any(each.is_in_step for each in self._programs(replica)) else 1.0)
         for call in calls:
             step = [other for other in calls if abs(other.began - call.began) < self.spread_s]
-            is_over = max(other.ended for other in step) < self.now - rest_s - self.spread_s
+            is_over = max(other.ended for other in step) < self.now - plain_rest_s - self.spread_s
             if _met_an_old_call(call, lives) and not is_over:
                 return True  # it is as if that step of its program had not been made
         if any(call.resolved == newest and self._has_failed(call) for call in calls):
@@ -85,12 +85,12 @@ class ProgressJudge(Judge):
         over = [call for call in calls if call.ended < inf]
         model = replica.partition("/")[0]
         ended = max((c.ended for c in over if c.error is None or self._was_in_vain(model, c, newest)), default=-inf)
-        if made is not None and not begun and self.now - max(made.exists, ended) < rest_s:
+        if made is not None and not begun and self.now - max(made.exists, ended) < plain_rest_s:
             return True
         of_storm = (call for call in over if call.began < plain_at or self._is_of_the_storm(call))
         others = [call for call in of_storm if call.spec != "latest" and call.resolved != newest]
         former = max((call.ended for call in others), default=-inf)
-        if not begun and self.now - former < self._rest_s(replica):
+        if not begun and self.now - former < self._rest_of_the_storm_s(replica):
             return True
         is_hindered = any(trouble.misfortune.stays for trouble in self.truth.troubles.all)
         most_s = (
@@ -104,7 +104,7 @@ class ProgressJudge(Judge):
     def _programs(self, replica: str) -> list[Replica]:
         return [each for each in self.plan.replicas if f"{each.model}/{each.name}" == replica]
 
-    def _rest_s(self, replica: str) -> float:
+    def _rest_of_the_storm_s(self, replica: str) -> float:
         """How long its program rests at most after a step that is not plain; some go on at whole seconds."""
         programs = self._programs(replica)
         return max((step.rest_s + each.is_in_step for each in programs for step in each.steps), default=0.0)

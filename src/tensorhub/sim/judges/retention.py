@@ -191,16 +191,17 @@ class RetentionJudge(Judge):
     def _leaves_with_others(self, life: Life, version: Version) -> bool:
         """Some other shard of it is had only by such as leave with it for good, and have told the server so.
 
-        They may let it go already; or they will, as nobody else is there who could inherit it.
+        They will let it go, as nobody else is there who could inherit it. Or they may do so already: whether that was
+        right is judged when they leave, and so that is no excuse for one that leaves with them.
         """
-        truth = self.truth
+        truth, stays = self.truth, life.closing == inf
 
         def goes(other: Life) -> bool:
             is_heard = other.is_heard_by(truth.server_life) and other.heard is not None and other.heard.closing
             is_kept = other.held is not None and other.held.version == version and other.let_go_at == inf
             is_told = not is_kept and (version not in other.copies or version in other.released)
             others = (each for each in truth.same_shard(other.shard) if each is not other and each.closing == inf)
-            return is_heard and (is_told or not (other.cut or any(map(self._has_room, others))))
+            return is_heard and ((stays and is_told) or not (other.cut or any(map(self._has_room, others))))
 
         return any(all(map(goes, truth.holders(shard, version))) for shard in self._other_shards(life))
 

@@ -8,7 +8,8 @@ Rules:
   behind himself, however versions go from cut to cut.
 - Each part is for itself. One whose source leaves, is gone, or stands still, is given another source; one that failed,
   too. What has brought its share needs none any more.
-- A cut of which a line has no source any more is left for another one that has all, or for the reader's own line.
+- A cut of which a line has no source any more is left for another one that has all, or for the reader's own line. A
+  source that has lost its session and brings nothing is none.
 
 It must never: mix two cuts in one plan, or give parts of content without tiles.
 """
@@ -209,11 +210,11 @@ def _keep_part(
     if why is None:
         return
     choice = _choose(state, model, record, member, line, instead_of=part)
-    if choice is None and part is None:
-        yield from _wait(state, model, record, member)
-    elif choice is None and part is not None and not _serves(state, part):
-        yield TakeBack(part)
     if choice is None:
+        if part is None:
+            yield from _wait(state, model, record, member)
+        elif not _serves(state, part):
+            yield TakeBack(part)
         return
     if part is not None and _is_still(state, part):
         yield Leave(member, part, state.now + progress.window_s(state))

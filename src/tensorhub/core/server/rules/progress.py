@@ -59,8 +59,10 @@ def is_cut_off(state: State, read: OpenRead) -> bool:
     """Nothing comes by it, nor will: somebody further up reads in vain, or does not read the rest."""
     above: OpenRead | None = read
     for _ in range(MAX_HOPS):
-        if above is None or is_in_vain(state, above):
-            return above is not None
+        if above is None:
+            return False
+        if is_in_vain(state, above):
+            return True
         if not is_held_up(state, above):
             return False
         if is_paused(state, above):
