@@ -618,6 +618,18 @@ MUTANTS = (
         "what only spot workers have stays established when the server is started again",
     ),
     Mutant(
+        "a reader gets no receipt with its grant",
+        "    coming = [(read.version, None, member.line)] if read is not None else []\n",
+        "    coming: list[tuple[Version, Digest | None, Line]] = []\n",
+        "who was cut off before its fill was heard of can show who has published that",
+    ),
+    Mutant(
+        "a receipt is dropped before its content is whole",
+        "worker.proofs.take_orders(orders, worker.versions_at_hand)",
+        "worker.proofs.take_orders(orders, worker.versions_here)",
+        "a reader keeps the receipt that came with its grant",
+    ),
+    Mutant(
         "a copy that was told to go makes it established",
         "            _has_it_to_stay(state, model, worker, record.version)\n            for worker in record.whole",
         "            True\n            for worker in record.whole",

@@ -367,7 +367,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     fetch: Version | None = None
     release: tuple[int, ...] = ()
     newest_receipt: str = ""
-    receipts: dict[int, str] = {}  # for what the worker holds and has none of yet
+    receipts: dict[int, str] = {}  # for what the worker holds or reads and has none of yet
     ceiling: Number = Number(0)
     ceiling_receipt: str = ""
     conflict: Digest = Digest("")  # content with this root is not what its version is: whoever holds it does not

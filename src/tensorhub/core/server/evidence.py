@@ -18,17 +18,20 @@ NO_LAYOUT = Digest("")
 
 
 def owed(state: State, model: Model, member: Member) -> dict[int, str]:
-    """Receipts for what it holds and has none of yet."""
+    """Receipts for what it holds, and for what it reads: it may have all of that by the time it is heard again."""
     found: dict[int, str] = {}
     if not model.roll.is_over:
         return found
-    for version, root, line in _held(member.content):
+    read = state.reads.current.get(member.worker)
+    coming = [(read.version, None, member.line)] if read is not None else []
+    for version, root, line in [*coming, *_held(member.content)]:
         if version in member.report.receipts:
             continue
         record = model.versions.get(version)
-        if record is not None and record.exists and record.roots.get(line) == root:
+        known = record.roots.get(line) if record is not None and record.exists else None
+        if record is not None and known is not None and root in (None, known):
             publisher = next(iter(record.publishers), "")
-            found[version] = state.notary.content(model.name, version, member.shard, root, publisher)
+            found[version] = state.notary.content(model.name, version, member.shard, known, publisher)
     return found
 
 

@@ -16,7 +16,7 @@ def take(worker: WorkerState, orders: Orders) -> None:
         worker.slot.extend_trust(sent_at + orders.trust_s)
     worker.slot.take_grant(orders.grant, orders.across)
     worker.copies.take_orders(orders, next_report=worker.next_report)
-    worker.proofs.take_orders(orders, worker.versions_here)
+    worker.proofs.take_orders(orders, worker.versions_at_hand)
     worker.is_urgent |= orders.witness
     calling.take_conflict(worker, orders.conflict)
     call = worker.call

@@ -18,7 +18,7 @@ class Proofs:
     receipts: dict[int, str] = field(default_factory=dict)  # by version of what is here: it is what was published
 
     def take_orders(self, orders: Orders, here: list[Version | None]) -> None:
-        """The latest orders. `here`: the versions of which this worker has something."""
+        """The latest orders. `here`: the versions of which this worker has something, or is about to."""
         if orders.newest is not None:
             self.newest, self.newest_receipt = orders.newest, orders.newest_receipt
         if orders.ceiling > self.ceiling:

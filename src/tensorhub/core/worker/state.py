@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from ..messages import Buffer, Failure, Reading, Refusal
+from ..messages import Buffer, Failure, Filling, Reading, Refusal
 from ..names import Number, Version, WorkerId
 from .buffer import RegisteredMemory
 from .call import Call
@@ -101,3 +101,9 @@ class WorkerState:
     def versions_here(self) -> list[Version | None]:
         """The versions of which something is here."""
         return [self.memory.held, *self.copies.by_version]
+
+    @property
+    def versions_at_hand(self) -> list[Version | None]:
+        """These, and what is being read: all of it may be here before the server is heard again."""
+        coming = [self.reading.version] if self.reading is not None else []
+        return [*self.versions_here, *coming, *([self.buffer.version] if isinstance(self.buffer, Filling) else [])]
