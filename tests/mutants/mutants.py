@@ -98,14 +98,14 @@ MUTANTS = (
     ),
     Mutant(
         "what is read yet takes an heir's room",
-        "        or (copy.version != filled and _is_needless(model, member, copy, record))\n",
+        "        or _is_needless(state, model, member, copy)\n",
         "",
         "who leaves for good waits for room that will be made",
     ),
     Mutant(
         "what is wanted gives way to what is inherited",
-        "    if copy.version >= record.version or copy.version == version_wished or copy.version in model.retained():\n",
-        "    if False:\n",
+        "    return not election.is_wanted_ahead(state, model, member, version)\n\n\ndef _is_staying",
+        "    return True\n\n\ndef _is_staying",
         "who leaves does not wait for room that will not be made",
     ),
     Mutant(
@@ -765,13 +765,49 @@ MUTANTS = (
     ),
     Mutant(
         "a copy that goes makes no room for its heir",
-        "    has_room = report.copies_left > 0 or may_have_room or is_making_room\n",
-        "    has_room = report.copies_left > 0 or member.copy(record.version) is not None\n",
+        "    return WITH_ROOM if is_making_room else None\n",
+        "    return None\n",
         "who closes waits for an heir that has room as soon as its old copy is gone",
     ),
     Mutant(
+        "an heir that waits for room is as good as one that has some",
+        "    if heir is not None and heir.when == AT_ONCE:\n        return heir\n",
+        "    if heir is not None:\n        return heir\n",
+        "who closes is inherited at once where somebody has room",
+    ),
+    Mutant(
+        "an heir that waits for room hides those of another cut",
+        "    if heir is not None and heir.when == AT_ONCE:\n        return its_own\n",
+        "    if heir is not None:\n        return its_own\n",
+        "who closes is inherited at once where a whole cut has room",
+    ),
+    Mutant(
+        "those who wait for room hide those who have some",
+        "                at_once += when == AT_ONCE\n",
+        "                at_once += 1\n",
+        "who closes is inherited at once where somebody has room, however many wait for it",
+    ),
+    Mutant(
+        "an heir that cannot read stays the heir",
+        "        return IN_VAIN if member.turns_lost else AT_ONCE\n",
+        "        return AT_ONCE\n",
+        "of those who could inherit one is tried after another",
+    ),
+    Mutant(
+        "who could be the heir instead is not woken",
+        "            state.mark_everyone_dirty(model)  # or be the heir\n",
+        "            pass\n",
+        "of those who could inherit one is tried after another",
+    ),
+    Mutant(
+        "who closes leaves as soon as its connection breaks",
+        "    return worker.alone_since + worker.patience_s\n",
+        "    return worker.now\n",
+        "a server that is back in a moment knows who has to inherit",
+    ),
+    Mutant(
         "an heir that fills its buffer from its only copy has no room",
-        "        or (copy.version == filled and member.fills_itself(copy.version))\n",
+        "        or copy.version == filled\n",
         "",
         "who closes waits for an heir that has room as soon as its buffer has what its copy has",
     ),
@@ -1342,8 +1378,8 @@ MUTANTS = (
     ),
     Mutant(
         "workers of another cut are no heirs",
-        "    return Heirs(tuple([heir.worker for heir in best[1]]) if best is not None else (), is_across=True)\n",
-        "    return NOBODY\n",
+        "    return Heirs(tuple([heir.member.worker for heir in best[1]]), is_across=True)\n",
+        "    return its_own\n",
         "who closes waits until others have what it alone has, however they are cut",
     ),
     Mutant(
@@ -1794,8 +1830,8 @@ MUTANTS = (
     ),
     Mutant(
         "a member of a set fetches ahead what only its own model has",
-        "    latest = next(iter(model.available(member.hello.companions)), None)\n",
-        "    latest = model.latest\n",
+        "    return next(iter(model.available(member.hello.companions)), None)\n",
+        "    return model.latest\n",
         "host memory is for versions that all models of a set have",
     ),
     Mutant(

@@ -121,7 +121,10 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure) -> None
     reader.failures += 1
     reader.in_vain += 1
     if reader.in_vain % TRIES_A_TURN == 0:
-        state.mark_waiting_dirty(state.models[reader.hello.model], NEWS)  # another one may be elected
+        model = state.models[reader.hello.model]
+        state.mark_waiting_dirty(model, NEWS)  # another one may be elected
+        if model.closing and reader.told is not None and reader.told.fetch is not None:
+            state.mark_everyone_dirty(model)  # or be the heir
     avoided = reader.avoided.setdefault(failure.source, Avoided(0.0, 0))
     avoided.times += 1
     is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1

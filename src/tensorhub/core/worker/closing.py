@@ -26,12 +26,30 @@ def advance(worker: WorkerState) -> None:
         departure.is_hurried = True
         worker.copies.leave_all(next_report=worker.next_report)
         filling.hurry(worker)
-    if worker.now >= departure.deadline or not worker.connected:
+    is_alone = not worker.connected
+    if worker.now >= departure.deadline or (is_alone and worker.now >= alone_until(worker)):
         worker.slot.stop("closing")
         worker.want(worker.memory.stop_serving())
         leave(worker, departure, drained=not isinstance(worker.buffer, Withdrawing))
     elif _is_gone(worker) and not departure.leaving_in:
         departure.leaving_in = worker.next_report
+    if is_alone and not departure.is_alone and not departure.has_left:
+        still_s = min(alone_until(worker), departure.deadline) - worker.now
+        text = "closes, and waits for the reference server, which alone knows who needs what is here"
+        worker.want(events.Warn(f"{worker.me} {text}: for {still_s:.3g} s at most"))
+    departure.is_alone = is_alone
+
+
+def alone_until(worker: WorkerState) -> float:
+    """How long it stays without a connection to the server: that may be back in a moment, and know who needs it.
+
+    Where nothing is held, or no server ever knew this worker or will any more, there is nothing to wait for.
+    """
+    holds_something = isinstance(worker.buffer, Withdrawing) or bool(worker.copies.by_version)
+    is_refused = worker.refusal is not None and worker.refusal.retry_s <= 0
+    if not holds_something or not worker.session or is_refused:
+        return worker.now
+    return worker.alone_since + worker.patience_s
 
 
 def leave(worker: WorkerState, departure: Departure, *, drained: bool) -> None:

@@ -13,6 +13,7 @@ class Departure:
     deadline: float
     is_hurried: bool = False  # the time of heirs and readers is over
     leaving_in: int = 0  # the first report that says that nothing is left here
+    is_alone: bool = False  # it waits for the server, and has said so
     has_left: bool = False
 
     @property

@@ -73,6 +73,8 @@ class Worker:
             times.append(departure.deadline)
             if not departure.is_hurried:
                 times.append(departure.impatient_at)
+            if not worker.connected:
+                times.append(closing.alone_until(worker))
         if worker.reading is not None and not worker.slot.is_stopping:
             times.append(worker.slot.trust_until)
         if worker.connected:
@@ -204,7 +206,7 @@ class Worker:
             case events.Connected():
                 self._connected()
             case events.Disconnected():
-                worker.connected = False
+                worker.connected, worker.alone_since = False, worker.now
             case events.Received(message=message):
                 if isinstance(message, Refusal):
                     orders.take_refusal(worker, message)

@@ -47,6 +47,7 @@ class WorkerState:
 
     # what it knows from the server
     connected: bool = False
+    alone_since: float = -inf  # when its last connection to the server broke
     refusal: Refusal | None = None
     session: Number = Number(0)
     seen: Number = Number(0)  # the highest number of orders

@@ -1,11 +1,49 @@
-"""Ahead of anybody's call, a site that lacks the newest version *elects* a worker to fetch it into host memory."""
+"""What a worker fetches into host memory ahead of its caller's call.
 
+Its caller may wish for a version, its settings may say that it always fetches the newest one, and a site that lacks the
+newest version *elects* a worker to fetch it.
+"""
+
+from collections.abc import Iterator
+
+from ...names import Version
 from .. import facts
 from ..catalog import Model
 from ..membership import Member
 from ..records import VersionRecord
 from ..state import State
 from . import crossing
+
+
+def wanted_ahead(state: State, model: Model, member: Member) -> Iterator[Version]:
+    """What it should have a host copy of, apart from what it has to keep for others; the most important first."""
+    wished, latest = _wished(model, member), _latest(model, member)
+    if wished is not None:
+        yield wished
+    if latest is not None and _fetches(state, model, member, latest):
+        yield latest
+
+
+def is_wanted_ahead(state: State, model: Model, member: Member, version: Version) -> bool:
+    """The version is one of those."""
+    if version == _wished(model, member):
+        return True
+    return version == _latest(model, member) and _fetches(state, model, member, version)
+
+
+def _wished(model: Model, member: Member) -> Version | None:
+    wish = member.report.prefetch
+    return model.resolve(wish, member.hello.companions)[0] if wish is not None else None
+
+
+def _latest(model: Model, member: Member) -> Version | None:
+    if model.replicas[member.hello.replica].publishes:
+        return None
+    return next(iter(model.available(member.hello.companions)), None)
+
+
+def _fetches(state: State, model: Model, member: Member, latest: Version) -> bool:
+    return member.hello.prefetch == "always" or is_elected(state, model, model.look_up(latest), member)
 
 
 def is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:

@@ -1,11 +1,13 @@
 """Who has to fetch a copy of what only such have as want to leave for good.
 
 Rules:
-- The heir is another reliable worker of the same line. If need be it drops a copy of what its buffer holds too, or of
-  an older version that nobody needs. Where no reliable one can be, one that nobody relies on is the heir, for a while:
-  it is better than nobody.
+- The heir is another reliable worker of the same line that can begin at once. If need be it drops a copy of what its
+  buffer holds too. Where no reliable one can, one that nobody relies on is the heir, for a while: it is better than
+  nobody.
 - Where nobody of that line can, the heirs are workers of another cut, one for each of its lines that nobody keeps: they
   read across. All of them, or none: a part of a cut is of no use.
+- Only where nobody can begin at once somebody is the heir who has tried in vain; or else who will have room, as its
+  copy of a version that nobody needs goes when it is read no more.
 - Where there are none, who leaves does not wait.
 """
 
@@ -14,14 +16,14 @@ from math import inf
 from typing import NamedTuple
 
 from ...messages import Filling, HostCopy
-from ...names import WorkerId
+from ...names import Version, WorkerId
 from .. import facts
 from ..catalog import Model
 from ..lines import Cut, Line
 from ..membership import Member
 from ..records import VersionRecord
 from ..state import State
-from . import covered, crossing
+from . import covered, crossing, election
 
 MOST_LOOKED_AT = 256  # workers of one line: where none of so many has room, hardly another one has
 MOST_COMPARED = 16  # of those that can
@@ -35,6 +37,14 @@ class Heirs(NamedTuple):
 
 
 NOBODY = Heirs()
+AT_ONCE, IN_VAIN, WITH_ROOM = range(3)  # when somebody can begin: he tried and failed; he waits for room
+
+
+class Heir(NamedTuple):
+    """Who could be one, and when."""
+
+    member: Member
+    when: int
 
 
 def is_one(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
@@ -78,20 +88,24 @@ def _heirs(state: State, model: Model, record: VersionRecord, line: Line) -> Hei
     if since is None or covered.by_another_cut(state, model, record, line, lambda m: covered.is_relied_on(m, record)):
         return NOBODY
     heir = _heir_of(state, model, record, line, since)
-    if heir is not None:
-        return Heirs((heir.worker,))
+    its_own = Heirs((heir.member.worker,)) if heir is not None else NOBODY
+    if heir is not None and heir.when == AT_ONCE:
+        return its_own
     if covered.is_kept_by_spot(state, record, line) or not crossing.is_readable(record, line):
-        return NOBODY
+        return its_own
     others = [_left_since(state, model, record, each) for cut in _cuts_of(model, line) for each in cut]
     first = min([since, *[each for each in others if each is not None]])
-    best: tuple[tuple[object, ...], list[Member]] | None = None
+    best: tuple[tuple[int, ...], list[Heir]] | None = None
     for number, cut in enumerate(model.cuts):
         found = _heirs_in(state, model, record, cut, first) if line not in cut else None
         if found:
-            begun = sum(_has_copy(heir, record) for heir in found)
-            rank = (any(not heir.hello.reliable for heir in found), -begun, len(found), number)
+            begun = sum(_has_copy(heir.member, record) for heir in found)
+            is_spot = any(not heir.member.hello.reliable for heir in found)
+            rank = (max(heir.when for heir in found), is_spot, -begun, len(found), number)
             best = (rank, found) if best is None or rank < best[0] else best
-    return Heirs(tuple([heir.worker for heir in best[1]]) if best is not None else (), is_across=True)
+    if best is None or (heir is not None and heir.when <= best[0][0]):
+        return its_own
+    return Heirs(tuple([heir.member.worker for heir in best[1]]), is_across=True)
 
 
 def _cuts_of(model: Model, line: Line) -> list[Cut]:
@@ -114,7 +128,7 @@ def _left_since(state: State, model: Model, record: VersionRecord, line: Line) -
     return since if since < inf else None
 
 
-def _heirs_in(state: State, model: Model, record: VersionRecord, cut: Cut, since: float) -> list[Member] | None:
+def _heirs_in(state: State, model: Model, record: VersionRecord, cut: Cut, since: float) -> list[Heir] | None:
     """One for each line of that cut that nobody keeps; None where a line has nobody who could."""
     found = []
     for line in cut:
@@ -130,36 +144,40 @@ def _heirs_in(state: State, model: Model, record: VersionRecord, cut: Cut, since
     return found
 
 
-def _heir_of(state: State, model: Model, record: VersionRecord, line: Line, since: float) -> Member | None:
+def _heir_of(state: State, model: Model, record: VersionRecord, line: Line, since: float) -> Heir | None:
     """One of that line; None where nobody can, or where such as nobody relies on would be nothing new, or too late."""
     reliable = _living(state, model.reliable.get(line, {}))
     heir = _best_of(state, model, record, line, reliable, is_reliable=True)
-    if heir is not None:
+    if heir is not None and heir.when == AT_ONCE:
         return heir
-    if covered.is_kept_by_spot(state, record, line) or state.now >= since + state.settings.spot_heir_s:
-        return None
-    return _best_of(state, model, record, line, facts.members_of(state, model, line), is_reliable=False)
+    is_too_late = heir is None and state.now >= since + state.settings.spot_heir_s
+    if is_too_late or covered.is_kept_by_spot(state, record, line):
+        return heir
+    spot = _best_of(state, model, record, line, facts.members_of(state, model, line), is_reliable=False)
+    return spot if heir is None or (spot is not None and spot.when < heir.when) else heir
 
 
 def _best_of(
     state: State, model: Model, record: VersionRecord, line: Line, others: Iterator[Member], *, is_reliable: bool
-) -> Member | None:
-    """Of those that have a copy of it already, though not whole, or else of the first others: the best that can."""
+) -> Heir | None:
+    """Of those that have a copy of it already, though not whole, and of the first others: the best that can."""
+    able: list[Heir] = []
     for members, has_begun in ((_living(state, record.holders.get(line, {})), True), (others, False)):
-        able: list[Member] = []
-        seen = 0
+        seen = at_once = 0
         for member in members:
             is_meant = (member.hello.reliable or not is_reliable) and (not has_begun or _has_copy(member, record))
             if not is_meant or not _is_staying(member, record):
                 continue
-            if _can_inherit(state, model, member, record):
-                able.append(member)
+            when = _when(state, model, member, record)
+            if when is not None:
+                able.append(Heir(member, when))
+                at_once += when == AT_ONCE
             seen += 1
-            if seen == MOST_LOOKED_AT or len(able) == MOST_COMPARED:
+            if seen == MOST_LOOKED_AT or at_once == MOST_COMPARED:
                 break
-        if able:
-            return min(able, key=lambda m: _rank(m, record))
-    return None
+        if at_once:
+            break
+    return min(able, key=lambda heir: _rank(heir, record), default=None)
 
 
 def _living(state: State, workers: Iterable[WorkerId]) -> Iterator[Member]:
@@ -173,35 +191,53 @@ def _has_copy(member: Member, record: VersionRecord) -> bool:
     return member.copy(record.version) is not None
 
 
-def _rank(member: Member, record: VersionRecord) -> tuple[object, ...]:
+def _rank(heir: Heir, record: VersionRecord) -> tuple[object, ...]:
     """Who has begun, or has room, before one that has to make it; and a reliable worker before others."""
-    return not member.hello.reliable, not _has_copy(member, record) and not member.report.copies_left, member.worker
+    member = heir.member
+    makes_room = not _has_copy(member, record) and not member.report.copies_left
+    return heir.when, member.turns_lost, not member.hello.reliable, makes_room, member.worker
 
 
-def _can_inherit(state: State, model: Model, member: Member, record: VersionRecord) -> bool:
-    report = member.report
+def _when(state: State, model: Model, member: Member, record: VersionRecord) -> int | None:
+    """When it can begin to fetch the version; None: never, as far as is known."""
+    if not crossing.may_fit(model, record, member):
+        return None
     filled = facts.wanted_version(state.place(member)[1], member)
-    # where a copy of it goes there is room again; one of what the buffer holds too, or soon will, gives way;
-    # so does one of an older version that nobody needs, once nobody reads it
-    may_have_room = any(
-        copy.version == record.version
+    copies = member.content.copies
+    if member.report.copies_left or any(_gives_way(state, member, copy, record, filled) for copy in copies):
+        return IN_VAIN if member.turns_lost else AT_ONCE
+    is_making_room = any(
+        copy.leaving
+        or copy.number in member.releasing
         or member.stays(copy.version)
-        or (copy.version == filled and member.fills_itself(copy.version))
-        or (copy.version != filled and _is_needless(model, member, copy, record))
-        for copy in member.content.copies
+        or copy.version == filled
+        or _is_needless(state, model, member, copy)
+        for copy in copies
     )
-    is_making_room = any(copy.leaving or copy.number in member.releasing for copy in member.content.copies)
-    has_room = report.copies_left > 0 or may_have_room or is_making_room
-    return has_room and crossing.may_fit(model, record, member)
+    return WITH_ROOM if is_making_room else None
 
 
-def _is_needless(model: Model, member: Member, copy: HostCopy, record: VersionRecord) -> bool:
-    """All or a part of an older version, which nobody fetches any more, waits for, or wants to be kept."""
-    wished = member.report.prefetch
-    version_wished = model.resolve(wished, member.hello.companions)[0] if wished is not None else None
-    if copy.version >= record.version or copy.version == version_wished or copy.version in model.retained():
+def _gives_way(state: State, member: Member, copy: HostCopy, record: VersionRecord, filled: Version | None) -> bool:
+    """It is one of the version itself, or goes at once: nobody reads it, and its buffer has the same, or soon will."""
+    if copy.version == record.version:
+        return True
+    if any(not read.is_void for read in state.reads.from_copy(member.worker, copy.version)):
         return False
-    return not (copy.whole and model.look_up(copy.version).promised)
+    is_going = copy.leaving or copy.number in member.releasing or member.stays(copy.version)
+    return is_going or (copy.version == filled and member.fills_itself(copy.version))
+
+
+def _is_needless(state: State, model: Model, member: Member, copy: HostCopy) -> bool:
+    """Its worker does not want it, and it need not be kept, or others do that: it goes once nobody reads it."""
+    version = copy.version
+    if version == model.newest_established:
+        return False
+    if version in model.retained() and not any(
+        other.hello.reliable and not other.report.closing and other is not member
+        for other in map(state.known, model.staying.at(version, member.line))
+    ):
+        return False
+    return not election.is_wanted_ahead(state, model, member, version)
 
 
 def _is_staying(member: Member, record: VersionRecord) -> bool:

@@ -208,7 +208,7 @@ def version_to_fetch(state: State, model: Model, replica: Replica, member: Membe
     if _is_squeezed(version_to_offload(state, model, member), member):
         return None
     filled = facts.wanted_version(replica, member)
-    for version in _wanted_copies(state, model, replica, member):
+    for version in _wanted_copies(state, model, member):
         record = model.versions.get(version)
         if record is None or not record.exists:
             continue
@@ -230,21 +230,13 @@ def _may_want_a_copy(model: Model, member: Member) -> bool:
     return len(model.sites) > 1 and member.hello.prefetch != "never"
 
 
-def _wanted_copies(state: State, model: Model, replica: Replica, member: Member) -> Iterator[Version]:
+def _wanted_copies(state: State, model: Model, member: Member) -> Iterator[Version]:
     """What it should have a host copy of, the most important first."""
     if model.closing:
         for version in model.retained():
             if heirs.is_one(state, model, model.look_up(version), member):
                 yield version
-    if member.report.prefetch is not None:
-        version_wished, _ = model.resolve(member.report.prefetch, member.hello.companions)
-        if version_wished is not None:
-            yield version_wished
-    latest = next(iter(model.available(member.hello.companions)), None)
-    if latest is None or replica.publishes:
-        return
-    if member.hello.prefetch == "always" or election.is_elected(state, model, model.look_up(latest), member):
-        yield latest
+    yield from election.wanted_ahead(state, model, member)
 
 
 def _counts(state: State, model: Model, member: Member, version: Version) -> bool:
@@ -316,7 +308,7 @@ def _is_in_the_way(state: State, model: Model, replica: Replica, record: Version
     """There is no room for what is fetched ahead, which comes before what is copied ahead."""
     if member.report.copies_left or not member.stays(record.version):
         return False
-    wished = _wanted_copies(state, model, replica, member)
+    wished = _wanted_copies(state, model, member)
     return any(version != record.version and member.copy(version) is None for version in wished)
 
 
