@@ -21,6 +21,7 @@ from tensorhub.core.messages import (
 from tensorhub.core.names import Digest, Ticket, Version, WorkerId
 from tensorhub.core.server.decisions import Decision
 from tensorhub.core.server.membership import Member
+from tensorhub.core.server.receipts import publisher_in
 from tensorhub.core.server.rules import grants, sources
 from tensorhub.core.server.state import State
 
@@ -69,9 +70,27 @@ def test_who_waits_long_for_a_reliable_heir_is_not_looked_at_over_and_over() -> 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_receipt_is_owed_for_what_is_whole(is_whole: bool) -> None:
     town = Town()
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), receipts=town.receipts(TRAINER, ONE, ROOT))
     town.joins(READER, copies=(HostCopy(1, ONE, ROOT, whole=is_whole),))
     assert (ONE in town.orders[READER].receipts) is is_whole
+
+
+def test_no_receipt_is_owed_for_what_nothing_has_proved() -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, buffer=Holding(ONE, ROOT))
+    assert not town.orders[TRAINER].receipts
+    assert not town.orders[READER].receipts
+
+
+def test_a_receipt_that_is_of_no_use_is_replaced() -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), receipts=town.receipts(TRAINER, ONE, ROOT))
+    town.joins(READER, buffer=Holding(ONE, ROOT), receipts=town.receipts(READER, ONE, Digest("of another layout")))
+    right = town.orders[READER].receipts
+    assert publisher_in(right[ONE]) == TRAINER.replica
+    town.says(READER, buffer=Holding(ONE, ROOT), receipts=right)
+    assert not town.orders[READER].receipts
 
 
 def test_what_was_told_to_go_and_is_gone_is_forgotten() -> None:

@@ -100,7 +100,7 @@ def test_a_fill_with_another_version_or_from_its_beginning_is_no_progress() -> N
 
 def test_who_has_heard_the_end_of_its_call_is_told_nothing_more_of_it() -> None:
     town = Town()
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), receipts=town.receipts(TRAINER, ONE, ROOT))
     town.joins(READER)
     call = CallReport(1, "replicate", 1)
     town.says(READER, call=call)

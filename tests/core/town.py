@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from tensorhub.core.messages import Hello, LayoutInfo, Orders
-from tensorhub.core.names import Number, WorkerId
+from tensorhub.core.names import Digest, Number, Version, WorkerId
 from tensorhub.core.server import Server
 from tensorhub.core.settings import Settings
 
@@ -43,6 +43,10 @@ class Town:
         for message in (self.hellos[who], LayoutInfo.of(LAYOUT)):
             self._hear(self.server.handle(message, sender=str(who), now=self.now))
         self.says(who, **more)
+
+    def receipts(self, who: WorkerId, version: Version, root: Digest) -> dict[int, str]:
+        """What a server before this one had given it for that content."""
+        return {version: self.server.state.notary.content(who.model, version, who.shard, root)}
 
     def loses_its_line(self, who: WorkerId) -> None:
         self._hear(self.server.disconnected(str(who), now=self.now))

@@ -613,8 +613,8 @@ MUTANTS = (
     ),
     Mutant(
         "a server that is started again does not learn who has published",
-        '            publisher = next(iter(record.publishers), "")\n',
-        '            publisher = ""\n',
+        'record.roots[line], next(iter(record.publishers), "")\n',
+        'record.roots[line], ""\n',
         "what only spot workers have stays established when the server is started again",
     ),
     Mutant(
@@ -622,6 +622,42 @@ MUTANTS = (
         "    coming = [(read.version, None, member.line)] if read is not None else []\n",
         "    coming: list[tuple[Version, Digest | None, Line]] = []\n",
         "who was cut off before its fill was heard of can show who has published that",
+    ),
+    Mutant(
+        "what nothing has proved gets a receipt",
+        "if record is None or not record.exists or line not in record.proved or root",
+        "if record is None or not record.exists or line not in record.roots or root",
+        "half of a publish that never finished is not believed more than what was published",
+    ),
+    Mutant(
+        "a receipt for another content is never replaced",
+        "for version, each in found.items() if shown.get(version) not in each}",
+        "for version, each in found.items() if version not in shown}",
+        "who has a version in another layout can show who has published it",
+    ),
+    Mutant(
+        "half of a publish that never finished counts beside what was published",
+        "    elif published and _is_left_over(record, member, line):\n",
+        "    elif False:\n",
+        "no version is put together from two publishes",
+    ),
+    Mutant(
+        "who has published is not judged anew when another one is named",
+        "        record.named[publisher], record.is_unsettled = None, True\n",
+        "        record.named[publisher] = None\n",
+        "no version is put together from two publishes, whoever is heard first",
+    ),
+    Mutant(
+        "a server does not believe that something was established before it",
+        "    if says_established(receipt) and not record.is_established:\n",
+        "    if False:\n",
+        "what is established stays so when the server is started again",
+    ),
+    Mutant(
+        "what is read out of another cut is not proved by that",
+        "if member.crossing is not None and all(each in record.proved for each in member.crossing.cut):",
+        "if False:",
+        "who reads out of another cut can show who has published that",
     ),
     Mutant(
         "a receipt is dropped before its content is whole",
@@ -880,8 +916,8 @@ MUTANTS = (
     ),
     Mutant(
         "a copy of former tensors counts as one of the present ones",
-        "copy.version, copy.root, copy.layout):\n",
-        "copy.version, copy.root):\n",
+        "about = copy.version, copy.root, copy.layout\n",
+        "about = copy.version, copy.root\n",
         "a server learns the layout of a version from whoever has it",
     ),
     Mutant(

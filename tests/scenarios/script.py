@@ -229,8 +229,9 @@ def _close(stage: Stage, words: list[str]) -> None:
 
 def _register(stage: Stage, words: list[str]) -> None:
     at = words.index("with") if "with" in words else len(words)
-    plain, options = _options(words[:at], ("copies",))
+    plain, options = _options(words[:at], ("copies", "cut"))
     for player in _players(stage, plain[0]):
+        player.cut = options.get("cut", player.cut)
         player.register(_layout(" ".join(words[at + 1 :]) or TENSORS), int(options.get("copies", "0")))
         stage.pump()
 

@@ -11,28 +11,31 @@ from .content import WHOLE, Content
 from .groups import Replica
 from .lines import Line
 from .membership import Member
-from .receipts import are_equal, publisher_in
+from .receipts import are_equal, publisher_in, says_established
+from .records import VersionRecord
 from .state import State
 
 NO_LAYOUT = Digest("")
 
 
 def owed(state: State, model: Model, member: Member) -> dict[int, str]:
-    """Receipts for what it holds, and for what it reads: it may have all of that by the time it is heard again."""
-    found: dict[int, str] = {}
+    """Receipts for what it holds, and for what it reads: it may have all of that by the time it is heard again.
+
+    Only for what is proved: else half of a publish that never finished could come to be believed more than another one.
+    """
+    found: dict[int, list[str]] = {}
     if not model.roll.is_over:
-        return found
+        return {}
     read = state.reads.current.get(member.worker)
     coming = [(read.version, None, member.line)] if read is not None else []
     for version, root, line in [*coming, *_held(member.content)]:
-        if version in member.report.receipts:
-            continue
         record = model.versions.get(version)
-        known = record.roots.get(line) if record is not None and record.exists else None
-        if record is not None and known is not None and root in (None, known):
-            publisher = next(iter(record.publishers), "")
-            found[version] = state.notary.content(model.name, version, member.shard, known, publisher)
-    return found
+        if record is None or not record.exists or line not in record.proved or root not in (None, record.roots[line]):
+            continue
+        about = model.name, version, member.shard, record.roots[line], next(iter(record.publishers), "")
+        found.setdefault(version, []).append(state.notary.content(*about, is_established=record.is_established))
+    shown = member.report.receipts  # of a version that it has in two layouts it has one of the two
+    return {version: each[-1] for version, each in found.items() if shown.get(version) not in each}
 
 
 def _held(content: Content) -> list[tuple[Version, Digest, Line]]:
@@ -54,40 +57,81 @@ def believes_newest(state: State, model: Model, report: Report) -> bool:
 
 
 def accepts(
-    state: State, model: Model, member: Member, version: Version, root: Digest, layout: Digest = NO_LAYOUT
+    state: State,
+    model: Model,
+    member: Member,
+    version: Version,
+    root: Digest,
+    layout: Digest = NO_LAYOUT,
+    *,
+    published: bool = False,
 ) -> bool:
     """The content that the worker has as that version is what the version is, as far as is known.
 
-    `layout` is that of a copy of tensors that were registered before.
+    `layout` is that of a copy of tensors that were registered before. `published`: by this worker itself.
     """
     layout = layout or member.report.layout
     record, line = model.record(version), member.line.of(layout)
-    receipt = member.report.receipts.get(version, "")
-    publisher = publisher_in(receipt)
-    signed = state.notary.content(model.name, version, member.shard, root, publisher) if receipt else ""
-    is_proved = bool(receipt) and are_equal(signed, receipt)
-    known = record.roots.get(line)
-    if is_proved and known not in (None, root) and line not in record.proved:
-        record.roots[line], record.layouts[line] = root, layout
-        record.disputed[line] = None  # who counts as a holder by the other root is looked at again
-    if is_proved and record.roots.get(line, root) == root:
-        record.proved[line] = None
-        model.note_exists(version)
-        if publisher and not record.publishers:  # a server before this one knew
-            record.publishers[ReplicaName(publisher)] = None
-            model.changed[version] = None
+    if _is_proved(state, model, member, version, root):
+        receipt = member.report.receipts[version]
+        if record.roots.get(line, root) != root and line not in record.proved:
+            record.roots[line], record.layouts[line] = root, layout
+            record.disputed[line] = None  # who counts as a holder by the other root is looked at again
+        if record.roots.get(line, root) == root:
+            _take_proof(model, record, line, receipt)
+    elif published and _is_left_over(record, member, line):
+        return False
     return model.bind_content(member.worker, version, line, root, layout)
 
 
+def _is_proved(state: State, model: Model, member: Member, version: Version, root: Digest) -> bool:
+    """The worker has a receipt for that content."""
+    receipt = member.report.receipts.get(version, "")
+    if not receipt:
+        return False
+    about = model.name, version, member.shard, root, publisher_in(receipt)
+    return are_equal(state.notary.content(*about, is_established=says_established(receipt)), receipt)
+
+
+def _take_proof(model: Model, record: VersionRecord, line: Line, receipt: str) -> None:
+    """What the receipt says of the version, apart from its content."""
+    record.proved[line] = None
+    model.note_exists(record.version)
+    publisher = ReplicaName(publisher_in(receipt))
+    if publisher and publisher not in record.named:
+        record.named[publisher], record.is_unsettled = None, True
+    if publisher and not record.publishers:  # a server before this one knew
+        record.publishers[publisher] = None
+        model.changed[record.version] = None
+    if says_established(receipt) and not record.is_established:
+        model.note_established(record)
+
+
+def _is_left_over(record: VersionRecord, member: Member, line: Line) -> bool:
+    """It was published there, and another replica is known to have published the version: the publish never finished.
+
+    Who has finished one has a receipt, or another shard of its replica has.
+    """
+    return line not in record.proved and bool(record.named) and member.hello.replica not in record.named
+
+
 def holders_in_dispute(state: State, model: Model, version: Version) -> list[tuple[Replica, Member]]:
-    """Those that count as holders of other content than the version turned out to be."""
+    """Those that count as holders of other content than the version turned out to be, or may do so."""
     record = model.versions.get(version)
-    if record is None or not record.disputed:
+    if record is None or not (record.disputed or record.is_unsettled):
         return []
     lines, record.disputed = list(record.disputed), {}
     members = [(line, state.known(worker)) for line in lines for worker in record.whole.get(line, {})]
-    return [
+    found = [
         (model.replicas[member.hello.replica], member)
         for line, member in members
         if any(each[::2] == (version, line) and each[1] != record.roots[line] for each in _held(member.content))
     ]
+    if record.is_unsettled:
+        record.is_unsettled = False
+        others = [model.replicas[name] for name in record.publishers if name in model.replicas]
+        living = [(each, state.members.get(worker)) for each in others for worker in each.members.values()]
+        found += [
+            (each, member) for each, member in living if member is not None and version in member.content.versions
+        ]
+    return found

@@ -113,7 +113,9 @@ def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
     """Its buffer. One with other content than its version counts as poisoned, and its worker is told."""
     buffer = member.report.buffer
     member.conflict = Digest("")
-    if not isinstance(buffer, WHOLE) or evidence.accepts(state, model, member, buffer.version, buffer.root):
+    if not isinstance(buffer, WHOLE):
+        return buffer
+    if evidence.accepts(state, model, member, buffer.version, buffer.root, published=buffer.published):
         return buffer
     state.counters["conflicting_holders"] += 1
     member.conflict = buffer.root
@@ -147,7 +149,8 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
         if copy.number in member.releasing and copy.number in unfinished:
             copy = replace(copy, whole=False)
         if copy.whole and not copy.leaving:
-            if not evidence.accepts(state, model, member, copy.version, copy.root, copy.layout):
+            about = copy.version, copy.root, copy.layout
+            if not evidence.accepts(state, model, member, *about, published=copy.published):
                 state.counters["conflicting_holders"] += 1
                 member.releasing[copy.number] = None
                 copy = replace(copy, whole=False)

@@ -75,6 +75,8 @@ def _bind(state: State, member: Member, across: Across) -> None:
         return
     if known is None and is_tiled(across.root) and line.is_boxed:
         record.roots[line], record.layouts[line] = across.root, member.report.layout
+        if member.crossing is not None and all(each in record.proved for each in member.crossing.cut):
+            record.proved[line] = None
         state.mark_waiting_dirty(model, sources_of(across.version, line))
         return
     state.counters["conflicting_holders"] += 1

@@ -1,10 +1,10 @@
 """Receipts: what a reference server has said, in a form that a later life of it recognises.
 
 The server remembers nothing over a restart; the workers tell it. Most of what they tell needs no proof. Four things do:
-which content a version number stands for where two workers differ, and who has published it; how high version numbers
-have come; how high the server's own numbers have come; and who else lives. For these a worker carries the server's
-receipt: a keyed hash (BLAKE2b, RFC 7693) with a key that outlives the process. A worker without a receipt is believed
-as long as nobody with a receipt contradicts it.
+which content a version number stands for where two workers differ, who has published it and whether it was established;
+how high version numbers have come; how high the server's own numbers have come; and who else lives. For these a worker
+carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693) with a key that outlives the process. A worker without a
+receipt is believed as long as nobody with a receipt contradicts it.
 """
 
 import hmac
@@ -13,6 +13,7 @@ from hashlib import blake2b
 from ..names import Digest, ModelName, Number, Shard, Version, WorkerId
 
 MAX_REMEMBERED = 4096  # receipts for content: a version of a few thousand shards
+ESTABLISHED = "+"  # what such a receipt begins with
 SIZE = 12  # bytes: 96 bits, nobody guesses them in a fleet's life
 
 
@@ -22,21 +23,32 @@ class Notary:
     def __init__(self, key: bytes = b"") -> None:
         """`key`: the same for all lives of one cluster's server; any length."""
         self._key = blake2b(key, digest_size=32, person=b"tensorhub").digest()
-        self._contents: dict[tuple[ModelName, Version, Shard, Digest, str], str] = {}  # all replicas have the same ones
+        self._contents: dict[tuple[object, ...], str] = {}  # all replicas have the same ones
         self._newest: dict[ModelName, tuple[Version, str]] = {}  # all orders carry the same one for a while
 
-    def content(self, model: ModelName, version: Version, shard: Shard, root: Digest, publisher: str = "") -> str:
+    def content(
+        self,
+        model: ModelName,
+        version: Version,
+        shard: Shard,
+        root: Digest,
+        publisher: str = "",
+        *,
+        is_established: bool = False,
+    ) -> str:
         """This is what that shard of the version was published as, by all shards of a replica: of that one, if known.
 
-        The receipt names the publisher in plain (`publisher_in`).
+        `is_established`: and the version was established. The receipt says that in plain (`says_established`) and
+        names the publisher (`publisher_in`).
         """
-        what = model, version, shard, root, publisher
+        what = is_established, publisher, model, version, shard, root
         receipt = self._contents.get(what)
         if receipt is None:
             if len(self._contents) >= MAX_REMEMBERED:
                 self._contents.clear()
-            signed = self._sign("content", *(what if publisher else what[:-1]))
-            receipt = self._contents[what] = f"{signed}:{publisher}" if publisher else signed
+            purpose, mark = ("established", ESTABLISHED) if is_established else ("content", "")
+            signed = self._sign(purpose, model, version, shard, root, *([publisher] if publisher else []))
+            receipt = self._contents[what] = f"{mark}{signed}:{publisher}" if publisher else f"{mark}{signed}"
         return receipt
 
     def newest(self, model: ModelName, version: Version) -> str:
@@ -67,6 +79,11 @@ class Notary:
 def publisher_in(receipt: str) -> str:
     """The replica that a receipt for content names as its publisher; empty if it names none. To be verified."""
     return receipt.partition(":")[2]
+
+
+def says_established(receipt: str) -> bool:
+    """The receipt for content says that its version was established. To be verified."""
+    return receipt.startswith(ESTABLISHED)
 
 
 def are_equal(one: str, other: str) -> bool:

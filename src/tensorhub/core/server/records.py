@@ -23,6 +23,8 @@ class VersionRecord:
     idle: dict[Line, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
     publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
     proved: dict[Line, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
+    named: dict[ReplicaName, None] = field(default_factory=dict)  # publishers that are named by a receipt
+    is_unsettled: bool = False  # one more is named: whose publish never finished is looked at again
     disputed: dict[Line, None] = field(default_factory=dict)  # found to have other content than was believed
     keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
     is_established: bool = False  # each shard has been whole outside its publishers
