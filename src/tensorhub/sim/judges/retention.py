@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import inf
 
 from ...core.names import Digest, ReplicaName, Shard, Version, WorkerId
-from ..truth.life import Call, Life
+from ..truth.life import MOST_OF_A_LEASE, Call, Life
 from ..truth.made import Made
 from ..truth.record import Truth
 from ..world import World
@@ -64,7 +64,10 @@ class RetentionJudge(Judge):
             self.broken(f"{life.name} gave up {what}, and no newer one is established", "G6 established")
 
     def leaves(self, life: Life) -> None:
-        """After close(): it goes before its time is over. Somebody who could have it has all that must be kept."""
+        """After close(): it goes before its time is over. Somebody who could have it has all that must be kept.
+
+        It need not wait for a server that has been away for a lease.
+        """
         truth, model = self.truth, life.me.model
         length_s = life.close_deadline - life.closing
         if life.closing == inf or self.now >= life.close_deadline - 0.1 - LAST_SHARE * length_s:
@@ -81,7 +84,7 @@ class RetentionJudge(Judge):
                 continue
             since = life.closing - self.settings.lease_s
             heirs = self._heirs(life, version, made, since)
-            if heirs and truth.troubles.server(since) and truth.troubles.hears(life, since):
+            if heirs and truth.troubles.away_since(life, self.now) > self.now - MOST_OF_A_LEASE * self.settings.lease_s:
                 self.broken(
                     f"{life.name} left with the last reference of version {version}, {heirs[0].name} could have it"
                 )

@@ -82,6 +82,16 @@ class Troubles:
         is_new = life.started + RECONNECT_S > since
         return not is_new and life.bad_until <= since and self.of(life, since, CONTROL) is None
 
+    def away_since(self, life: Life, now: float) -> float:
+        """Since when the process may have been without the server, one misfortune after another; `now`: it is not."""
+        since = now
+        for trouble in sorted(self.all, key=lambda each: each.since, reverse=True):
+            kind = trouble.misfortune.kind
+            is_hers = kind in CONTROL and is_hit(life, trouble.misfortune)
+            if trouble.until >= since and (is_hers or kind.endswith("server")):
+                since = min(since, trouble.since)
+        return since
+
     def serves(self, life: Life, since: float) -> bool:
         """Nothing kept anybody from reading from it."""
         return self.of(life, since, DATA) is None and self.unplugged(since) is None
