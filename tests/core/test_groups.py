@@ -6,7 +6,7 @@ from tensorhub.core.server.groups import Replica, some_shards
 
 from .kit import called, worker
 
-ZERO, ONE = Shard(0), Shard(1)
+ZERO, ONE, TWO = Shard(0), Shard(1), Shard(2)
 
 
 def replica(shards: int = 2) -> Replica:
@@ -61,6 +61,38 @@ def test_who_waits_for_a_shard_that_could_not_make_the_call_hears_why() -> None:
     assert group.missed == (ONE, why)
     group.note_ended(ZERO, 2, 0)
     assert group.missed is None
+
+
+def test_who_is_on_its_way_to_a_call_that_another_could_not_make_hears_why() -> None:
+    group, why = replica(), Failure("usage", "its tensors are torn")
+    group.note_ended(ONE, 3, 2)
+    group.arrive(ZERO, called(3, "unpublish", ""), now=0.0)
+    assert heard(group, ZERO, called(3, "unpublish", "")).instead == 4
+    group.note_ended(ONE, 4, 2, missed=why)
+    group.note_bereft(ZERO, ONE, called(3, "unpublish", ""), why)
+    for number in (3, 4):  # it has not heard where to go on, or has
+        group.arrive(ZERO, called(number, "unpublish", ""), now=0.0)
+        told = heard(group, ZERO, called(number, "unpublish", ""))
+        assert (code(told.error), told.instead) == ("group-incomplete", 0)
+        assert told.error is not None
+        assert told.error.message.endswith("gave up unpublish() before all shards were done: its tensors are torn")
+    group.lose(ZERO, "died")
+    group.join(ZERO, worker("rollout", 0), is_in_call=True)
+    assert heard(group, ZERO, called(4, "unpublish", "")).instead == 5, "its next life was in no call then"
+
+
+def test_who_is_not_let_in_yet_hears_that_another_could_not_make_the_call() -> None:
+    group, why = replica(3), Failure("usage", "its tensors are torn")
+    group.arrive(ZERO, called(4), now=0.0)
+    group.arrive(TWO, called(4), now=0.0, is_put=True)
+    assert group.call is not None
+    assert list(group.call.pending) == [TWO]
+    group.note_ended(ONE, 4, 2, missed=why)
+    for shard in (ZERO, TWO):
+        group.note_bereft(shard, ONE, called(4), why)
+        told = heard(group, shard, called(4))
+        assert (code(told.error), told.instead) == ("group-incomplete", 0)
+    assert list(group.bereft) == [TWO], "the other had arrived"
 
 
 def test_the_stored_answer_is_everybodys() -> None:

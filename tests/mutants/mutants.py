@@ -286,6 +286,12 @@ MUTANTS = (
         "a shard that dies before it comes to a call costs its siblings a lease, not their deadline",
     ),
     Mutant(
+        "who is numbered anew waits for a shard that could not make that call",
+        "            replica.note_bereft(shard, member.shard, sibling.report.call, missed)\n",
+        "            pass\n",
+        "who is on its way to a call that a sibling could not make hears so",
+    ),
+    Mutant(
         "a shard that was never there is waited for",
         '    if state.now >= until:\n        text = f"shard {some_shards(absent)}',
         '    if state.now >= until + 1e9:\n        text = f"shard {some_shards(absent)}',

@@ -297,6 +297,10 @@ class Player:
         """The block of a `mutating` raised."""
         self.tell(ClaimDropped())
 
+    def miss(self, verb: str, spec: int | str, why: str) -> None:
+        """User code wanted to make that call, and could not."""
+        self.tell(Called(verb, spec, self.stage.now, missed=Failure("usage", why)))
+
     def cancel(self) -> None:
         self.tell(Cancelled())
 

@@ -216,6 +216,12 @@ def _all_near(stage: Stage, words: list[str]) -> None:
         stage.pump()
 
 
+def _miss(stage: Stage, words: list[str]) -> None:
+    call, why = " ".join(words[1:]).split(": ", 1)
+    verb, _, spec = call.partition(" ")
+    _player(stage, words[0]).miss(verb, int(spec) if spec.isdigit() else spec, why)
+
+
 def _cancel(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).cancel()
 
@@ -423,6 +429,7 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "worker": _worker,
     "crash": _crash,
     "call": _call,
+    "miss": _miss,
     "cancel": _cancel,
     "give-back": _give_back,
     "all-near": _all_near,

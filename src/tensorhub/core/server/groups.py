@@ -14,6 +14,8 @@ Its siblings may have ended calls of which it has not heard, so that number can 
   wrong (`GroupMismatch`); else one of them was put there, and all may try again (`GroupIncomplete`).
 - Whoever was in a call with others, or waited for them, when it failed hears so. Who waited for one that had already
   been past it has come late.
+- A shard that could not make its call leaves all who were in theirs by then, also who has come to a position that is
+  over and is on its way to the next one: those hear so too, and do not wait there for that shard once more.
 """
 
 from collections.abc import Sequence
@@ -117,6 +119,7 @@ class Replica:
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
     missed: tuple[Shard, Failure] | None = None  # who never made the call at that highest position, and why
+    bereft: dict[Shard, Failure] = field(default_factory=dict)  # who came late, to a call that another could not make
     cut: Cut | None = None  # the latest of which its shards are
     judged: tuple[object, ...] = ()  # how far its call had come when those were judged who had withdrawn for it
     publishes: bool = False  # it has published, or wanted to: a trainer, for whom nothing is fetched ahead
@@ -163,6 +166,14 @@ class Replica:
             call.arrived.setdefault(shard, Digest(""))
             text, seen = f"{text}: {missed.message}", ALL
         call.leave(shard, text, seen)
+
+    def note_bereft(self, shard: Shard, by: Shard, reported: CallReport, missed: Failure) -> None:
+        """That shard was in this call when another could not make its own: it hears so, and does not go on later."""
+        call = self.find(reported.number)
+        if reported.number <= self.ended and (call is None or self._is_late(shard, call, reported)):
+            what = call_text(reported.verb, reported.spec, reported.claim, waits=reported.waits)
+            text = f"shard {by} of {self.name} gave up {what} before all shards were done: {missed.message}"
+            self.bereft[shard] = Failure("group-incomplete", text, "retry on all shards").bounded()
 
     def arrive(
         self,
@@ -252,7 +263,7 @@ class Replica:
         """
         call = self.find(reported.number)
         if call is None or self._is_late(shard, call, reported):
-            return self._answer_late(reported, call, is_whole)
+            return self._answer_late(shard, reported, call, is_whole)
         error = call.error.bounded() if call.error is not None else None
         waiting = call.waiting.bounded() if call.waiting is not None else None
         version = call.version if shard in call.arrived or call.is_finished else None
@@ -264,10 +275,12 @@ class Replica:
             return False
         return shard not in call.arrived and shard not in call.differing
 
-    def _answer_late(self, reported: CallReport, call: GroupCall | None, is_whole: bool) -> Answer | None:
+    def _answer_late(self, shard: Shard, reported: CallReport, call: GroupCall | None, is_whole: bool) -> Answer | None:
         """The position was over before the shard came to it."""
         if reported.resolved is None and not is_whole:
             return None
+        if reported.resolved is None and shard in self.bereft:
+            return Answer(reported.number, error=self.bereft[shard])
         error = call.error.bounded() if call is not None and call.error is not None else None
         if error is None:
             text = f"position {reported.number} of {self.name} is over; its other shards are past {self.ended}"
@@ -288,6 +301,7 @@ class Replica:
         Unless its successor is waited for since a moment, as a shard is that was never there.
         """
         self.members.pop(shard, None)
+        self.bereft.pop(shard, None)
         if self.call is not None and is_awaited_since is not None:
             self.call.began = is_awaited_since
         elif self.call is not None:

@@ -4,6 +4,7 @@ from collections import deque
 from math import inf
 
 from ..messages import (
+    Failure,
     Filling,
     Grant,
     Holding,
@@ -39,7 +40,7 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     judging.take_content(state, model, replica, member, before)
     note_fed(state, member, former)
     take_reads(state, member, before)
-    take_call(state, replica, member, is_first=not before.number)
+    take_call(state, replica, member, before)
     rollcall.hear(state, model, member)
 
 
@@ -165,14 +166,18 @@ def _note_one_reader_less(state: State, model: Model, read: OpenRead) -> None:
         state.mark_dirty(read.source)
 
 
-def take_call(state: State, replica: Replica, member: Member, *, is_first: bool) -> None:
+def take_call(state: State, replica: Replica, member: Member, before: Report) -> None:
     """What the worker's caller waits for."""
-    report = member.report
+    report, is_first = member.report, not before.number
     former = replica.call
     was_over, was_ended = former is None or former.is_over, replica.ended
     held = report.buffer.version if isinstance(report.buffer, Holding) else None
     ended, seen, missed = (report.ended, report.finished), report.seen, report.missed
     replica.note_ended(member.shard, *ended, seen=seen, missed=missed, held=held)
+    if report.call is None or report.ended != before.ended:
+        replica.bereft.pop(member.shard, None)  # the call that another could not make is over here
+    if missed is not None and replica.ended != was_ended and not state.is_recovering:
+        _note_bereft(state, replica, member, missed)
     if report.call is not None:
         is_put = report.ended != report.call.number - 1
         seen, last = report.seen, state.numbers.last
@@ -182,6 +187,14 @@ def take_call(state: State, replica: Replica, member: Member, *, is_first: bool)
         apply.release(state, state.models[member.hello.model], former, replica)
     if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:
         state.mark_replica_dirty(replica)
+
+
+def _note_bereft(state: State, replica: Replica, member: Member, missed: Failure) -> None:
+    """It could not make its call. Its siblings were in theirs, as was heard before: there, or on their way there."""
+    for shard, worker in replica.members.items():
+        sibling = state.members.get(worker)
+        if shard != member.shard and sibling is not None and sibling.report.call is not None:
+            replica.note_bereft(shard, member.shard, sibling.report.call, missed)
 
 
 def _note_doubt(state: State, replica: Replica) -> None:
