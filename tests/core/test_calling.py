@@ -197,3 +197,12 @@ def test_a_worker_counts_its_own_calls_and_only_the_first_from_where_it_is_told(
     it.tell(events.Called("update", "latest", 60.0))
     assert it.worker.call is not None
     assert it.worker.call.number == 9
+
+
+def test_what_it_could_not_call_counts_after_all_that_it_knows_to_be_over() -> None:
+    it = Conversation.begun()
+    missed = Failure("usage", "its tensors are torn")
+    for position, ended in ((0, 1), (7, 8), (3, 9)):
+        it.worker.state.position = position
+        it.tell(events.Called("unpublish", "", 0.0, missed=missed))
+        assert (it.worker.call, it.worker.state.ended) == (None, ended)

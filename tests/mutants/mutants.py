@@ -292,6 +292,12 @@ MUTANTS = (
         "who is on its way to a call that a sibling could not make hears so",
     ),
     Mutant(
+        "a shard that is behind and cannot make a call misses one that is over",
+        "    return max(worker.ended, told) if worker.missed is not None else worker.ended or told\n",
+        "    return worker.ended or told\n",
+        "the siblings of a shard that could not make their call hear so, also if it had not made the one before",
+    ),
+    Mutant(
         "a shard that was never there is waited for",
         '    if state.now >= until:\n        text = f"shard {some_shards(absent)}',
         '    if state.now >= until + 1e9:\n        text = f"shard {some_shards(absent)}',

@@ -31,7 +31,7 @@ def advance(worker: WorkerState) -> None:
     if call is None:
         return
     if call.number is None and (worker.ended or worker.position is not None):
-        call.number = (worker.ended or worker.position or 0) + 1
+        call.number = _last_position(worker) + 1
     answer, is_late = call.answer, worker.now >= call.deadline
     if call.is_called_again and not is_late:
         _call_again(worker, call)
@@ -46,6 +46,12 @@ def advance(worker: WorkerState) -> None:
     else:
         _advance_buffer(worker, call)
         _say_delay(worker, call)
+
+
+def _last_position(worker: WorkerState) -> int:
+    """After which the call comes. One that it could not make: also after what it knows to be over."""
+    told = worker.position or 0
+    return max(worker.ended, told) if worker.missed is not None else worker.ended or told
 
 
 def _advance_buffer(worker: WorkerState, call: Call) -> None:
