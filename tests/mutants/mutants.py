@@ -540,8 +540,8 @@ MUTANTS = (
     ),
     Mutant(
         "the newest established version is not kept",
-        "            retained[version] = None\n            if version == newest_established:\n",
-        "            if version == newest_established:\n",
+        "            retained[version] = outliving[version] = None\n            if version == newest_established:\n",
+        "            outliving[version] = None\n            if version == newest_established:\n",
         "the last usable version is never given up for one that may not come",
     ),
     Mutant(
@@ -634,6 +634,12 @@ MUTANTS = (
         "    coming = [(read.version, None, member.line)] if read is not None else []\n",
         "    coming: list[tuple[Version, Digest | None, Line]] = []\n",
         "who was cut off before its fill was heard of can show who has published that",
+    ),
+    Mutant(
+        "what was established is its publisher's again while a shard is away",
+        "    is_kept_outside = version in model.glance().outliving and",
+        "    is_kept_outside = version == model.newest_established and",
+        "what is established stays outside its publisher though a shard is away for a moment",
     ),
     Mutant(
         "what nothing has proved gets a receipt",

@@ -266,13 +266,14 @@ class Model:
         retained = dict(newest)
         for _, versions in together:
             retained.update(dict.fromkeys(versions[: self.retain]))
+        outliving: dict[Version, None] = {}
         for version in established:  # what is lost may be so only because all who have it were away
-            retained[version] = None
+            retained[version] = outliving[version] = None
             if version == newest_established:
                 break
         for pins in self.pins.values():
             retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
-        return Glance(key, available, together, newest_established, newest, retained)
+        return Glance(key, available, together, newest_established, outliving, newest, retained)
 
     def take_place(self, worker: WorkerId, site: str, host: str) -> None:
         """The worker is there now."""

@@ -55,5 +55,6 @@ class Glance(NamedTuple):
     available: tuple[Version, ...]  # that exist and are not lost, newest first
     together: tuple[tuple[Names, tuple[Version, ...]], ...]  # of each set: those that all of its models have
     newest_established: Version | None
+    outliving: dict[Version, None]  # that one, and those established after it that are lost: kept outside publishers
     newest: dict[Version, None]  # the newest `retain`: of all, and of those that are not lost. Others may be back.
     retained: dict[Version, None]

@@ -74,7 +74,7 @@ def has_reliable_holder(state: State, model: Model, record: VersionRecord, leave
     For the newest established version, outside its publishers: it outlives them.
     """
     reliable = model.reliable.get(leaver.line, {})
-    must_be_outside = record.version == model.newest_established and leaver.worker.replica not in record.publishers
+    must_be_outside = record.version in model.glance().outliving and leaver.worker.replica not in record.publishers
     for worker in record.whole.get(leaver.line, {}):
         if worker not in reliable or (must_be_outside and worker.replica in record.publishers):
             continue

@@ -230,7 +230,7 @@ def _gives_way(state: State, member: Member, copy: HostCopy, record: VersionReco
 def _is_needless(state: State, model: Model, member: Member, copy: HostCopy) -> bool:
     """Its worker does not want it, and it need not be kept, or others do that: it goes once nobody reads it."""
     version = copy.version
-    if version == model.newest_established:
+    if version in model.glance().outliving:
         return False
     if version in model.retained() and not any(
         other.hello.reliable and not other.report.closing and other is not member

@@ -258,7 +258,7 @@ def _is_kept_elsewhere(
     """A reference stays when the leaver's buffer, or its copy, goes; of what is established, outside its publisher."""
     version = record.version
     is_outside = leaver.worker.replica not in record.publishers
-    is_kept_outside = version == model.newest_established and is_outside and not is_publisher_enough
+    is_kept_outside = version in model.glance().outliving and is_outside and not is_publisher_enough
 
     def is_relied_on(member: Member) -> bool:
         is_inside = is_kept_outside and member.worker.replica in record.publishers  # it may go with its publisher
@@ -333,7 +333,8 @@ def _is_needed(
     if not is_squeezed and (is_read or is_used or version == version_to_fetch(state, model, replica, member)):
         return True
     record = model.look_up(version)
-    if version == model.newest_established and not is_squeezed and _is_the_copy(state, model, replica, record, member):
+    is_safe = version in model.glance().outliving
+    if is_safe and not is_squeezed and _is_the_copy(state, model, replica, record, member):
         return True
     if resting.is_used(state, model, member, version) and not _is_in_the_way(state, model, replica, record, member):
         return True
