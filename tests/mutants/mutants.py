@@ -637,8 +637,9 @@ MUTANTS = (
     ),
     Mutant(
         "what was established is its publisher's again while a shard is away",
-        "    is_kept_outside = version in model.glance().outliving and",
-        "    is_kept_outside = version == model.newest_established and",
+        "retained[version] = outliving[version] = None\n",
+        "retained[version] = None\n"
+        "            outliving.update({version: None} if version == newest_established else {})\n",
         "what is established stays outside its publisher though a shard is away for a moment",
     ),
     Mutant(
