@@ -661,6 +661,12 @@ MUTANTS = (
         "no version is put together from two publishes",
     ),
     Mutant(
+        "half of a publish that was heard first is the measure for others",
+        "        if record.roots.get(line) == root and not has_others:",
+        "        if False:",
+        "who has published to the end is not told that it has other content",
+    ),
+    Mutant(
         "who has published is not judged anew when another one is named",
         "        record.named[publisher], record.is_unsettled = None, True\n",
         "        record.named[publisher] = None\n",

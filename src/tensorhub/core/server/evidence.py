@@ -80,6 +80,9 @@ def accepts(
         if record.roots.get(line, root) == root:
             _take_proof(model, record, line, receipt)
     elif published and _is_left_over(record, member, line):
+        has_others = any(worker != member.worker for worker in record.whole.get(line, {}))
+        if record.roots.get(line) == root and not has_others:  # it was heard first, and is no measure for others
+            del record.roots[line], record.layouts[line]
         return False
     return model.bind_content(member.worker, version, line, root, layout)
 
