@@ -109,3 +109,19 @@ def test_what_was_to_be_shared_is_not_read_where_an_offload_has_the_last_room(sh
     assert it.wants(events.StopRead(Ticket(50)))
     it.tell(events.ReadEnded(Ticket(50)), events.CopiedOut(ONE))
     assert list(it.worker.state.copies.by_version) == [ONE]
+
+
+def test_who_closes_waits_for_a_lease_however_often_its_line_breaks_before_anything_was_heard() -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("publish", 1, deadline=60.0, root=Digest("r")))
+    it.tell(events.Received(orders(2, answer=it.resolved(1))))
+    assert isinstance(it.worker.buffer, Holding)
+    it.tell(events.Disconnected(), events.Closing(300.0))
+    for second in (1.0, 2.0, 3.0, 4.0):
+        it.now = second
+        it.tell(events.Connected(), events.Disconnected())
+        assert not it.wants(events.Left(drained=False))
+    it.now = 5.0  # a lease and a report
+    assert it.worker.next_deadline() == it.now
+    it.tell(events.Tick())
+    assert it.wants(events.Left(drained=False))

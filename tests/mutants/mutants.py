@@ -625,8 +625,8 @@ MUTANTS = (
     ),
     Mutant(
         "a server that is started again does not learn who has published",
-        'record.roots[line], next(iter(record.publishers), "")\n',
-        'record.roots[line], ""\n',
+        "member.shard, record.roots[line], publisher\n",
+        'member.shard, record.roots[line], ""\n',
         "what only spot workers have stays established when the server is started again",
     ),
     Mutant(

@@ -4,7 +4,7 @@ A receipt says that the content of a shard is what all shards of a replica have 
 by a publish that never finished. It yields to content with one, whichever is heard first, and its worker is told.
 """
 
-from ..messages import Report
+from ..messages import Holding, Report
 from ..names import Digest, ReplicaName, Version
 from .catalog import Model
 from .content import WHOLE, Content
@@ -32,7 +32,11 @@ def owed(state: State, model: Model, member: Member) -> dict[int, str]:
         record = model.versions.get(version)
         if record is None or not record.exists or line not in record.proved or root not in (None, record.roots[line]):
             continue
-        about = model.name, version, member.shard, record.roots[line], next(iter(record.publishers), "")
+        own = member.hello.replica
+        if own in record.claims:
+            continue  # its own publish has not ended: another one's name would speak against its siblings
+        publisher = own if own in record.publishers else next(iter(record.publishers), "")
+        about = model.name, version, member.shard, record.roots[line], publisher
         found.setdefault(version, []).append(state.notary.content(*about, is_established=record.is_established))
     shown = member.report.receipts  # of a version that it has in two layouts it has one of the two
     return {version: each[-1] for version, each in found.items() if shown.get(version) not in each}
@@ -80,7 +84,7 @@ def accepts(
         if record.roots.get(line, root) == root:
             _take_proof(model, record, line, receipt)
     elif published and _is_left_over(record, member, line):
-        has_others = any(worker != member.worker for worker in record.whole.get(line, {}))
+        has_others = any(worker != member.worker for worker in record.holders.get(line, {}))
         if record.roots.get(line) == root and not has_others:  # it was heard first, and is no measure for others
             del record.roots[line], record.layouts[line]
         return False
@@ -116,6 +120,18 @@ def _is_left_over(record: VersionRecord, member: Member, line: Line) -> bool:
     Who has finished one has a receipt, or another shard of its replica has.
     """
     return line not in record.proved and bool(record.named) and member.hello.replica not in record.named
+
+
+def take_inherited(model: Model, replica: Replica, member: Member) -> None:
+    """It hears now that its publish has ended, as a server before this one had found: that proves its content."""
+    made, call = member.report.buffer, member.report.call
+    if call is None or call.verb != "publish" or call.number != replica.finished:
+        return
+    if not isinstance(made, Holding) or not made.published or made.version != call.resolved:
+        return
+    record = model.record(made.version)
+    if record.roots.get(member.line) == made.root:
+        record.proved[member.line] = None
 
 
 def holders_in_dispute(state: State, model: Model, version: Version) -> list[tuple[Replica, Member]]:

@@ -15,7 +15,7 @@ from ..messages import (
     TicketFailure,
 )
 from ..names import Digest, Ticket, WorkerId
-from . import apply, facts, judging, parts, places, rollcall
+from . import apply, evidence, facts, judging, parts, places, rollcall
 from .catalog import Model
 from .content import Content
 from .groups import Replica
@@ -183,6 +183,7 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
         seen, last = report.seen, state.numbers.last
         replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)
         _note_doubt(state, replica)
+        evidence.take_inherited(state.models[member.hello.model], replica, member)
     if former is not replica.call:
         apply.release(state, state.models[member.hello.model], former, replica)
     if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:

@@ -206,7 +206,9 @@ class Worker:
             case events.Connected():
                 self._connected()
             case events.Disconnected():
-                worker.connected, worker.alone_since = False, worker.now
+                worker.connected = False
+                if worker.has_heard:
+                    worker.has_heard, worker.alone_since = False, worker.now
             case events.Received(message=message):
                 if isinstance(message, Refusal):
                     orders.take_refusal(worker, message)

@@ -10,6 +10,7 @@ def take(worker: WorkerState, orders: Orders) -> None:
     if orders.number <= worker.seen or not worker.book.is_current(orders.acknowledged):
         return
     worker.seen, worker.session, worker.position = orders.number, orders.session, orders.position
+    worker.has_heard = True
     worker.book.every_s, worker.patience_s = orders.report_s, orders.lease_s + orders.report_s
     sent_at = worker.book.acknowledge(orders.acknowledged)
     if sent_at is not None:

@@ -47,7 +47,8 @@ class WorkerState:
 
     # what it knows from the server
     connected: bool = False
-    alone_since: float = -inf  # when its last connection to the server broke
+    has_heard: bool = False  # orders came on this connection
+    alone_since: float = -inf  # when the last connection broke on which some came
     refusal: Refusal | None = None
     session: Number = Number(0)
     seen: Number = Number(0)  # the highest number of orders
