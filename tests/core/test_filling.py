@@ -125,3 +125,4 @@ def test_who_closes_waits_for_a_lease_however_often_its_line_breaks_before_anyth
     assert it.worker.next_deadline() == it.now
     it.tell(events.Tick())
     assert it.wants(events.Left(drained=False))
+    assert sum(isinstance(effect, events.Warn) for effect in it.wanted) == 1

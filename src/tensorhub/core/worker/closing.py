@@ -37,7 +37,7 @@ def advance(worker: WorkerState) -> None:
         still_s = min(alone_until(worker), departure.deadline) - worker.now
         text = "closes, and waits for the reference server, which alone knows who needs what is here"
         worker.want(events.Warn(f"{worker.me} {text}: for {still_s:.3g} s at most"))
-    departure.is_alone = is_alone
+    departure.is_alone = is_alone or (departure.is_alone and not worker.has_heard)
 
 
 def alone_until(worker: WorkerState) -> float:

@@ -288,11 +288,11 @@ def _is_kept_elsewhere(
     return covered.by_another_cut(state, model, record, leaver.line, counts)
 
 
-def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRecord, member: Member) -> bool:
+def _is_the_copy(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """It is the one copy of the newest established version, made ahead."""
     if member.report.closing or member.worker.replica in record.publishers:
         return False
-    if not _counts(state, model, member, record.version) or _is_in_the_way(state, model, replica, record, member):
+    if not _counts(state, model, member, record.version) or _is_in_the_way(state, model, record, member):
         return False
     for worker in record.whole.get(member.line, {}):
         other = state.members.get(worker)
@@ -304,7 +304,7 @@ def _is_the_copy(state: State, model: Model, replica: Replica, record: VersionRe
     return True
 
 
-def _is_in_the_way(state: State, model: Model, replica: Replica, record: VersionRecord, member: Member) -> bool:
+def _is_in_the_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """There is no room for what is fetched ahead, which comes before what is copied ahead."""
     if member.report.copies_left or not member.stays(record.version):
         return False
@@ -334,9 +334,9 @@ def _is_needed(
         return True
     record = model.look_up(version)
     is_safe = version in model.glance().outliving
-    if is_safe and not is_squeezed and _is_the_copy(state, model, replica, record, member):
+    if is_safe and not is_squeezed and _is_the_copy(state, model, record, member):
         return True
-    if resting.is_used(state, model, member, version) and not _is_in_the_way(state, model, replica, record, member):
+    if resting.is_used(state, model, member, version) and not _is_in_the_way(state, model, record, member):
         return True
     if not copy.whole:
         return False
