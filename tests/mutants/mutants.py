@@ -673,6 +673,24 @@ MUTANTS = (
         "no version is put together from two publishes, whoever is heard first",
     ),
     Mutant(
+        "a conflict is told before all are heard who could prove what is right",
+        "    if model.roll.is_over or line in model.record(version).proved:\n        return False\n",
+        "    return False\n",
+        "what a worker was told cannot be taken back",
+    ),
+    Mutant(
+        "content that contradicts what is proved is doubted only",
+        "    if model.roll.is_over or line in model.record(version).proved:\n",
+        "    if model.roll.is_over:\n",
+        "a worker hears at once that it has other content",
+    ),
+    Mutant(
+        "what was doubted is not judged when all are heard",
+        "    judging.judge_doubted(state, model)\n",
+        "",
+        "who differed from what was heard first counts again, or is told",
+    ),
+    Mutant(
         "a server does not believe that something was established before it",
         "    if says_established(receipt) and not record.is_established:\n",
         "    if False:\n",

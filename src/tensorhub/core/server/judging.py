@@ -25,6 +25,7 @@ from . import evidence, facts, places
 from .catalog import Model
 from .content import WHOLE, Content, are_other_copies, version_in
 from .groups import Replica
+from .lines import Line
 from .membership import Member
 from .rules import resting
 from .state import State
@@ -117,10 +118,31 @@ def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
         return buffer
     if evidence.accepts(state, model, member, buffer.version, buffer.root, published=buffer.published):
         return buffer
-    state.counters["conflicting_holders"] += 1
-    member.conflict = buffer.root
     model.record(buffer.version).publishers.pop(member.hello.replica, None)  # it has published something else
+    if not _may_be_right(model, member, buffer.version, member.line):
+        state.counters["conflicting_holders"] += 1
+        member.conflict = buffer.root
     return Poisoned()
+
+
+def _may_be_right(model: Model, member: Member, version: Version, line: Line) -> bool:
+    """While a restarted server hears who lives, it may still hear of a proof: it judges what differs when that is over.
+
+    Until then that counts as no content at all, and nobody is told: what a worker was told cannot be taken back.
+    """
+    if model.roll.is_over or line in model.record(version).proved:
+        return False
+    model.roll.doubted[member.worker] = None
+    return True
+
+
+def judge_doubted(state: State, model: Model) -> None:
+    """The roll call is over: what differed from what was heard before it is judged by what is known now."""
+    doubted, model.roll.doubted = model.roll.doubted, {}
+    for worker in doubted:
+        member = state.members.get(worker)
+        if member is not None:
+            judge_content(state, model, model.replicas[member.hello.replica], member, member.report)
 
 
 def _holds_on(replica: Replica, member: Member, held: Version) -> bool:
@@ -150,12 +172,13 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
             copy = replace(copy, whole=False)
         if copy.whole and not copy.leaving:
             about = copy.version, copy.root, copy.layout
-            if not evidence.accepts(state, model, member, *about, published=copy.published):
-                state.counters["conflicting_holders"] += 1
-                member.releasing[copy.number] = None
-                copy = replace(copy, whole=False)
-            else:
+            if evidence.accepts(state, model, member, *about, published=copy.published):
                 model.note_exists(copy.version)
+            else:
+                if not _may_be_right(model, member, copy.version, member.line.of(copy.layout or member.report.layout)):
+                    state.counters["conflicting_holders"] += 1
+                    member.releasing[copy.number] = None
+                copy = replace(copy, whole=False)
         elif member.gives_up(copy) and copy.number not in member.releasing:
             member.releasing[copy.number] = None
             for read in state.reads.from_copy(member.worker, copy.version):

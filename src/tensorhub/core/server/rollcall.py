@@ -14,6 +14,7 @@ It must never end a roll call by what a worker cannot prove. Called by the serve
 from math import inf
 
 from ..messages import Report, Roster
+from . import judging
 from .catalog import Model
 from .membership import Member
 from .receipts import are_equal
@@ -69,6 +70,7 @@ def close(state: State, model: Model) -> None:
     roll.is_over = True
     roll.witness(state.next_number())  # the first roster has all who are here
     roll.shown, roll.unaware = None, {}
+    judging.judge_doubted(state, model)
     model.changed.update(dict.fromkeys(model.versions))
     state.mark_everyone_dirty(model)
     for name in state.bound.get(model.name, ()):

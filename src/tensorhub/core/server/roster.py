@@ -49,6 +49,7 @@ class Roll:
     unaware: dict[WorkerId, None] = field(
         default_factory=dict
     )  # those of them that have not said yet that they heard this life
+    doubted: dict[WorkerId, None] = field(default_factory=dict)  # who has other content than was heard of before
 
     @property
     def is_complete(self) -> bool:
