@@ -85,7 +85,8 @@ def test_no_receipt_is_owed_for_what_nothing_has_proved() -> None:
 
 def test_a_receipt_that_is_of_no_use_is_replaced() -> None:
     town = Town()
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), receipts=town.receipts(TRAINER, ONE, ROOT))
+    known = town.receipts(TRAINER, ONE, ROOT, publisher=TRAINER.replica)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), receipts=known)
     town.joins(READER, buffer=Holding(ONE, ROOT), receipts=town.receipts(READER, ONE, Digest("of another layout")))
     right = town.orders[READER].receipts
     assert publisher_in(right[ONE]) == TRAINER.replica

@@ -44,9 +44,9 @@ class Town:
             self._hear(self.server.handle(message, sender=str(who), now=self.now))
         self.says(who, **more)
 
-    def receipts(self, who: WorkerId, version: Version, root: Digest) -> dict[int, str]:
+    def receipts(self, who: WorkerId, version: Version, root: Digest, publisher: str = "") -> dict[int, str]:
         """What a server before this one had given it for that content."""
-        return {version: self.server.state.notary.content(who.model, version, who.shard, root)}
+        return {version: self.server.state.notary.content(who.model, version, who.shard, root, publisher)}
 
     def loses_its_line(self, who: WorkerId) -> None:
         self._hear(self.server.disconnected(str(who), now=self.now))

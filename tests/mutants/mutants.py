@@ -662,15 +662,51 @@ MUTANTS = (
     ),
     Mutant(
         "half of a publish that was heard first is the measure for others",
-        "        if record.roots.get(line) == root and not has_others:",
+        "        if record.roots.get(line) == root and not _has_another(state, record, member, line):",
         "        if False:",
         "who has published to the end is not told that it has other content",
     ),
     Mutant(
         "who has published is not judged anew when another one is named",
-        "        record.named[publisher], record.is_unsettled = None, True\n",
-        "        record.named[publisher] = None\n",
+        "            self.named[publisher], self.is_unsettled = None, True\n",
+        "            self.named[publisher] = None\n",
         "no version is put together from two publishes, whoever is heard first",
+    ),
+    Mutant(
+        "who is filling with anything counts as another holder of what was heard first",
+        "    return is_read or any(worker in record.whole.get(line, {}) for worker in others)\n",
+        "    return bool(others)\n",
+        "who has published to the end is not told that it has other content",
+    ),
+    Mutant(
+        "what nobody has any more is the measure for others",
+        "line not in record.proved and _is_gone(record, line):",
+        "line not in record.proved and False:",
+        "who has published to the end is not told that it has other content",
+    ),
+    Mutant(
+        "who had heard less than its sibling, which is heard later, has nothing proved",
+        "    if replica.finished != was_finished:\n",
+        "    if False:\n",
+        "what was established is shown to the server after the next one",
+    ),
+    Mutant(
+        "a process that was replaced proves what it holds by what its sibling says",
+        "    if all(each.former_session < member.report.seen for each in witnesses):\n",
+        "    if True:\n",
+        "no version is put together from two publishes",
+    ),
+    Mutant(
+        "a receipt names who has published half",
+        "publisher = own if own in record.named else",
+        "publisher = own if own in record.publishers else",
+        "who has published to the end is not called wrong by the next server",
+    ),
+    Mutant(
+        "who closes counts the time before for its patience with a server that is away",
+        "    return max(worker.alone_since, begun) + worker.patience_s\n",
+        "    return worker.alone_since + worker.patience_s\n",
+        "a server that is back in a moment knows who has to inherit",
     ),
     Mutant(
         "a conflict is told before all are heard who could prove what is right",
@@ -880,7 +916,7 @@ MUTANTS = (
     ),
     Mutant(
         "who closes leaves as soon as its connection breaks",
-        "    return worker.alone_since + worker.patience_s\n",
+        "    return max(worker.alone_since, begun) + worker.patience_s\n",
         "    return worker.now\n",
         "a server that is back in a moment knows who has to inherit",
     ),

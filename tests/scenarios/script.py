@@ -177,6 +177,14 @@ def _crash(stage: Stage, words: list[str]) -> None:
         stage.crash_worker(player)
 
 
+def _freeze(stage: Stage, words: list[str]) -> None:
+    stage.freeze_worker(_player(stage, words[0]))
+
+
+def _thaw(stage: Stage, words: list[str]) -> None:
+    stage.thaw_worker(words[0])
+
+
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
@@ -428,6 +436,8 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "server": _server,
     "worker": _worker,
     "crash": _crash,
+    "freeze": _freeze,
+    "thaw": _thaw,
     "call": _call,
     "miss": _miss,
     "cancel": _cancel,

@@ -53,6 +53,7 @@ class Stage:
     contents: dict[str, list[str]] = field(default_factory=dict)  # what was published, by root
     held: dict[tuple[str, bool], list[Letter]] = field(default_factory=dict)
     cut: dict[str, None] = field(default_factory=dict)
+    frozen: dict[str, Player] = field(default_factory=dict)
     server: Server | None = None
     server_lives: int = 0
 
@@ -126,6 +127,15 @@ class Stage:
         if self.server is not None and player.name not in self.cut:
             self._line_ended(player.sender)
         self.cut.pop(player.name, None)
+
+    def freeze_worker(self, player: Player) -> None:
+        self.crash_worker(player)
+        self.frozen[player.name] = player
+
+    def thaw_worker(self, name: str) -> None:
+        assert name not in self.players, f"another {name} is alive"
+        player = self.players[name] = self.frozen.pop(name)
+        player.disconnected()
 
     def _line_ended(self, sender: str) -> None:
         if self._is_stalled:

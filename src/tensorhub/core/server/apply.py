@@ -194,7 +194,7 @@ def _advance(state: State, decision: Admit | Wait | Fail | Resolve | AcceptPubli
             if call.verb == "publish" and call.version is not None:
                 if model.note_exists(call.version):
                     state.mark_waiting_dirty(model, NEWS)
-                model.record(call.version).proved.update(dict.fromkeys(facts.roots_of(state, replica, call)))
+                model.record(call.version).note_published(facts.roots_of(state, replica, call), replica.name)
         case _:
             assert_never(decision)
 

@@ -35,7 +35,7 @@ def owed(state: State, model: Model, member: Member) -> dict[int, str]:
         own = member.hello.replica
         if own in record.claims:
             continue  # its own publish has not ended: another one's name would speak against its siblings
-        publisher = own if own in record.publishers else next(iter(record.publishers), "")
+        publisher = own if own in record.named else next(iter(record.named), "")
         about = model.name, version, member.shard, record.roots[line], publisher
         found.setdefault(version, []).append(state.notary.content(*about, is_established=record.is_established))
     shown = member.report.receipts  # of a version that it has in two layouts it has one of the two
@@ -84,10 +84,11 @@ def accepts(
         if record.roots.get(line, root) == root:
             _take_proof(model, record, line, receipt)
     elif published and _is_left_over(record, member, line):
-        has_others = any(worker != member.worker for worker in record.holders.get(line, {}))
-        if record.roots.get(line) == root and not has_others:  # it was heard first, and is no measure for others
-            del record.roots[line], record.layouts[line]
+        if record.roots.get(line) == root and not _has_another(state, record, member, line):
+            del record.roots[line], record.layouts[line]  # it was heard first, and is no measure for others
         return False
+    elif record.roots.get(line, root) != root and line not in record.proved and _is_gone(record, line):
+        del record.roots[line], record.layouts[line]
     return model.bind_content(member.worker, version, line, root, layout)
 
 
@@ -105,8 +106,8 @@ def _take_proof(model: Model, record: VersionRecord, line: Line, receipt: str) -
     record.proved[line] = None
     model.note_exists(record.version)
     publisher = ReplicaName(publisher_in(receipt))
-    if publisher and publisher not in record.named:
-        record.named[publisher], record.is_unsettled = None, True
+    if publisher:
+        record.note_named(publisher)
     if publisher and not record.publishers:  # a server before this one knew
         record.publishers[publisher] = None
         model.changed[record.version] = None
@@ -122,16 +123,37 @@ def _is_left_over(record: VersionRecord, member: Member, line: Line) -> bool:
     return line not in record.proved and bool(record.named) and member.hello.replica not in record.named
 
 
-def take_inherited(model: Model, replica: Replica, member: Member) -> None:
-    """It hears now that its publish has ended, as a server before this one had found: that proves its content."""
+def _has_another(state: State, record: VersionRecord, member: Member, line: Line) -> bool:
+    """Somebody else has what the version is taken for, or reads that. Others may be filling with what it really is."""
+    others = [worker for worker in record.holders.get(line, {}) if worker != member.worker]
+    reads = [state.reads.current.get(worker) for worker in others]
+    is_read = any(each is not None and each.grant.root == record.roots[line] for each in reads)
+    return is_read or any(worker in record.whole.get(line, {}) for worker in others)
+
+
+def _is_gone(record: VersionRecord, line: Line) -> bool:
+    """Whoever had, got or published that content is gone."""
+    return not record.holders.get(line) and not record.claims
+
+
+def take_inherited(state: State, model: Model, replica: Replica, member: Member) -> None:
+    """It hears now that its publish has ended, as a server before this one had found: that proves its content.
+
+    The server before spoke to it and to those who say so as one replica. A process that a newer one of its name has
+    replaced meanwhile was not spoken to since: calls are counted anew by then, and its own may have the same number.
+    """
     made, call = member.report.buffer, member.report.call
     if call is None or call.verb != "publish" or call.number != replica.finished:
         return
     if not isinstance(made, Holding) or not made.published or made.version != call.resolved:
         return
     record = model.record(made.version)
-    if record.roots.get(member.line) == made.root:
-        record.proved[member.line] = None
+    if record.roots.get(member.line) != made.root or member.line in record.proved:
+        return
+    siblings = [state.members.get(worker) for worker in replica.members.values()]
+    witnesses = [each for each in siblings if each is not None and each.report.finished == call.number]
+    if all(each.former_session < member.report.seen for each in witnesses):
+        record.note_published([member.line], replica.name)
 
 
 def holders_in_dispute(state: State, model: Model, version: Version) -> list[tuple[Replica, Member]]:

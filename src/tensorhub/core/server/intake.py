@@ -170,7 +170,7 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
     """What the worker's caller waits for."""
     report, is_first = member.report, not before.number
     former = replica.call
-    was_over, was_ended = former is None or former.is_over, replica.ended
+    was_over, was_ended, was_finished = former is None or former.is_over, replica.ended, replica.finished
     held = report.buffer.version if isinstance(report.buffer, Holding) else None
     ended, seen, missed = (report.ended, report.finished), report.seen, report.missed
     replica.note_ended(member.shard, *ended, seen=seen, missed=missed, held=held)
@@ -183,7 +183,11 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
         seen, last = report.seen, state.numbers.last
         replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)
         _note_doubt(state, replica)
-        evidence.take_inherited(state.models[member.hello.model], replica, member)
+        evidence.take_inherited(state, state.models[member.hello.model], replica, member)
+    if replica.finished != was_finished:
+        for sibling in [state.members.get(worker) for worker in replica.members.values()]:
+            if sibling is not None:
+                evidence.take_inherited(state, state.models[member.hello.model], replica, sibling)
     if former is not replica.call:
         apply.release(state, state.models[member.hello.model], former, replica)
     if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:

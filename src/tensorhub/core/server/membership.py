@@ -67,7 +67,7 @@ class Member:
     report: Report = field(default_factory=lambda: Report(number=0))  # as it came: nobody changes it
     content: Content = field(default_factory=lambda: NOTHING)  # what it has of that, as far as the server believes it
     is_connected: bool = True
-    has_lived_before: bool = False  # it had a session before this one: of a server before this one, perhaps
+    former_session: Number = Number(0)  # before this one: of a server before this one, perhaps
     is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
     asked: Number = Number(0)  # it was asked to say that it knows who lives, up to that session
     asked_since: float = inf  # and since when somebody has waited for that
@@ -107,6 +107,10 @@ class Member:
         self.worker: WorkerId = self.hello.worker
         self.shard: Shard = self.hello.shard
         self.line = Line(self.hello.shards, self.shard)  # of the tensors that it has registered
+
+    @property
+    def has_lived_before(self) -> bool:
+        return self.former_session > 0
 
     def note_heard(self, at: float, settings: Settings) -> None:
         """It was heard at that time: its lease begins anew."""

@@ -1,5 +1,6 @@
 """What the server believes of one version: its content, who has any of it, who is on the way; and of all together."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -21,9 +22,9 @@ class VersionRecord:
     holders: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
     whole: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
     idle: dict[Line, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
-    publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it
+    publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it, or half of it
     proved: dict[Line, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
-    named: dict[ReplicaName, None] = field(default_factory=dict)  # publishers that are named by a receipt
+    named: dict[ReplicaName, None] = field(default_factory=dict)  # those of them that are known to have ended that well
     is_unsettled: bool = False  # one more is named: whose publish never finished is looked at again
     disputed: dict[Line, None] = field(default_factory=dict)  # found to have other content than was believed
     keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
@@ -38,6 +39,16 @@ class VersionRecord:
     @property
     def is_idle(self) -> bool:
         return not self.claims and not self.promised and not any(self.holders.values())
+
+    def note_published(self, lines: Iterable[Line], by: ReplicaName) -> None:
+        """That replica has published it to the end: what these lines are is proved by that."""
+        self.proved.update(dict.fromkeys(lines))
+        self.note_named(by)
+
+    def note_named(self, publisher: ReplicaName) -> None:
+        """That replica has published it to the end."""
+        if publisher not in self.named:
+            self.named[publisher], self.is_unsettled = None, True
 
 
 class Known(NamedTuple):

@@ -49,7 +49,8 @@ def alone_until(worker: WorkerState) -> float:
     is_refused = worker.refusal is not None and worker.refusal.retry_s <= 0
     if not holds_something or not worker.session or is_refused:
         return worker.now
-    return worker.alone_since + worker.patience_s
+    begun = worker.departure.started if worker.departure is not None else worker.now
+    return max(worker.alone_since, begun) + worker.patience_s
 
 
 def leave(worker: WorkerState, departure: Departure, *, drained: bool) -> None:
