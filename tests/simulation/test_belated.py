@@ -49,7 +49,7 @@ class Bench:
     def life(self, replica: str, index: int = 0, *, reliable: bool = True) -> Life:
         me = worker_id("m", replica, index)
         hello = Hello(PROTOCOL, "m", replica, index, self.shards, replica, reliable=reliable)
-        life = Life(me, str(me), hello, [], lambda _version: [], lambda: self.world.now, started=0.0)
+        life = Life(me, str(me), hello, [], lambda _version: [], lambda: self.world.now, started=self.world.now)
         self.truth.born(life)
         return life
 
@@ -139,11 +139,32 @@ def test_not_once_the_spot_worker_has_that_word() -> None:
     assert not bench.may_be_newer()
 
 
-def test_not_for_the_next_life_of_the_server_that_has_both() -> None:
+def test_not_for_the_next_life_of_the_server_where_no_life_before_it_took_it_for_that() -> None:
+    bench = Bench()
+    bench.passes(0.5, bench.steady, bench.spot)
+    bench.restarts()
+    bench.hears(bench.steady, bench.spot)
+    assert not bench.may_be_newer()
+
+
+def test_for_the_next_life_of_the_server_by_what_the_one_before_had_said_to_the_spot_worker() -> None:
     bench = Bench()
     bench.passes(1.2, bench.spot)
-    bench.truth.server_life = 2
-    bench.hears(bench.steady, bench.spot)
+    bench.restarts()
+    bench.hears(bench.steady)
+    assert not bench.may_be_newer()
+    bench.hears(bench.spot)
+    assert bench.may_be_newer()
+
+
+def test_not_where_whoever_has_it_has_come_since() -> None:
+    bench = Bench()
+    bench.passes(1.2, bench.spot)
+    bench.restarts()
+    bench.truth.died(bench.spot)
+    late = bench.life("late", reliable=False)
+    bench.gets(late, NEWER)
+    bench.passes(0.5, bench.steady, late)
     assert not bench.may_be_newer()
 
 

@@ -1,5 +1,6 @@
 """Which version of each model is established: whole outside its publisher, and since when a server must know that."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ class Established:
         self._known_by: dict[str, tuple[Version, int]] = {}  # which life of the server has heard of it from all shards
         self._perhaps: dict[str, Version] = {}  # the newest of which a server may have been told by any holders
         self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
-        self._belated: dict[tuple[str, Version], tuple[int, float]] = {}  # perhaps so, for which server and since when
+        self._belated: dict[tuple[str, Version], dict[int, float]] = {}  # perhaps so: for which server, since when
         self._looked: dict[str, float] = {}  # when that was last asked
 
     def version(self, model: str) -> Version | None:
@@ -210,11 +211,12 @@ class Established:
             if newest is not None and version <= newest.version:
                 return
             made = truth.exists(model, version)
-            if made is None or self._belated.get((model, version), (0, 0.0))[0] == truth.server_life:
+            belated = self._belated.setdefault((model, version), {})
+            if made is None or truth.server_life in belated:
                 continue
             found = [max(self._outside_since(shard, version, made) for shard in cut) for cut in truth.cuts(model)]
             if min(found) <= truth.now:
-                self._belated[model, version] = truth.server_life, max(before, min(found))
+                belated[truth.server_life] = max(before, min(found))
 
     def _outside_since(self, shard: tuple[str, int], version: Version, made: "Made") -> float:
         """Since when at the earliest a server may hold that those who count have it outside its publisher; inf: not so.
@@ -267,6 +269,7 @@ class Established:
         """A server may have taken a newer one for established, as reliable workers were away, and not for lost then.
 
         It decided after `decided` that the worker may give this one up, and said so when it was `told` at the latest.
+        What a server before this one took for established, those show to this one who were there then.
         """
         truth = self._truth
 
@@ -274,10 +277,19 @@ class Established:
             is_believed = life.heard_by == truth.server_life and decided < truth.believed_until(life)
             return is_believed and self._said_to_keep(life, newer)
 
+        def may_show(life: Life, server_life: int) -> bool:
+            return server_life == truth.server_life or life.started < truth.troubles.server_died
+
+        def is_one(newer: Version, server_life: int, cut: Iterable[tuple[str, int]]) -> bool:
+            said = [[life for life in self._ever_there(shard) if was_said(life, newer)] for shard in cut]
+            return all(said) and any(may_show(life, server_life) for shard in said for life in shard)
+
         return any(
-            all(any(was_said(life, newer) for life in self._ever_there(shard)) for shard in cut)
-            for (name, newer), (server_life, since) in self._belated.items()
-            if name == model and newer > version and server_life == truth.server_life and since <= told
+            is_one(newer, server_life, cut)
+            for (name, newer), belated in self._belated.items()
+            if name == model and newer > version
+            for server_life, since in belated.items()
+            if since <= told
             for cut in truth.cuts(model)
         )
 
