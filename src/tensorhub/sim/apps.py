@@ -26,6 +26,7 @@ TORN = Failure("usage", "its tensors are torn")
 AT_ONCE_S = 0.001  # no time for the shards to hear of each other
 HEEDS = 0.3  # share of the programs in the storm that do what an error's hint says
 VAIN = 0.1  # share of the updates to what was fetched ahead where nothing is, by mistake
+TWIN = 999  # the number of all programs that make the same content
 BOLD = 0.3  # a program whose shards are not all there calls all the same, so often
 
 
@@ -283,9 +284,10 @@ class TrainerApp(App):
             root = root_of(f"{self.index}.{self._content}", self.replica.cut, shard)
             self.cluster.data.contents[root] = values_of(root, self.cluster.plan.conditions.chunks)
             return root
-        first = ((self.index * 1000 + self._content) * 100 + shard) * 1000
+        index, content = (TWIN, self.number) if self.replica.is_twin else (self.index, self._content)
+        first = ((index * 1000 + content) * 100 + shard) * 1000
         values = tuple(first + chunk + 1 for chunk in range(self.cluster.plan.conditions.chunks))
-        root = Digest(f"{self.name}/{shard}/{self._content}")
+        root = Digest(f"{TWIN if self.replica.is_twin else self.name}/{shard}/{content}")
         self.cluster.data.contents[root] = values
         return root
 

@@ -9,11 +9,13 @@ from ..core.settings import Settings
 from ..core.version_spec import PREFETCHED
 from .plan import Conditions, Misfortune, Plan, Replica, Step
 from .restarts import with_restarts
+from .rivals import with_rivals
 
 STEPS = 40  # of one program, drawn ahead: more than a storm has time for
 FAIR = 0.08  # share of the seeds in which nothing bad happens
 WIDE, LONG, GREAT = 0.02, 0.02, 0.003  # shares of the seeds with eight shards, with sixteen rollouts, with both
 RESTARTS = 0.12  # share of the others in which the server is restarted, and little else happens
+RIVALS, RIVALS_FROM = 0.1, 4_000_000  # share of those from that seed on: the ones before keep their histories
 CLAIMING = (0.0, 0.5, 1.0)  # shares of a trainer's steps that go by `mutating`
 BREAKING = 0.1  # share of these that raise
 MISSING = 0.04  # share of a trainer's calls that one shard fails to make
@@ -45,6 +47,9 @@ def draw_plan(seed: int) -> Plan:
     plan = Plan(f"{seed}", settings, conditions, replicas)
     if is_fair:
         return _fair(plan)
+    rivals = Random(f"{seed} rivals")
+    if seed >= RIVALS_FROM and rivals.random() < RIVALS and not any(each.cut for each in plan.replicas):
+        return with_rivals(plan, rivals)
     restarts = Random(f"{seed} restarts")
     if restarts.random() < RESTARTS:
         return with_restarts(plan, restarts)

@@ -81,6 +81,7 @@ class Replica:
     steps: tuple[Step, ...] = ()
     starts_s: float = 0.0  # it comes only then
     resumes: bool = False  # a trainer gets the latest version back after a process has died, and as a mistake
+    is_twin: bool = False  # what a trainer publishes follows from the number alone
     cut: str = ""  # "a" or "b": its tensors have boxes, and are cut in that way
 
 

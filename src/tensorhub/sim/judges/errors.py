@@ -182,7 +182,8 @@ class ErrorJudge(GroupJudge):
     def _conflict(self, life: Life, call: Call) -> str:
         model, version = life.me.model, Version(int(call.spec)) if isinstance(call.spec, int) else Version(-1)
         if call.verb != "publish" and call.claim is None:
-            return "" if self._has_other_content(life, call) else "it published nothing"
+            is_other = self._has_other_content(life, call) or self._is_made_otherwise(life, call)
+            return "" if is_other else "it published nothing"
         version = call.claim if call.claim is not None else version
         newest = self.truth.newest(model)
         if newest is not None and newest >= version:
@@ -226,6 +227,15 @@ class ErrorJudge(GroupJudge):
             return False
         roots = contents(self.truth.made_as(life.me.model, call.had), made, life.shard)
         return any(root != call.had_root for root in roots)
+
+    def _is_made_otherwise(self, life: Life, call: Call) -> bool:
+        """Another replica publishes what it held with other content, or did so lately: the server may have let it."""
+        since = self.truth.troubles.before_pauses(call.began - self.settings.lease_s)
+        others = [o for o in [*self.truth.lives.values(), *self.truth.dead.values()] if o.shard == life.shard]
+        made = [c for o in others if o.me.replica != life.me.replica for c in [*o.past, o.call] if c is not None]
+        return any(
+            c.verb == "publish" and c.spec == call.had and c.root != call.had_root and c.ended >= since for c in made
+        )
 
     def _full(self, life: Life, call: Call) -> str:
         for other in self.truth.group(life):

@@ -1,12 +1,12 @@
-"""Which version of each model is established: whole outside its publisher, and since when a server must know that."""
+"""Which version of each model is established: whole outside its publishers, and since when a server must know that."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
 from ...core.messages import Withdrawing
-from ...core.names import Version
+from ...core.names import ReplicaName, Version
 from .life import Life
 
 if TYPE_CHECKING:
@@ -63,7 +63,10 @@ class Established:
         """One more has all of its shard: perhaps the version is established by that, if it is outside the publisher."""
         truth, model = self._truth, life.me.model
         made, newest = truth.exists(model, version), self._newest.get(model)
-        if made is None or made.replica == life.me.replica or (newest is not None and version < newest.version):
+        if made is None or (newest is not None and version < newest.version):
+            return
+        publishers = self._publishers(model, version)
+        if life.me.replica in publishers:
             return
         is_new = newest is None or version > newest.version
         ways = newest.ways if newest is not None and not is_new else {}
@@ -72,11 +75,11 @@ class Established:
         unburied_s = 1.2 * truth.plan.settings.lease_s
         unburied = [o for o in dead if truth.now - o.died < unburied_s or truth.may_be_believed(o)]
         living = [o for o in truth.lives.values() if truth.may_be_in_session(o) or o.heard_by != truth.server_life]
-        outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica != made.replica)
+        outside = (o for o in [*living, *unburied] if o.me.model == model and o.me.replica not in publishers)
         stay = (other for other in outside if other.hello.reliable and not _said_to_leave(other))
         reliable = {other.shard: None for other in stay}  # a replica may live in part
         for number, cut in enumerate(truth.cuts(model)):
-            found = [self._outside(shard, version, made, reliable) for shard in cut]
+            found = [self._outside(shard, version, publishers, reliable) for shard in cut]
             if not all(found) or number in ways:
                 continue
             ways[number] = Way(found)
@@ -91,10 +94,14 @@ class Established:
             self._ever[model, version] = None
 
     def _outside(
-        self, shard: tuple[str, int], version: Version, made: "Made", reliable: dict[tuple[str, int], None]
+        self,
+        shard: tuple[str, int],
+        version: Version,
+        publishers: Container[ReplicaName],
+        reliable: dict[tuple[str, int], None],
     ) -> list[Life]:
-        """Who has it beside its publisher: the reliable ones, where any lives."""
-        holders = [holder for holder in self._truth.holders(shard, version) if holder.me.replica != made.replica]
+        """Who has it beside those that publish it: the reliable ones, where any lives."""
+        holders = [holder for holder in self._truth.holders(shard, version) if holder.me.replica not in publishers]
         return [holder for holder in holders if holder.hello.reliable or shard not in reliable]
 
     def heard(self, life: Life) -> None:
@@ -128,8 +135,7 @@ class Established:
 
     def _doubt(self, newest: Newest, life: Life) -> None:
         """Who is relied on has come for a shard that only spot workers have, before a server knew of all of it."""
-        made = self._truth.exists(life.me.model, newest.version)
-        is_publisher = made is not None and life.me.replica == made.replica
+        is_publisher = life.me.replica in self._publishers(life.me.model, newest.version)
         if life.shard not in self._among_spot or not life.hello.reliable or is_publisher or _said_to_leave(life):
             return
         for number, way in list(newest.ways.items()):
@@ -181,17 +187,16 @@ class Established:
         He may be on his way to another version, as long as no server has told him that he may give this one up. He may
         have died, as long as the server may believe that he lives.
         """
-        truth, made = self._truth, self._truth.exists(model, newest.version)
-        publisher = made.replica if made is not None else ""
+        truth, publishers = self._truth, self._publishers(model, newest.version)
 
         def has_told(life: Life) -> bool:
             until = self._session_end(life) if by else truth.believed_until(life)  # for sure, or perhaps
             is_there = life.is_alive or (truth.may_be_believed(life) and truth.now < until)
-            is_one = life.me.replica != publisher and (life.hello.reliable or not is_relied_on)
+            is_one = life.me.replica not in publishers and (life.hello.reliable or not is_relied_on)
             return is_there and is_one and self._said_to_keep(life, newest.version) and by in (0, life.heard_by)
 
         def is_told(shard: tuple[str, int]) -> bool:
-            others = [each for each in self._ever_there(shard) if each.me.replica != publisher]
+            others = [each for each in self._ever_there(shard) if each.me.replica not in publishers]
             relied_on = [each for each in others if each.hello.reliable and not _said_to_leave(each)]
             needed = [each for each in relied_on if each.is_alive or truth.may_be_believed(each)] if by else []
             return any(has_told(each) for each in others if each.hello.reliable or not needed)
@@ -224,7 +229,8 @@ class Established:
         Reliable workers count; others once no reliable one has a session, nor is waited for before anything is decided.
         """
         truth = self._truth
-        others = [other for other in self._ever_there(shard) if other.me.replica != made.replica]
+        publishers = self._publishers(made.model, version)
+        others = [other for other in self._ever_there(shard) if other.me.replica not in publishers]
         relied_on = [o for o in others if o.hello.reliable and not _said_to_leave(o) and _is_laid_out(o)]
         sessions = [self._session_end(o) for o in relied_on if o.heard_by == truth.server_life]
         over = inf if any(map(self._is_awaited, relied_on)) else max(sessions, default=truth.now)
@@ -236,6 +242,11 @@ class Established:
             if is_one and holder.heard_by == truth.server_life and since < until:
                 found.append(since)
         return min(found, default=inf)
+
+    def _publishers(self, model: str, version: Version) -> dict[ReplicaName, None]:
+        """The replicas that have published that content, or a part of it: they may change what is there next."""
+        first, made = self._truth.exists(model, version), self._truth.made_as(model, version)
+        return {} if first is None else {each.replica: None for each in made if each.is_part_of(first)}
 
     def _ever_there(self, shard: tuple[str, int]) -> list[Life]:
         """The living, and the dead, whom a server may believe to live."""

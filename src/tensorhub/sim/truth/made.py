@@ -41,6 +41,11 @@ class Made:
         own = self.roots.get(shard[1], next(iter(self.roots.values()), None))  # another cut may have more shards
         return derived(own, cut, shard[1]) if own is not None else None
 
+    def is_part_of(self, other: "Made") -> bool:
+        """What is there of it is the same content."""
+        place = f"{self.model}{BAR}{self.cut}" if self.cut else self.model
+        return all(other.root_of((place, shard)) in (None, root) for shard, root in self.roots.items())
+
     def is_anew(self, first: "Made") -> bool:
         """Its publisher was told that it exists, and only by later lives of the server than knew of the first content.
 
