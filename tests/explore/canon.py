@@ -229,7 +229,7 @@ def _plan(value: Any) -> list[tuple[str, int]]:
     for name in names:
         kind = MARK if name in MARKS else TICKET if name in TICKETS else REPORT_MARK if name in REPORT_MARKS else RAW
         kind = RATE if name in RATES else kind
-        kind = SESSION if name == "session" else DEADLINE if name in DEADLINES else kind
+        kind = SESSION if name in ("session", "former_session") else DEADLINE if name in DEADLINES else kind
         kind = BY_CLASS.get((kind_of, name), SKIP if name in SKIPPED or name.endswith("_s") else kind)
         if kind != SKIP:
             found.append((name, kind))
