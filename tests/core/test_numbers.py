@@ -2,7 +2,18 @@
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, CallReport, Hello, Holding, Orders, Poisoned, Reading, Refusal, Report
+from tensorhub.core.messages import (
+    PROTOCOL,
+    CallReport,
+    Hello,
+    Holding,
+    HostCopy,
+    Orders,
+    Poisoned,
+    Reading,
+    Refusal,
+    Report,
+)
 from tensorhub.core.names import Digest, Number, Shard, Ticket, Version
 from tensorhub.core.server import Server
 from tensorhub.core.server.lines import Line
@@ -10,7 +21,7 @@ from tensorhub.core.server.numbers import BLOCK, Numbers
 from tensorhub.core.server.receipts import Notary, publisher_in
 from tensorhub.core.settings import Settings
 
-from .kit import worker
+from .kit import hello, worker
 
 SETTINGS = Settings(lease_s=4.0, report_s=1.0)
 HIGHEST = 2**62
@@ -102,6 +113,26 @@ def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
         assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
         record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
         assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["real"]
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("is_whole_published", [False, True])
+def test_who_says_two_things_of_one_version_contradicts_itself_only(
+    is_restarted: bool, is_whole_published: bool
+) -> None:
+    """One that it has published, or so it says, and the same in the other memory as if it had read that."""
+    found, honest, liar = server(fresh=not is_restarted), worker("b", 0), worker("a", 1)
+    receipt = Notary().content(honest.model, Version(7), honest.shard, Digest("x"), "b")
+    held = Holding(Version(7), Digest("r"), published=not is_whole_published)
+    copy = HostCopy(1, Version(7), Digest("r"), 1, 1, whole=True, published=is_whole_published)
+    for me, told in (
+        (honest, Report(number=1, buffer=Holding(Version(7), Digest("x"), published=True), receipts={7: receipt})),
+        (liar, Report(number=1, buffer=held, copies=(copy,))),
+        (liar, Report(number=2, buffer=held, copies=(copy,))),
+    ):
+        found.handle(hello(me, shards=2), sender=str(me), now=0.0)
+        found.handle(told, sender=str(me), now=0.0)
+        found.check_invariants()
 
 
 def test_of_two_that_have_a_receipt_each_the_first_is_believed() -> None:

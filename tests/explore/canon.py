@@ -66,6 +66,7 @@ BY_CLASS = {
     (Report, "number"): REPORT,
     (ReportBook, "number"): REPORT,
     (Report, "seen"): SKIP,
+    (Member, "former_seen"): SKIP,  # compared with those of siblings
     (WorkerState, "now"): SKIP,  # of its last event: each event brings its own
     (Member, "queued_at"): SKIP,  # when it is looked at although nothing may be due then
     (State, "now"): SKIP,

@@ -4,7 +4,9 @@ A receipt says that the content of a shard is what all shards of a replica have 
 by a publish that never finished. It yields to content with one, whichever is heard first, and its worker is told.
 """
 
-from ..messages import Holding, Report
+from itertools import islice
+
+from ..messages import Holding, HostCopy, Report
 from ..names import Digest, ReplicaName, Version
 from .catalog import Model
 from .content import WHOLE, Content
@@ -83,11 +85,13 @@ def accepts(
             record.disputed[line] = None  # who counts as a holder by the other root is looked at again
         if record.roots.get(line, root) == root:
             _take_proof(model, record, line, receipt)
+    elif published and not model.roll.is_over and line not in record.proved:
+        return False  # whether that publish has finished is not known before all are heard
     elif published and _is_left_over(record, member, line):
         if record.roots.get(line) == root and not _has_another(state, record, member, line):
             del record.roots[line], record.layouts[line]  # it was heard first, and is no measure for others
         return False
-    elif record.roots.get(line, root) != root and line not in record.proved and _is_gone(record, line):
+    elif record.roots.get(line, root) != root and line not in record.proved and _is_gone(state, record, member, line):
         del record.roots[line], record.layouts[line]
     return model.bind_content(member.worker, version, line, root, layout)
 
@@ -120,40 +124,50 @@ def _is_left_over(record: VersionRecord, member: Member, line: Line) -> bool:
 
     Who has finished one has a receipt, or another shard of its replica has.
     """
-    return line not in record.proved and bool(record.named) and member.hello.replica not in record.named
+    own = member.hello.replica
+    return line not in record.proved and bool(record.named) and own not in record.named and own not in record.claims
 
 
 def _has_another(state: State, record: VersionRecord, member: Member, line: Line) -> bool:
     """Somebody else has what the version is taken for, or reads that. Others may be filling with what it really is."""
-    others = [worker for worker in record.holders.get(line, {}) if worker != member.worker]
-    reads = [state.reads.current.get(worker) for worker in others]
-    is_read = any(each is not None and each.grant.root == record.roots[line] for each in reads)
-    return is_read or any(worker in record.whole.get(line, {}) for worker in others)
+    mine = [one for one in (member.report.buffer, *member.report.copies) if isinstance(one, (*WHOLE, HostCopy))]
+    if len({(one.root, one.published) for one in mine if one.version == record.version}) > 1:
+        return True  # it says two things of it, and may count by the other one
+    if any(worker != member.worker for worker in islice(record.whole.get(line, {}), 2)):
+        return True
+    reads = [state.reads.current.get(worker) for worker in record.holders.get(line, {}) if worker != member.worker]
+    return any(each is not None and each.grant.root == record.roots[line] for each in reads)
 
 
-def _is_gone(record: VersionRecord, line: Line) -> bool:
+def _is_gone(state: State, record: VersionRecord, member: Member, line: Line) -> bool:
     """Whoever had, got or published that content is gone."""
-    return not record.holders.get(line) and not record.claims
+    return not record.claims and not _has_another(state, record, member, line)
 
 
-def take_inherited(state: State, model: Model, replica: Replica, member: Member) -> None:
+def take_inherited(state: State, model: Model, replica: Replica, member: Member) -> bool:
     """It hears now that its publish has ended, as a server before this one had found: that proves its content.
 
-    The server before spoke to it and to those who say so as one replica. A process that a newer one of its name has
-    replaced meanwhile was not spoken to since: calls are counted anew by then, and its own may have the same number.
+    Returns whether that is news. The server before spoke to it and to those who say so as one replica. A process that a
+    newer one of its name has replaced meanwhile was not spoken to since: calls are counted anew by then, and its own
+    may have the same number.
     """
     made, call = member.report.buffer, member.report.call
     if call is None or call.verb != "publish" or call.number != replica.finished:
-        return
+        return False
     if not isinstance(made, Holding) or not made.published or made.version != call.resolved:
-        return
-    record = model.record(made.version)
-    if record.roots.get(member.line) != made.root or member.line in record.proved:
-        return
+        return False
+    record, line = model.record(made.version), member.line
+    if line in record.proved:
+        return False
     siblings = [state.members.get(worker) for worker in replica.members.values()]
     witnesses = [each for each in siblings if each is not None and each.report.finished == call.number]
-    if all(each.former_session < member.report.seen for each in witnesses):
-        record.note_published([member.line], replica.name)
+    if any(each.former_session >= member.former_seen for each in witnesses):
+        return False
+    if record.roots.get(line) != made.root:
+        record.roots[line], record.layouts[line] = made.root, member.report.layout
+        record.disputed[line] = None
+    record.note_published([line], replica.name)
+    return True
 
 
 def holders_in_dispute(state: State, model: Model, version: Version) -> list[tuple[Replica, Member]]:

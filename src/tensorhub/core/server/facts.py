@@ -35,6 +35,11 @@ def is_read_though_poisoned(buffer: Buffer) -> bool:
     return isinstance(buffer, Poisoned) and buffer.version is not None
 
 
+def is_undecided(state: State, member: Member) -> bool:
+    """Whether what it holds is what its version is will be known when a restarted server has heard who lives."""
+    return member.worker in state.models[member.hello.model].roll.doubted
+
+
 def members_of(state: State, model: Model, line: Line) -> Iterator[Member]:
     """The living members of that line, one of each replica."""
     for replica in model.replicas.values():
@@ -59,7 +64,7 @@ def is_leaving(source: Member, version: Version, from_host: bool) -> bool:
 def serves(state: State, source: WorkerId, version: Version, from_host: bool) -> bool:
     """As far as is known, the source still has the version. One whose lease has ended may well go on serving."""
     member = state.members.get(source)
-    if member is None:
+    if member is None or is_undecided(state, member):
         return True
     if from_host:
         is_about_to = _is_granted(state, source, version, to_host=True)

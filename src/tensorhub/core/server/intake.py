@@ -183,15 +183,21 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
         seen, last = report.seen, state.numbers.last
         replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)
         _note_doubt(state, replica)
-        evidence.take_inherited(state, state.models[member.hello.model], replica, member)
+        _take_inherited(state, replica, member)
     if replica.finished != was_finished:
         for sibling in [state.members.get(worker) for worker in replica.members.values()]:
             if sibling is not None:
-                evidence.take_inherited(state, state.models[member.hello.model], replica, sibling)
+                _take_inherited(state, replica, sibling)
     if former is not replica.call:
         apply.release(state, state.models[member.hello.model], former, replica)
     if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:
         state.mark_replica_dirty(replica)
+
+
+def _take_inherited(state: State, replica: Replica, member: Member) -> None:
+    model = state.models[member.hello.model]
+    if evidence.take_inherited(state, model, replica, member):
+        judging.judge_content(state, model, replica, member, member.report)
 
 
 def _note_bereft(state: State, replica: Replica, member: Member, missed: Failure) -> None:

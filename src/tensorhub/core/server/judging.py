@@ -37,7 +37,11 @@ MAX_SITES = 64  # named in a version's count of what came into each
 def take_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
     """What the worker has in its buffer and beside it, as far as that is the content of its version."""
     report = member.report
-    if report.receipts != before.receipts or content_beside(report) != content_beside(before):
+    if (
+        member.worker in model.roll.doubted
+        or report.receipts != before.receipts
+        or content_beside(report) != content_beside(before)
+    ):
         judge_content(state, model, replica, member, before)
     elif report.buffer != before.buffer or (report.call != before.call and isinstance(report.buffer, Withdrawing)):
         now, then = report.buffer, before.buffer
@@ -58,6 +62,7 @@ def judge_withdrawals(state: State, model: Model, replica: Replica) -> None:
 def judge_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
     """What it has is judged anew, and all that follows from it."""
     report, former = member.report, member.content
+    model.roll.doubted.pop(member.worker, None)
     is_news = False
     if report.newest is not None and evidence.believes_newest(state, model, report):
         is_news = model.note_exists(report.newest)

@@ -68,6 +68,7 @@ class Member:
     content: Content = field(default_factory=lambda: NOTHING)  # what it has of that, as far as the server believes it
     is_connected: bool = True
     former_session: Number = Number(0)  # before this one: of a server before this one, perhaps
+    former_seen: Number = Number(0)  # the highest number that it had heard by then
     is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
     asked: Number = Number(0)  # it was asked to say that it knows who lives, up to that session
     asked_since: float = inf  # and since when somebody has waited for that

@@ -26,7 +26,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
     member = Member(hello, sender, state.next_number(), state.now + state.settings.lease_s)
     member.note_heard(state.now, state.settings)
-    member.former_session = report.session
+    member.former_session, member.former_seen = report.session, report.seen
     replica.join(hello.shard, member.worker, is_in_call=report.call is not None)
     state.members.add(member)
     state.note_size()
