@@ -710,7 +710,7 @@ MUTANTS = (
     ),
     Mutant(
         "who takes back what is in doubt is told that nobody reads it",
-        "        if member.worker in model.roll.doubted:\n",
+        "        if isinstance(buffer, Poisoned) and facts.is_undecided(state, member):\n",
         "        if False:\n",
         "nobody changes what others read",
     ),
@@ -737,6 +737,24 @@ MUTANTS = (
         "        member.worker in model.roll.doubted\n        or report.receipts != before.receipts\n",
         "        report.receipts != before.receipts\n",
         "a worker hears soon that it has other content",
+    ),
+    Mutant(
+        "a call waits for the judgement of a host copy that it does not need",
+        "        if isinstance(buffer, Poisoned) and facts.is_undecided(state, member):\n",
+        "        if facts.is_undecided(state, member):\n",
+        "a call ends when each shard has what it wants",
+    ),
+    Mutant(
+        "who has a version in doubt is granted a read of it",
+        "    if version is not None and facts.may_have(state, member, version):\n",
+        "    if False:\n",
+        "messages do not breed messages",
+    ),
+    Mutant(
+        "a source in doubt is left for one that is filling",
+        "    if facts.is_undecided(state, source):\n        return False",
+        "    if False:\n        return False",
+        "transfers under way go on while the server restarts",
     ),
     Mutant(
         "a receipt names who has published half",

@@ -103,6 +103,7 @@ class Watch:
         self.truth.ordered(life, orders)
         self.versions.ordered(life, orders)
         self.claims.ordered(life, orders)
+        self.stalls.ordered(life, orders)
 
     def turned_away(self, process: "Process") -> None:
         """The server refuses what it has said, and closes its connection."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from ..messages import Buffer, Filling, Holding, Poisoned, Withdrawing
+from ..messages import Buffer, Filling, Holding, HostCopy, Poisoned, Withdrawing
 from ..names import Digest, Version, WorkerId
 from .catalog import Model
+from .content import WHOLE
 from .groups import GroupCall, Replica
 from .lines import Line
 from .membership import Member
@@ -38,6 +39,13 @@ def is_read_though_poisoned(buffer: Buffer) -> bool:
 def is_undecided(state: State, member: Member) -> bool:
     """Whether what it holds is what its version is will be known when a restarted server has heard who lives."""
     return member.worker in state.models[member.hello.model].roll.doubted
+
+
+def may_have(state: State, member: Member, version: Version) -> bool:
+    """It says that it has all of the version, and whether that is so is not decided yet: it needs nothing of it."""
+    buffer, copies = member.report.buffer, [c for c in member.report.copies if c.whole and not (c.leaving or c.unfit)]
+    had = [one.version for one in (buffer, *copies) if isinstance(one, (*WHOLE, HostCopy))]
+    return is_undecided(state, member) and version in had
 
 
 def members_of(state: State, model: Model, line: Line) -> Iterator[Member]:

@@ -1,5 +1,6 @@
 """What every judge has: the truth, and a way to say that a promise was broken."""
 
+from ..truth.life import Call, Life
 from ..truth.record import Truth
 from ..world import OracleViolation, World
 
@@ -24,6 +25,11 @@ class Judge:
     def spread_s(self) -> float:
         """By then news have got about among those who can be heard."""
         return self.truth.spread_s
+
+    def had_other_content(self, life: Life, call: Call) -> bool:
+        """What it held when the call began was not what that version is: it may have heard so before."""
+        made = self.truth.exists(life.me.model, call.had) if call.had is not None else None
+        return made is not None and made.root_of(life.shard) not in (None, call.had_root)
 
     def broken(self, what: str, promise: str = "") -> None:
         """The history ends here."""

@@ -61,7 +61,9 @@ class ClaimJudge(Judge):
 
     def withdraws(self, life: Life, version: Version, call: Call | None) -> None:
         """It serves a version no longer, or what a failed fill has left of one."""
-        if call is not None and call.claim is not None and call.resolved is None and call.had == version:
+        if call is None or self.had_other_content(life, call):
+            return
+        if call.claim is not None and call.resolved is None and call.had == version:
             self.broken(
                 f"{life.name} withdraws before its claim of version {call.claim} is granted", "G8 loses nothing"
             )

@@ -276,9 +276,8 @@ class RetentionJudge(Judge):
         outcome = call.outcome
         if outcome is not None and (outcome.error is None or outcome.error.code == "version-conflict"):
             return  # what is not the version is not given back as the version; whether it is not is judged there
-        made = self.truth.exists(life.me.model, call.had)
-        if made is not None and made.root_of(life.shard) not in (None, call.had_root):
-            return  # what it held was other content: it may have heard so before it called
+        if self.had_other_content(life, call):
+            return
         delay_s = FLEETING_S + 4 * self.conditions.chunk_s
         self.world.after(delay_s, lambda: self._has_it_back(life, call))
 

@@ -5,7 +5,7 @@ Also while a server that has just restarted still listens: transfers go on, and 
 
 from math import inf
 
-from ...core.messages import Empty, Filling, Poisoned
+from ...core.messages import Empty, Filling, Holding, Orders, Poisoned
 from ...core.names import Version
 from ..truth.life import Call, Life
 from .bench import Judge
@@ -17,6 +17,24 @@ class StallJudge(Judge):
     """Looks at everybody now and then."""
 
     promise = "G7 nobody is left waiting"
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        self._granted: dict[str, int] = {}  # the last ticket of each life
+
+    def ordered(self, life: Life, orders: Orders) -> None:
+        """Who has said that it has a version is granted no read of that: it would end at once, for the next one."""
+        grant = orders.grant
+        if grant is None or grant.ticket <= self._granted.get(life.name, 0):
+            return
+        self._granted[life.name] = grant.ticket
+        if grant.to_host or life.heard is None or not life.is_heard_by(self.truth.server_life):
+            return
+        held, buffer, made = life.held, life.heard.buffer, self.truth.exists(life.me.model, grant.version)
+        is_held = held is not None and held.version == grant.version and held.is_served
+        is_said = isinstance(buffer, Holding) and buffer.version == grant.version
+        if is_held and is_said and made is not None and life.root_of(grant.version) == made.root_of(life.shard):
+            self.broken(f"{life.name} is granted a read of version {grant.version}, which it has, and has said so")
 
     def turned_away(self, life: Life) -> None:
         """The server refuses it, so it must have lost its session: else whatever was refused would be an excuse."""

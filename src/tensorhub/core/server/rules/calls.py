@@ -65,7 +65,7 @@ def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> It
     stuck = _why_stuck(state, model, replica) if not call.is_over and not state.is_recovering else None
     if stuck is not None:
         yield _give_up(replica, call, stuck)
-    if not call.is_over and _is_done(state, model, replica, call):
+    if not call.is_over and _is_done(state, replica, call):
         yield Finish(model, replica, call)
 
 
@@ -159,7 +159,7 @@ def _knows_what_it_is(member: Member) -> bool:
     return told is not None and told.resolved is not None
 
 
-def _is_done(state: State, model: Model, replica: Replica, call: GroupCall) -> bool:
+def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
     if call.claim is not None and call.version is None:
         return False
     for shard in range(replica.shards):
@@ -167,9 +167,9 @@ def _is_done(state: State, model: Model, replica: Replica, call: GroupCall) -> b
         member = state.members.get(worker) if worker is not None else None
         if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):
             return False
-        if member.worker in model.roll.doubted:
-            return False  # nobody knows yet what it holds, or who reads that
         buffer = member.content.buffer
+        if isinstance(buffer, Poisoned) and facts.is_undecided(state, member):
+            return False  # nobody knows yet what it holds, or who reads that
         if call.verb == "choose":
             if call.version is None or (replica.shards > 1 and not _knows_what_it_is(member)):
                 return False  # each knows the number before one ends: a server after this one has it of them alone

@@ -21,6 +21,8 @@ class Wanted(NamedTuple):
 def wanted_read(state: State, model: Model, replica: Replica, member: Member) -> Wanted | None:
     """What this worker should be reading now, and can. Its caller's call comes before what is fetched ahead."""
     version = facts.wanted_version(replica, member)
+    if version is not None and facts.may_have(state, member, version):
+        return None
     if version is None or member.holds(version) or member.fills_itself(version):
         version = retention.version_to_fetch(state, model, replica, member)
         is_whole = version is not None and member.has_whole_copy(version)
