@@ -704,13 +704,13 @@ MUTANTS = (
     ),
     Mutant(
         "who reads from one that is in doubt is given another source",
-        "    if member is None or is_undecided(state, member):\n",
+        "    if member is None or is_undecided_there(state, member, version, from_host):\n",
         "    if member is None:\n",
         "a read does not go from what was published to what was not",
     ),
     Mutant(
         "who takes back what is in doubt is told that nobody reads it",
-        "        if isinstance(buffer, Poisoned) and facts.is_undecided(state, member):\n",
+        "        if is_in_doubt and facts.is_undecided(state, member):\n",
         "        if False:\n",
         "nobody changes what others read",
     ),
@@ -740,7 +740,7 @@ MUTANTS = (
     ),
     Mutant(
         "a call waits for the judgement of a host copy that it does not need",
-        "        if isinstance(buffer, Poisoned) and facts.is_undecided(state, member):\n",
+        "        if is_in_doubt and facts.is_undecided(state, member):\n",
         "        if facts.is_undecided(state, member):\n",
         "a call ends when each shard has what it wants",
     ),
@@ -752,9 +752,27 @@ MUTANTS = (
     ),
     Mutant(
         "a source in doubt is left for one that is filling",
-        "    if facts.is_undecided(state, source):\n        return False",
+        "    if facts.is_undecided_there(state, source, read.version, from_host):\n        return False",
         "    if False:\n        return False",
         "transfers under way go on while the server restarts",
+    ),
+    Mutant(
+        "who is in doubt about one version serves every other",
+        "    if not is_undecided(state, source):\n        return False\n    if from_host:\n",
+        "    if is_undecided(state, source):\n        return True\n    if from_host:\n",
+        "who was told that nobody reads from it any more is no source",
+    ),
+    Mutant(
+        "who fills itself from a copy that is to go is granted a read meanwhile",
+        "    if _is_to_hear_that_it_goes(state, model, member, version):\n",
+        "    if False:\n",
+        "messages do not breed messages",
+    ),
+    Mutant(
+        "who gives up spoiled tensors waits for the judgement of a host copy",
+        "isinstance(buffer, Poisoned) and buffer != member.report.buffer\n",
+        "isinstance(buffer, Poisoned)\n",
+        "a call ends when each shard has what it wants",
     ),
     Mutant(
         "a receipt names who has published half",

@@ -41,6 +41,22 @@ def is_undecided(state: State, member: Member) -> bool:
     return member.worker in state.models[member.hello.model].roll.doubted
 
 
+def is_undecided_there(state: State, source: Member, version: Version, from_host: bool) -> bool:
+    """It has the version there, and serves it as far as it knows; whether that is what the version is, is undecided.
+
+    Doubt about one version says nothing of the others that the worker has.
+    """
+    if not is_undecided(state, source):
+        return False
+    if from_host:
+        reported = any(c.version == version and c.whole and not c.leaving for c in source.report.copies)
+        return reported and source.keeps_copy(version)
+    buffer = source.report.buffer
+    if source.holds(version) or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != version:
+        return False
+    return isinstance(buffer, Holding) or not (buffer.impatient or source.is_let_go)
+
+
 def may_have(state: State, member: Member, version: Version) -> bool:
     """It says that it has all of the version, and whether that is so is not decided yet: it needs nothing of it."""
     buffer, copies = member.report.buffer, [c for c in member.report.copies if c.whole and not (c.leaving or c.unfit)]
@@ -72,7 +88,7 @@ def is_leaving(source: Member, version: Version, from_host: bool) -> bool:
 def serves(state: State, source: WorkerId, version: Version, from_host: bool) -> bool:
     """As far as is known, the source still has the version. One whose lease has ended may well go on serving."""
     member = state.members.get(source)
-    if member is None or is_undecided(state, member):
+    if member is None or is_undecided_there(state, member, version, from_host):
         return True
     if from_host:
         is_about_to = _is_granted(state, source, version, to_host=True)

@@ -168,7 +168,8 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
         if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):
             return False
         buffer = member.content.buffer
-        if isinstance(buffer, Poisoned) and facts.is_undecided(state, member):
+        is_in_doubt = isinstance(buffer, Poisoned) and buffer != member.report.buffer
+        if is_in_doubt and facts.is_undecided(state, member):
             return False  # nobody knows yet what it holds, or who reads that
         if call.verb == "choose":
             if call.version is None or (replica.shards > 1 and not _knows_what_it_is(member)):

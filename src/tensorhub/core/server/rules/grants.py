@@ -128,7 +128,7 @@ def _is_to_be_left(state: State, source: Member, read: OpenRead) -> bool:
     do.
     """
     from_host = read.grant.from_host
-    if facts.is_undecided(state, source):
+    if facts.is_undecided_there(state, source, read.version, from_host):
         return False  # as far as is known it serves
     if facts.is_leaving(source, read.version, from_host):
         return True

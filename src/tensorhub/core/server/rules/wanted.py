@@ -27,6 +27,8 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
         version = retention.version_to_fetch(state, model, replica, member)
         is_whole = version is not None and member.has_whole_copy(version)
         return Wanted(version, True) if version is not None and not is_whole else None
+    if _is_to_hear_that_it_goes(state, model, member, version):
+        return None
     copy, current = member.copy(version), state.reads.current.get(member.worker)
     if copy is not None and not copy.unfit:
         return Wanted(version, True)
@@ -34,3 +36,10 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
     if is_coming and not member.loses_copy(version):
         return Wanted(version, True)  # which is about to begin
     return None if facts.is_read_though_poisoned(member.content.buffer) else Wanted(version, False)
+
+
+def _is_to_hear_that_it_goes(state: State, model: Model, member: Member, version: Version) -> bool:
+    """A whole copy of it is to go, and the worker was not told yet: it fills itself from that, and would not read."""
+    going = [c.number for c in member.report.copies if c.version == version and c.whole and not (c.leaving or c.unfit)]
+    going = [number for number in going if number in member.releasing]
+    return bool(going) and not set(going) <= set(retention.copies_to_release(state, model, member))
