@@ -141,11 +141,15 @@ def _give_up_fill(worker: WorkerState) -> None:
 
 
 def take_conflict(worker: WorkerState, root: Digest) -> None:
-    """Content with this root is not what its version is: another publish of that number is finished. Let it go."""
+    """Content with this root does not count as its version: another publish of that number is finished. Let it go.
+
+    It may be the same all the same: a publish that never ended counts for nothing, and what it made cannot be compared
+    where nobody is heard who has that shard of the other one.
+    """
     buffer = worker.buffer
     if not root or not isinstance(buffer, Holding | Withdrawing | Vacated) or buffer.root != root:
         return
-    text = f"what {worker.me} holds as version {buffer.version} is not what was published as version {buffer.version}"
+    text = f"what {worker.me} holds does not count as version {buffer.version}: another publish of that number does"
     hint = "publish it under a higher number" if buffer.published else "replicate the version again"
     worker.memory.disown(next_report=worker.next_report)
     worker.note(text)
