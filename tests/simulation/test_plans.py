@@ -11,7 +11,7 @@ from tensorhub.core.worker.events import Finished
 from tensorhub.sim.cluster import Cluster
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.groups import GroupJudge
-from tensorhub.sim.plan import Misfortune
+from tensorhub.sim.plan import MOST_LEASES, Misfortune
 from tensorhub.sim.plantext import parse, render
 from tensorhub.sim.runner import run_cluster, run_plan
 from tensorhub.sim.shrink import shrink, what_broke
@@ -49,12 +49,20 @@ def test_what_was_drawn_can_be_written_down_and_is_the_same_history(seed: int) -
 
 
 def test_who_sends_nothing_for_most_of_the_time_is_as_slow_as_one_that_takes_longer() -> None:
-    plan = replace(draw_plan(0), misfortunes=())
+    plan = replace(draw_plan(0), misfortunes=()).with_conditions(is_shared=False)
     staying = Misfortune(1.0, "stutter", "trainer", inf, value=0.9)
     slow = replace(plan, misfortunes=(staying,))
     assert slow.slowest_read_s == pytest.approx(10 * plan.slowest_read_s)
     passing = replace(plan, misfortunes=(replace(staying, length_s=5.0),))
     assert passing.slowest_read_s == plan.slowest_read_s
+
+
+def test_all_may_read_from_one_that_is_slow_and_a_chunk_takes_no_longer_than_transports_let_it() -> None:
+    plan = replace(draw_plan(0), misfortunes=()).with_conditions(is_shared=True, chunk_s=0.01)
+    slower = [replace(plan, misfortunes=(Misfortune(1.0, "slow", "trainer", inf, value=times),)) for times in (3, 5000)]
+    assert slower[0].slowest_read_s == pytest.approx(3 * plan.slowest_read_s * len(plan.replicas))
+    alone_s = slower[1].with_conditions(is_shared=False).slowest_read_s
+    assert slower[1].slowest_read_s == max(alone_s, plan.conditions.chunks * MOST_LEASES * plan.settings.lease_s)
 
 
 def test_a_misfortune_less_leaves_what_was_before_it_as_it_was() -> None:

@@ -14,7 +14,7 @@ from ..core.names import Digest
 from ..core.worker.events import NotShared, ReadMeasured
 from .fates import Fates
 from .hostcopies import Place
-from .plan import Plan
+from .plan import MOST_LEASES, Plan
 from .world import World
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ SILENCE_S = 5.0  # a source that shows no sign of life for so long is given up, 
 LOOK_S = 0.1  # so often a reader looks whether a silent source is back
 MEASURE_S = 0.5  # as the runtime does
 CHUNK_BYTES = 2**20
-MOST_LEASES = 2  # a chunk takes no longer: transports end what is so slow
 
 
 class SimRead:

@@ -10,6 +10,7 @@ from math import inf
 
 from ..core.settings import Settings
 
+MOST_LEASES = 2  # a chunk takes no longer: transports end what is so slow
 KINDS = (
     "crash",  # processes are killed; their program starts them again after a while
     "gone",  # killed, and nobody starts them again
@@ -167,14 +168,18 @@ class Plan:
     def slowest_read_s(self) -> float:
         """As long as a whole version may take across an uplink that all shards share, from whoever stays slow.
 
-        Whoever sends nothing for nine tenths of the time is as slow as one that takes ten times as long.
+        Whoever sends nothing for nine tenths of the time is as slow as one that takes ten times as long. Where readers
+        of one source share its uplink, all of them may share that of a slow one: nobody knows yet that it is slow.
         """
         c, sites = self.conditions, dict.fromkeys(replica.site for replica in self.replicas)
         streams = len(sites) * sum(map(c.shards_in, dict.fromkeys(replica.cut for replica in self.replicas)))
         staying = [bad for bad in self.misfortunes if bad.stays]
         slow = max([1.0, *(bad.value for bad in staying if bad.kind == "slow")])
         slow = max([slow, *(1 / (1 - bad.value) for bad in staying if bad.kind == "stutter")])
-        return c.chunks * c.chunk_s * slow * (1 + c.uplink * streams)
+        one_s = c.chunk_s * slow * (1 + c.uplink * streams)
+        if c.is_shared and slow > 1:
+            one_s = max(one_s, min(one_s * len(self.replicas), MOST_LEASES * self.settings.lease_s))
+        return c.chunks * one_s
 
     def with_conditions(self, **changes: object) -> "Plan":
         """The same plan under other conditions."""

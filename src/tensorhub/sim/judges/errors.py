@@ -182,8 +182,9 @@ class ErrorJudge(GroupJudge):
     def _conflict(self, life: Life, call: Call) -> str:
         model, version = life.me.model, Version(int(call.spec)) if isinstance(call.spec, int) else Version(-1)
         if call.verb != "publish" and call.claim is None:
-            is_other = self._has_other_content(life, call) or self._is_made_otherwise(life, call)
-            return "" if is_other else "it published nothing"
+            if self._has_other_content(life, call) or self._is_made_otherwise(life, call):
+                return ""
+            return "" if self._is_left_over(life, call) else "it published nothing"
         version = call.claim if call.claim is not None else version
         newest = self.truth.newest(model)
         if newest is not None and newest >= version:
@@ -236,6 +237,18 @@ class ErrorJudge(GroupJudge):
         return any(
             c.verb == "publish" and c.spec == call.had and c.root != call.had_root and c.ended >= since for c in made
         )
+
+    def _is_left_over(self, life: Life, call: Call) -> bool:
+        """Its own publish of what it held never ended, another replica's did, and nobody with that shard of the other
+        one is in session (docs/status.md).
+        """
+        if call.had is None:
+            return False
+        own = self.truth.made.get((life.me.model, call.had), {}).get(life.me.replica)
+        if own is None or own.exists < inf or self.truth.exists(life.me.model, call.had) is None:
+            return False
+        others = [o for o in self.truth.holders(life.shard, call.had) if o.me.replica != life.me.replica]
+        return not any(self.truth.is_in_session(other) for other in others)
 
     def _full(self, life: Life, call: Call) -> str:
         for other in self.truth.group(life):

@@ -1,0 +1,78 @@
+"""Half of a publish that never ended may be called another content only where nobody can show what was published."""
+
+from math import inf
+
+import pytest
+
+from tensorhub.core.messages import Failure
+from tensorhub.core.names import Digest, Version
+from tensorhub.sim.judges.drains import DrainJudge
+from tensorhub.sim.judges.errors import ErrorJudge
+from tensorhub.sim.truth.life import Call, Held, Life
+from tensorhub.sim.world import OracleViolation
+
+from .test_belated import FORMER, Bench
+
+pytestmark = pytest.mark.simulation
+
+CONTENT = Digest("the same")
+CONFLICT = Failure("version-conflict", "another publish of that number counts")
+
+
+class Halves(Bench):
+    """A trainer has published a version; a shard of a second one the same content under that number."""
+
+    def __init__(self) -> None:
+        self.begins(shards=2)
+        self.judge = ErrorJudge(DrainJudge(self.truth, self.world))
+        first, self.second = ([self.life(name, index) for index in range(2)] for name in ("trainer", "trainer-2"))
+        self.first = first
+        for life in (*first, self.second[0]):
+            self.publishes(life)
+
+    def publishes(self, life: Life) -> None:
+        self.world.now += 0.1
+        life.held = Held(FORMER, CONTENT, self.world.now, published=True)
+        self.truth.published(life, FORMER, CONTENT)
+        self.hears(life)
+
+    def is_told(self) -> None:
+        """The unpublish of the second one's shard ends in a conflict."""
+        call = Call("unpublish", "", Digest(""), self.world.now, inf, FORMER, CONTENT)
+        self.judge.call_ended(self.second[0], call, CONFLICT)
+
+
+def test_where_the_server_has_heard_nobody_who_has_that_shard() -> None:
+    bench = Halves()
+    for life in bench.first:
+        life.held = None
+    bench.is_told()
+
+
+@pytest.mark.parametrize("who", ["the first publisher", "a reader of it"])
+def test_not_where_it_has_heard_one(who: str) -> None:
+    bench = Halves()
+    if who == "a reader of it":
+        reader = bench.life("reader")
+        reader.held, bench.first[0].held = Held(FORMER, CONTENT, bench.world.now), None
+        bench.hears(reader)
+    with pytest.raises(OracleViolation, match="published nothing"):
+        bench.is_told()
+
+
+def test_not_where_its_own_publish_has_ended() -> None:
+    bench = Halves()
+    bench.publishes(bench.second[1])
+    for life in bench.first:
+        life.held = None
+    with pytest.raises(OracleViolation, match="published nothing"):
+        bench.is_told()
+
+
+def test_not_where_nobody_else_has_published_it() -> None:
+    bench = Halves()
+    bench.truth.made["m", Version(FORMER)].pop(bench.first[0].me.replica)
+    for life in bench.first:
+        life.held = None
+    with pytest.raises(OracleViolation, match="published nothing"):
+        bench.is_told()
