@@ -10,7 +10,6 @@ from ...core.names import ReplicaName, Version
 from .life import Life
 
 if TYPE_CHECKING:
-    from .made import Made
     from .record import Truth
 
 
@@ -219,27 +218,44 @@ class Established:
             belated = self._belated.setdefault((model, version), {})
             if made is None or truth.server_life in belated:
                 continue
-            found = [max(self._outside_since(shard, version, made) for shard in cut) for cut in truth.cuts(model)]
-            if min(found) <= truth.now:
-                belated[truth.server_life] = max(before, min(found))
+            publishers = self._publishers(model, version)
+            since = min(self._all_outside_since(cut, version, publishers) for cut in truth.cuts(model))
+            if since <= truth.now:
+                belated[truth.server_life] = max(before, since)
 
-    def _outside_since(self, shard: tuple[str, int], version: Version, made: "Made") -> float:
+    def _all_outside_since(
+        self, cut: list[tuple[str, int]], version: Version, publishers: Container[ReplicaName]
+    ) -> float:
+        """The same for all shards of a cut."""
+        since = -inf
+        for shard in cut:
+            since = max(since, self._outside_since(shard, version, publishers))
+            if since == inf:
+                break
+        return since
+
+    def _outside_since(self, shard: tuple[str, int], version: Version, publishers: Container[ReplicaName]) -> float:
         """Since when at the earliest a server may hold that those who count have it outside its publisher; inf: not so.
 
         Reliable workers count; others once no reliable one has a session, nor is waited for before anything is decided.
         """
         truth = self._truth
-        publishers = self._publishers(made.model, version)
         others = [other for other in self._ever_there(shard) if other.me.replica not in publishers]
+        holders = [
+            holder
+            for holder in [*truth.holders(shard, version), *(other for other in others if not other.is_alive)]
+            if holder in others and self._said_to_keep(holder, version) and _is_counted(holder, version)
+        ]
+        if not holders:
+            return inf
         relied_on = [o for o in others if o.hello.reliable and not _said_to_leave(o) and _is_laid_out(o)]
         sessions = [self._session_end(o) for o in relied_on if o.heard_by == truth.server_life]
         over = inf if any(map(self._is_awaited, relied_on)) else max(sessions, default=truth.now)
         found = []
-        for holder in [*truth.holders(shard, version), *(other for other in others if not other.is_alive)]:
-            is_one = holder in others and self._said_to_keep(holder, version) and _is_counted(holder, version)
+        for holder in holders:
             since = truth.now if holder.hello.reliable else over
             until = min(truth.believed_until(holder), holder.turned_away_at if holder.is_turned_away else inf)
-            if is_one and holder.heard_by == truth.server_life and since < until:
+            if holder.heard_by == truth.server_life and since < until:
                 found.append(since)
         return min(found, default=inf)
 

@@ -23,15 +23,12 @@ class Made:
     known_to: dict[str, tuple[int, float]] = field(
         default_factory=dict
     )  # lives who heard so: first of which server, when
-
-    @property
-    def known(self) -> float:
-        """Since when a server had said so."""
-        return min((at for _, at in self.known_to.values()), default=inf)
+    known: float = inf  # since when a server had said so
 
     def note_known(self, life: str, server: int, now: float) -> None:
         """That life of a server has told that life of a worker that it exists."""
         self.known_to.setdefault(life, (server, now))
+        self.known = min(self.known, now)
 
     def root_of(self, shard: tuple[str, int]) -> Digest | None:
         """What it is in that shard of its own cut or of another one."""

@@ -111,7 +111,7 @@ class Truth:
     def exists(self, model: str, version: Version) -> Made | None:
         """The first that came to be under that number: order is the server's, where it has said anything of it."""
         made = [m for m in self.made.get((model, version), {}).values() if m.exists < inf]
-        return min(made, key=lambda m: (m.known, m.exists), default=None)
+        return made[0] if len(made) == 1 else min(made, key=lambda m: (m.known, m.exists), default=None)
 
     def newest(self, model: str) -> Version | None:
         found = self.existing(model)
