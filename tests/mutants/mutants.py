@@ -661,12 +661,6 @@ MUTANTS = (
         "no version is put together from two publishes",
     ),
     Mutant(
-        "half of a publish that was heard first is the measure for others",
-        "        if record.roots.get(line) == root and not _has_another(state, record, member, line):",
-        "        if False:",
-        "who has published to the end is not told that it has other content",
-    ),
-    Mutant(
         "who has published is not judged anew when another one is named",
         "            self.named[publisher], self.is_unsettled = None, True\n",
         "            self.named[publisher] = None\n",
@@ -775,6 +769,60 @@ MUTANTS = (
         "a call ends when each shard has what it wants",
     ),
     Mutant(
+        "half of another publish is the measure for a whole one",
+        "        if evidence.take_whole(state, model, replica, version):\n",
+        "        if False:\n",
+        "no version is put together from two publishes, whoever is heard first",
+    ),
+    Mutant(
+        "who is whole by another's content is the version instead of who was whole first",
+        "    if record.taken not in (None, name) and any(record.whole.values()):\n",
+        "    if False:\n",
+        "no version is put together from two publishes",
+    ),
+    Mutant(
+        "a publish that was given up when all had it is not proved",
+        "    if name in record.accepted and any(line not in record.proved for line in made):\n",
+        "    if False:\n",
+        "what may be read is shown to the next server",
+    ),
+    Mutant(
+        "what a server before this one has let be published is proved",
+        "    if name in record.accepted and any(line not in record.proved for line in made):\n",
+        "    if any(line not in record.proved for line in made):\n",
+        "a receipt says more than that all shards of a replica have something",
+    ),
+    Mutant(
+        "half of a publish counts beside half of another",
+        "    elif published and _is_beside_another(state, model, record, member, line):\n",
+        "    elif False:\n",
+        "two halves are no version",
+    ),
+    Mutant(
+        "who is back shard by shard is called wrong before all of it is there",
+        "    return is_made or len(replica.members) < replica.shards\n",
+        "    return is_made\n",
+        "a whole publish counts before half of another, though it comes late",
+    ),
+    Mutant(
+        "whose publish goes on is called wrong beside half of another",
+        "    return is_made or len(replica.members) < replica.shards\n",
+        "    return len(replica.members) < replica.shards\n",
+        "a whole publish counts before half of another, though it was not at its end",
+    ),
+    Mutant(
+        "half of a publish counts beside readers of another that came later",
+        "    elif not published and record.roots.get(line, root) != root and not record.claims and _is_half_only(record, line):\n",
+        "    elif False:\n",
+        "half of a publish is no other half of what readers have",
+    ),
+    Mutant(
+        "who takes a whole publish back is half of it",
+        "own == record.taken or any(own in those for those in (record.named, record.accepted))",
+        "any(own in those for those in (record.named, record.accepted))",
+        "an unpublish of what is the version is no conflict",
+    ),
+    Mutant(
         "a receipt names who has published half",
         "publisher = own if own in record.named else",
         "publisher = own if own in record.publishers else",
@@ -788,14 +836,14 @@ MUTANTS = (
     ),
     Mutant(
         "a conflict is told before all are heard who could prove what is right",
-        "    if model.roll.is_over or line in model.record(version).proved:\n        return False\n",
+        "    if line in model.record(version).proved:\n        return False\n",
         "    return False\n",
         "what a worker was told cannot be taken back",
     ),
     Mutant(
         "content that contradicts what is proved is doubted only",
-        "    if model.roll.is_over or line in model.record(version).proved:\n",
-        "    if model.roll.is_over:\n",
+        "    if line in model.record(version).proved:\n        return False\n",
+        "",
         "a worker hears at once that it has other content",
     ),
     Mutant(

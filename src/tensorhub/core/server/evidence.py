@@ -6,8 +6,8 @@ by a publish that never finished. It yields to content with one, whichever is he
 
 from itertools import islice
 
-from ..messages import Holding, HostCopy, Report
-from ..names import Digest, ReplicaName, Version
+from ..messages import Holding, HostCopy, Report, Withdrawing
+from ..names import Digest, ReplicaName, Shard, Version
 from .catalog import Model
 from .content import WHOLE, Content
 from .groups import Replica
@@ -88,9 +88,12 @@ def accepts(
     elif published and not model.roll.is_over and line not in record.proved:
         return False  # whether that publish has finished is not known before all are heard
     elif published and _is_left_over(record, member, line):
-        if record.roots.get(line) == root and not _has_another(state, record, member, line):
-            del record.roots[line], record.layouts[line]  # it was heard first, and is no measure for others
         return False
+    elif published and _is_beside_another(state, model, record, member, line):
+        return False  # two halves are no version
+    elif not published and record.roots.get(line, root) != root and not record.claims and _is_half_only(record, line):
+        record.roots[line], record.layouts[line] = root, layout  # who has read it had it from somebody who had it all
+        record.disputed[line] = None
     elif record.roots.get(line, root) != root and line not in record.proved and _is_gone(state, record, member, line):
         del record.roots[line], record.layouts[line]
     return model.bind_content(member.worker, version, line, root, layout)
@@ -126,6 +129,93 @@ def _is_left_over(record: VersionRecord, member: Member, line: Line) -> bool:
     """
     own = member.hello.replica
     return line not in record.proved and bool(record.named) and own not in record.named and own not in record.claims
+
+
+def _is_beside_another(state: State, model: Model, record: VersionRecord, member: Member, line: Line) -> bool:
+    """It is half of a publish, as far as is known, beside half of another one, and nobody else has that line."""
+    own = member.hello.replica
+    if line in record.proved or own == record.taken or any(own in those for those in (record.named, record.accepted)):
+        return False
+    if any(worker != member.worker for worker in islice(record.whole.get(line, {}), 2)):
+        return False  # that has the same content, or another one
+    if _made_by(state, model.replicas[own], record.version) is not None:
+        return False
+    rivals = [model.replicas[name] for name in record.publishers if name != own and name in model.replicas]
+    held = record.whole.values()
+    return any(worker in each for rival in rivals for worker in rival.members.values() for each in held)
+
+
+def _is_half_only(record: VersionRecord, line: Line) -> bool:
+    """Nobody has that line but who has published it, and it is not known whether any of them to the end."""
+    holders = record.whole.get(line, {})
+    return line not in record.proved and all(
+        worker.replica in record.publishers and worker.replica not in (record.taken, *record.accepted)
+        for worker in holders
+    )
+
+
+def may_be_whole_yet(model: Model, replica: Replica, version: Version, line: Line) -> bool:
+    """What the replica has published may turn out to be the version: a shard is away, or on its way to it.
+
+    As long as nothing else is known of that line than what others have published.
+    """
+    record, call = model.record(version), replica.call
+    if record.named and replica.name not in record.named:
+        return False
+    if any(worker.replica not in record.publishers for worker in record.whole.get(line, {})):
+        return False
+    is_made = call is not None and not call.is_over and (call.verb, call.version) == ("publish", version)
+    return is_made or len(replica.members) < replica.shards
+
+
+def take_whole(state: State, model: Model, replica: Replica, version: Version) -> bool:
+    """All shards of the replica stand by what they have published: that is the version, if nothing speaks against it.
+
+    That proves it where this server has let them publish it. Else one before it did, and may have let others, too:
+    then half of another publish is no measure for it, and a proof is. Returns whether that is news.
+    """
+    record, name = model.record(version), replica.name
+    is_known = bool(record.named) and name not in record.named
+    if not model.roll.is_over or is_known or record.claims:
+        return False  # a publish that goes on proves it when it ends
+    made = _made_by(state, replica, version)
+    if made is None or any(line in record.proved and record.roots[line] != root for line, (root, _) in made.items()):
+        return False
+    if record.taken not in (None, name) and any(record.whole.values()):
+        return False  # whoever was first
+    record.taken = name
+    is_news = False
+    for line, (root, layout) in made.items():
+        if record.roots.get(line) != root:
+            record.roots[line], record.layouts[line] = root, layout
+            record.disputed[line], is_news = None, True
+    if name in record.accepted and any(line not in record.proved for line in made):
+        record.note_published(made, name)
+        is_news = True
+    return is_news
+
+
+def _made_by(state: State, replica: Replica, version: Version) -> dict[Line, tuple[Digest, Digest]] | None:
+    """By line: (root, layout) of what each shard says that it has published, and does not give up. None: not all do."""
+    found: dict[Line, tuple[Digest, Digest]] = {}
+    for shard in range(replica.shards):
+        member = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
+        root = _published_by(member, version) if member is not None else None
+        if member is None or root is None:
+            return None
+        found[member.line.of(member.report.layout)] = root, member.report.layout
+    return found
+
+
+def _published_by(member: Member, version: Version) -> Digest | None:
+    buffer, report = member.report.buffer, member.report
+    if isinstance(buffer, (Holding, Withdrawing)) and buffer.version == version and buffer.published:
+        return buffer.root if isinstance(buffer, Holding) or not member.is_let_go else None
+    for copy in report.copies:
+        is_kept = copy.whole and not copy.leaving and copy.number not in member.releasing
+        if copy.version == version and copy.published and is_kept and copy.layout in (NO_LAYOUT, report.layout):
+            return copy.root
+    return None
 
 
 def _has_another(state: State, record: VersionRecord, member: Member, line: Line) -> bool:

@@ -66,6 +66,9 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
     is_news = False
     if report.newest is not None and evidence.believes_newest(state, model, report):
         is_news = model.note_exists(report.newest)
+    for version in _published(member):
+        if evidence.take_whole(state, model, replica, version):
+            is_news |= model.note_exists(version)
     buffer, copies = _judged_buffer(state, model, member), _judged_copies(state, model, member)
     member.content = Content(buffer, copies, member.line)  # whether it holds on depends on its copies of now
     if isinstance(buffer, Withdrawing) and not member.is_let_go and _holds_on(replica, member, buffer.version):
@@ -124,18 +127,29 @@ def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
     if evidence.accepts(state, model, member, buffer.version, buffer.root, published=buffer.published):
         return buffer
     model.record(buffer.version).publishers.pop(member.hello.replica, None)  # it has published something else
-    if not _may_be_right(model, member, buffer.version, member.line):
+    if not _may_be_right(model, member, buffer.version, member.line, published=buffer.published):
         state.counters["conflicting_holders"] += 1
         member.conflict = buffer.root
     return Poisoned()
 
 
-def _may_be_right(model: Model, member: Member, version: Version, line: Line) -> bool:
+def _published(member: Member) -> dict[Version, None]:
+    """Of what it has published itself, and has yet."""
+    buffer = member.report.buffer
+    copied = {copy.version: None for copy in member.report.copies[:MAX_COPIES] if copy.published and copy.whole}
+    return {buffer.version: None, **copied} if isinstance(buffer, WHOLE) and buffer.published else copied
+
+
+def _may_be_right(model: Model, member: Member, version: Version, line: Line, *, published: bool) -> bool:
     """While a restarted server hears who lives, it may still hear of a proof: it judges what differs when that is over.
 
-    Until then that counts as no content at all, and nobody is told: what a worker was told cannot be taken back.
+    So it is with half of a publish beside half of another one, as long as the rest of it may come. Until then that
+    counts as no content at all, and nobody is told: what a worker was told cannot be taken back.
     """
-    if model.roll.is_over or line in model.record(version).proved:
+    if line in model.record(version).proved:
+        return False
+    replica = model.replicas[member.hello.replica]
+    if model.roll.is_over and not (published and evidence.may_be_whole_yet(model, replica, version, line)):
         return False
     model.roll.doubted[member.worker] = None
     return True
@@ -180,7 +194,8 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
             if evidence.accepts(state, model, member, *about, published=copy.published):
                 model.note_exists(copy.version)
             else:
-                if not _may_be_right(model, member, copy.version, member.line.of(copy.layout or member.report.layout)):
+                line = member.line.of(copy.layout or member.report.layout)
+                if not _may_be_right(model, member, copy.version, line, published=copy.published):
                     state.counters["conflicting_holders"] += 1
                     member.releasing[copy.number] = None
                 copy = replace(copy, whole=False)

@@ -63,7 +63,7 @@ class Roll:
     def end(self, worker: WorkerId, key: int) -> None:
         self.living.remove(key)
         self.roster = None
-        for sessions in (self.witnessed, self.unwitnessed, self.unaware):
+        for sessions in (self.witnessed, self.unwitnessed, self.unaware, self.doubted):
             sessions.pop(worker, None)
 
     def witness(self, upto: Number) -> list[WorkerId]:
