@@ -656,8 +656,8 @@ MUTANTS = (
     ),
     Mutant(
         "half of a publish that never finished counts beside what was published",
-        "    elif published and _is_left_over(record, member, line):\n",
-        "    elif False:\n",
+        "        _is_left_over(record, member, line)\n        or",
+        "        False\n        or",
         "no version is put together from two publishes",
     ),
     Mutant(
@@ -782,20 +782,20 @@ MUTANTS = (
     ),
     Mutant(
         "a publish that was given up when all had it is not proved",
-        "    if name in record.accepted and any(line not in record.proved for line in made):\n",
+        "    if accepted and any(line not in record.proved for line in made):\n",
         "    if False:\n",
         "what may be read is shown to the next server",
     ),
     Mutant(
         "what a server before this one has let be published is proved",
-        "    if name in record.accepted and any(line not in record.proved for line in made):\n",
+        "    if accepted and any(line not in record.proved for line in made):\n",
         "    if any(line not in record.proved for line in made):\n",
         "a receipt says more than that all shards of a replica have something",
     ),
     Mutant(
         "half of a publish counts beside half of another",
-        "    elif published and _is_beside_another(state, model, record, member, line):\n",
-        "    elif False:\n",
+        "        or _is_beside_another(state, model, record, member, line)\n",
+        "",
         "two halves are no version",
     ),
     Mutant(
@@ -821,6 +821,24 @@ MUTANTS = (
         "own == record.taken or any(own in those for those in (record.named, record.accepted))",
         "any(own in those for those in (record.named, record.accepted))",
         "an unpublish of what is the version is no conflict",
+    ),
+    Mutant(
+        "a shard that has it of another try counts",
+        "        or _is_of_another_try(record, member, line, root)\n",
+        "",
+        "no version is put together from two publishes of one replica",
+    ),
+    Mutant(
+        "whom this server has let publish it is half beside another one",
+        "any(own in those for those in (record.named, record.accepted))",
+        "own in record.named",
+        "twins may publish the same content at once",
+    ),
+    Mutant(
+        "who closes is in doubt until its deadline",
+        "    if member.report.closing or (record.named and",
+        "    if (record.named and",
+        "whoever leaves hears whether it may",
     ),
     Mutant(
         "a receipt names who has published half",

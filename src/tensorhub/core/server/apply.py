@@ -205,13 +205,14 @@ def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCal
         record.roots = {}
         still = {worker.replica: None for held in record.holders.values() for worker in held}
         record.publishers = {name: None for name in record.publishers if name in still}
-        record.accepted, record.taken = {}, None
-    record.roots.update(facts.roots_of(state, replica, call))
+        record.taken = None
+    roots = record.accepted[replica.name] = facts.roots_of(state, replica, call)
+    record.roots.update(roots)
     for worker in replica.members.values():
         member = state.members.get(worker)
         if member is not None:
             record.layouts[member.line] = member.report.layout
-    record.claims[replica.name] = record.accepted[replica.name] = None
+    record.claims[replica.name] = None
     call.version = version
 
 

@@ -87,10 +87,12 @@ def accepts(
             _take_proof(model, record, line, receipt)
     elif published and not model.roll.is_over and line not in record.proved:
         return False  # whether that publish has finished is not known before all are heard
-    elif published and _is_left_over(record, member, line):
-        return False
-    elif published and _is_beside_another(state, model, record, member, line):
-        return False  # two halves are no version
+    elif published and (
+        _is_left_over(record, member, line)
+        or _is_of_another_try(record, member, line, root)
+        or _is_beside_another(state, model, record, member, line)
+    ):
+        return False  # no version is put together from two publishes
     elif not published and record.roots.get(line, root) != root and not record.claims and _is_half_only(record, line):
         record.roots[line], record.layouts[line] = root, layout  # who has read it had it from somebody who had it all
         record.disputed[line] = None
@@ -131,6 +133,11 @@ def _is_left_over(record: VersionRecord, member: Member, line: Line) -> bool:
     return line not in record.proved and bool(record.named) and own not in record.named and own not in record.claims
 
 
+def _is_of_another_try(record: VersionRecord, member: Member, line: Line, root: Digest) -> bool:
+    """This server has let its replica publish something else under that number, once more perhaps."""
+    return line not in record.proved and record.accepted.get(member.hello.replica, {}).get(line, root) != root
+
+
 def _is_beside_another(state: State, model: Model, record: VersionRecord, member: Member, line: Line) -> bool:
     """It is half of a publish, as far as is known, beside half of another one, and nobody else has that line."""
     own = member.hello.replica
@@ -154,13 +161,13 @@ def _is_half_only(record: VersionRecord, line: Line) -> bool:
     )
 
 
-def may_be_whole_yet(model: Model, replica: Replica, version: Version, line: Line) -> bool:
+def may_be_whole_yet(model: Model, replica: Replica, member: Member, version: Version, line: Line) -> bool:
     """What the replica has published may turn out to be the version: a shard is away, or on its way to it.
 
-    As long as nothing else is known of that line than what others have published.
+    As long as nothing else is known of that line than what others have published, and nobody waits for the outcome.
     """
     record, call = model.record(version), replica.call
-    if record.named and replica.name not in record.named:
+    if member.report.closing or (record.named and replica.name not in record.named):
         return False
     if any(worker.replica not in record.publishers for worker in record.whole.get(line, {})):
         return False
@@ -178,9 +185,11 @@ def take_whole(state: State, model: Model, replica: Replica, version: Version) -
     is_known = bool(record.named) and name not in record.named
     if not model.roll.is_over or is_known or record.claims:
         return False  # a publish that goes on proves it when it ends
-    made = _made_by(state, replica, version)
+    made, accepted = _made_by(state, replica, version), record.accepted.get(name, {})
     if made is None or any(line in record.proved and record.roots[line] != root for line, (root, _) in made.items()):
         return False
+    if any(accepted.get(line, root) != root for line, (root, _) in made.items()):
+        return False  # a shard has it of another try
     if record.taken not in (None, name) and any(record.whole.values()):
         return False  # whoever was first
     record.taken = name
@@ -189,7 +198,7 @@ def take_whole(state: State, model: Model, replica: Replica, version: Version) -
         if record.roots.get(line) != root:
             record.roots[line], record.layouts[line] = root, layout
             record.disputed[line], is_news = None, True
-    if name in record.accepted and any(line not in record.proved for line in made):
+    if accepted and any(line not in record.proved for line in made):
         record.note_published(made, name)
         is_news = True
     return is_news

@@ -149,7 +149,7 @@ def _may_be_right(model: Model, member: Member, version: Version, line: Line, *,
     if line in model.record(version).proved:
         return False
     replica = model.replicas[member.hello.replica]
-    if model.roll.is_over and not (published and evidence.may_be_whole_yet(model, replica, version, line)):
+    if model.roll.is_over and not (published and evidence.may_be_whole_yet(model, replica, member, version, line)):
         return False
     model.roll.doubted[member.worker] = None
     return True

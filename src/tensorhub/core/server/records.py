@@ -30,7 +30,9 @@ class VersionRecord:
     keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
     is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
-    accepted: dict[ReplicaName, None] = field(default_factory=dict)  # those that this server has let publish it
+    accepted: dict[ReplicaName, dict[Line, Digest]] = field(
+        default_factory=dict
+    )  # those that this server has let publish it, and what content
     taken: ReplicaName | None = None  # all of whose shards have it, or had: what they have is the version
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
