@@ -770,7 +770,7 @@ MUTANTS = (
     ),
     Mutant(
         "half of another publish is the measure for a whole one",
-        "        if evidence.take_whole(state, model, replica, version):\n",
+        "        if evidence.take_whole(state, model, replica, member, version):\n",
         "        if False:\n",
         "no version is put together from two publishes, whoever is heard first",
     ),

@@ -155,16 +155,15 @@ def _is_beside_another(state: State, model: Model, record: VersionRecord, member
 def _is_half_only(record: VersionRecord, line: Line) -> bool:
     """Nobody has that line but who has published it, and it is not known whether any of them to the end."""
     holders = record.whole.get(line, {})
-    return line not in record.proved and all(
-        worker.replica in record.publishers and worker.replica not in (record.taken, *record.accepted)
-        for worker in holders
-    )
+    known = record.taken, *record.accepted
+    are_halves = all(each.replica in record.publishers and each.replica not in known for each in holders)
+    return bool(holders) and are_halves and line not in record.proved
 
 
 def may_be_whole_yet(model: Model, replica: Replica, member: Member, version: Version, line: Line) -> bool:
     """What the replica has published may turn out to be the version: a shard is away, or on its way to it.
 
-    As long as nothing else is known of that line than what others have published, and nobody waits for the outcome.
+    As long as nothing is known of that line but what others have published, and the worker does not want to leave.
     """
     record, call = model.record(version), replica.call
     if member.report.closing or (record.named and replica.name not in record.named):
@@ -175,13 +174,15 @@ def may_be_whole_yet(model: Model, replica: Replica, member: Member, version: Ve
     return is_made or len(replica.members) < replica.shards
 
 
-def take_whole(state: State, model: Model, replica: Replica, version: Version) -> bool:
-    """All shards of the replica stand by what they have published: that is the version, if nothing speaks against it.
+def take_whole(state: State, model: Model, replica: Replica, member: Member, version: Version) -> bool:
+    """All shards of its replica stand by what they have published: that is the version, if nothing speaks against it.
 
     That proves it where this server has let them publish it. Else one before it did, and may have let others, too:
     then half of another publish is no measure for it, and a proof is. Returns whether that is news.
     """
     record, name = model.record(version), replica.name
+    if member.line.of(member.report.layout) in record.proved:
+        return False  # as it mostly is: there may be thousands of shards
     is_known = bool(record.named) and name not in record.named
     if not model.roll.is_over or is_known or record.claims:
         return False  # a publish that goes on proves it when it ends

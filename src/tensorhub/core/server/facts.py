@@ -37,7 +37,10 @@ def is_read_though_poisoned(buffer: Buffer) -> bool:
 
 
 def is_undecided(state: State, member: Member) -> bool:
-    """Whether what it holds is what its version is will be known when a restarted server has heard who lives."""
+    """Whether what it holds is what its version is will be known when a restarted server has heard who lives.
+
+    Or, of half of a publish beside half of another one, when the rest of it has come.
+    """
     return member.worker in state.models[member.hello.model].roll.doubted
 
 

@@ -67,7 +67,7 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
     if report.newest is not None and evidence.believes_newest(state, model, report):
         is_news = model.note_exists(report.newest)
     for version in _published(member):
-        if evidence.take_whole(state, model, replica, version):
+        if evidence.take_whole(state, model, replica, member, version):
             is_news |= model.note_exists(version)
     buffer, copies = _judged_buffer(state, model, member), _judged_copies(state, model, member)
     member.content = Content(buffer, copies, member.line)  # whether it holds on depends on its copies of now
