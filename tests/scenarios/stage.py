@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from tensorhub.core.manifest import Layout
-from tensorhub.core.messages import Hello, Orders, Refusal, Report, ToServer, ToWorker
+from tensorhub.core.messages import Hello, Holding, Orders, Refusal, Report, ToServer, ToWorker
 from tensorhub.core.server import Outbox, Server
 from tensorhub.core.settings import Settings
 
@@ -221,9 +221,23 @@ class Stage:
         """Whatever is on its way arrives, and whatever that brings about."""
         for _ in range(MOST_STEPS):
             if not self._queue:
+                self._see_one_publish()
                 return
             self.hand_over(self._queue.popleft())
         raise AssertionError(f"{MOST_STEPS} messages and no end")
+
+    def _see_one_publish(self) -> None:
+        """What a replica has read, all of it, is of one publish: its roots say so, whatever anybody believes (G2)."""
+        replicas: dict[str, list[Player]] = {}
+        for player in self.players.values():
+            replicas.setdefault(f"{player.hello.model}/{player.hello.replica}", []).append(player)
+        for name, players in replicas.items():
+            held = [each.worker.buffer for each in players if each.worker.call is None]
+            read = [each for each in held if isinstance(each, Holding) and not each.published]
+            if len(read) < players[0].hello.shards or len({each.version for each in read}) > 1:
+                continue
+            contents = {each.root.rpartition("/")[0] for each in read}
+            assert len(contents) == 1, f"{name} has version {read[0].version} of two publishes: {sorted(contents)}"
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
