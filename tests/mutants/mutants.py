@@ -776,7 +776,7 @@ MUTANTS = (
     ),
     Mutant(
         "who is whole by another's content is the version instead of who was whole first",
-        "    if record.taken not in (None, name) and any(record.whole.values()):\n",
+        "    if record.taken is not None and record.taken.publisher != name and any(record.whole.values()):\n",
         "    if False:\n",
         "no version is put together from two publishes",
     ),
@@ -818,7 +818,7 @@ MUTANTS = (
     ),
     Mutant(
         "who takes a whole publish back is half of it",
-        "own == record.taken or any(own in those for those in (record.named, record.accepted))",
+        "any(own in those for those in (record.named, record.accepted, _takers(record)))",
         "any(own in those for those in (record.named, record.accepted))",
         "an unpublish of what is the version is no conflict",
     ),
@@ -829,9 +829,27 @@ MUTANTS = (
         "no version is put together from two publishes of one replica",
     ),
     Mutant(
+        "a version is taken anew with a shard of another try",
+        "    if any(_is_other_than_taken(record, line, root) for line, (root, _) in made.items()):\n",
+        "    if False:\n",
+        "no version is put together from two publishes of one replica",
+    ),
+    Mutant(
+        "what was taken for the version is no measure for who comes back",
+        "    elif _is_other_than_taken(record, line, root):\n",
+        "    elif False:\n",
+        "a version lacks a shard rather than being put together from two tries",
+    ),
+    Mutant(
+        "what was taken for the version is the measure though nobody has any of it",
+        "    return any(record.roots.get(each) == what and record.whole.get(each) for each, what in taken.roots.items())\n",
+        "    return True\n",
+        "content that nobody has any more is no measure for anybody",
+    ),
+    Mutant(
         "whom this server has let publish it is half beside another one",
-        "any(own in those for those in (record.named, record.accepted))",
-        "own in record.named",
+        "any(own in those for those in (record.named, record.accepted, _takers(record)))",
+        "any(own in those for those in (record.named, _takers(record)))",
         "twins may publish the same content at once",
     ),
     Mutant(

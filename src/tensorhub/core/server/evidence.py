@@ -14,7 +14,7 @@ from .groups import Replica
 from .lines import Line
 from .membership import Member
 from .receipts import are_equal, publisher_in, says_established
-from .records import VersionRecord
+from .records import Taken, VersionRecord
 from .state import State
 
 NO_LAYOUT = Digest("")
@@ -87,6 +87,8 @@ def accepts(
             _take_proof(model, record, line, receipt)
     elif published and not model.roll.is_over and line not in record.proved:
         return False  # whether that publish has finished is not known before all are heard
+    elif _is_other_than_taken(record, line, root):
+        return False
     elif published and (
         _is_left_over(record, member, line)
         or _is_of_another_try(record, member, line, root)
@@ -138,10 +140,18 @@ def _is_of_another_try(record: VersionRecord, member: Member, line: Line, root: 
     return line not in record.proved and record.accepted.get(member.hello.replica, {}).get(line, root) != root
 
 
+def _is_other_than_taken(record: VersionRecord, line: Line, root: Digest) -> bool:
+    """This server took something else for that shard, and somebody has some of that version yet."""
+    taken = record.taken
+    if taken is None or line in record.proved or taken.roots.get(line, root) == root:
+        return False
+    return any(record.roots.get(each) == what and record.whole.get(each) for each, what in taken.roots.items())
+
+
 def _is_beside_another(state: State, model: Model, record: VersionRecord, member: Member, line: Line) -> bool:
     """It is half of a publish, as far as is known, beside half of another one, and nobody else has that line."""
     own = member.hello.replica
-    if line in record.proved or own == record.taken or any(own in those for those in (record.named, record.accepted)):
+    if line in record.proved or any(own in those for those in (record.named, record.accepted, _takers(record))):
         return False
     if any(worker != member.worker for worker in islice(record.whole.get(line, {}), 2)):
         return False  # that has the same content, or another one
@@ -152,10 +162,15 @@ def _is_beside_another(state: State, model: Model, record: VersionRecord, member
     return any(worker in each for rival in rivals for worker in rival.members.values() for each in held)
 
 
+def _takers(record: VersionRecord) -> tuple[ReplicaName, ...]:
+    """The replica that has published what the version was taken for, if it was."""
+    return (record.taken.publisher,) if record.taken is not None else ()
+
+
 def _is_half_only(record: VersionRecord, line: Line) -> bool:
     """Nobody has that line but who has published it, and it is not known whether any of them to the end."""
     holders = record.whole.get(line, {})
-    known = record.taken, *record.accepted
+    known = *_takers(record), *record.accepted
     are_halves = all(each.replica in record.publishers and each.replica not in known for each in holders)
     return bool(holders) and are_halves and line not in record.proved
 
@@ -191,9 +206,11 @@ def take_whole(state: State, model: Model, replica: Replica, member: Member, ver
         return False
     if any(accepted.get(line, root) != root for line, (root, _) in made.items()):
         return False  # a shard has it of another try
-    if record.taken not in (None, name) and any(record.whole.values()):
+    if record.taken is not None and record.taken.publisher != name and any(record.whole.values()):
         return False  # whoever was first
-    record.taken = name
+    if any(_is_other_than_taken(record, line, root) for line, (root, _) in made.items()):
+        return False  # a shard has it of another try
+    record.taken = Taken(name, {line: root for line, (root, _) in made.items()})
     is_news = False
     for line, (root, layout) in made.items():
         if record.roots.get(line) != root:

@@ -11,6 +11,13 @@ from .keepers import Keepers
 from .lines import Line
 
 
+class Taken(NamedTuple):
+    """What all shards of a replica said that they have published, and what the version was taken for by that."""
+
+    publisher: ReplicaName
+    roots: dict[Line, Digest]
+
+
 @dataclass
 class VersionRecord:
     """One version: its content by line, and the workers that have any of it."""
@@ -33,7 +40,7 @@ class VersionRecord:
     accepted: dict[ReplicaName, dict[Line, Digest]] = field(
         default_factory=dict
     )  # those that this server has let publish it, and what content
-    taken: ReplicaName | None = None  # all of whose shards have it, or had: what they have is the version
+    taken: Taken | None = None  # the measure of what nothing proves, as long as somebody has any of it
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
     usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
