@@ -15,7 +15,7 @@ from ..core.worker.call import FILLS
 from ..core.worker.events import Called, ClaimDropped, Finished
 from .plan import Replica, Step
 from .process import Process
-from .truth.contents import root_of, values_of
+from .truth.contents import plain_root_of, root_of, values_of
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -287,7 +287,7 @@ class TrainerApp(App):
         index, content = (TWIN, self.number) if self.replica.is_twin else (self.index, self._content)
         first = ((index * 1000 + content) * 100 + shard) * 1000
         values = tuple(first + chunk + 1 for chunk in range(self.cluster.plan.conditions.chunks))
-        root = Digest(f"{TWIN if self.replica.is_twin else self.name}/{shard}/{content}")
+        root = plain_root_of(str(TWIN) if self.replica.is_twin else self.name, content, shard)
         self.cluster.data.contents[root] = values
         return root
 

@@ -184,7 +184,7 @@ class ErrorJudge(GroupJudge):
         if call.verb != "publish" and call.claim is None:
             if self._has_other_content(life, call) or self._is_made_otherwise(life, call):
                 return ""
-            return "" if self._is_left_over(life, call) else "it published nothing"
+            return "" if self.is_left_over(life, call.had) else "it published nothing"
         version = call.claim if call.claim is not None else version
         newest = self.truth.newest(model)
         if newest is not None and newest >= version:
@@ -237,18 +237,6 @@ class ErrorJudge(GroupJudge):
         return any(
             c.verb == "publish" and c.spec == call.had and c.root != call.had_root and c.ended >= since for c in made
         )
-
-    def _is_left_over(self, life: Life, call: Call) -> bool:
-        """Its own publish of what it held never ended, another replica's did, and nobody with that shard of the other
-        one is in session (docs/status.md).
-        """
-        if call.had is None:
-            return False
-        own = self.truth.made.get((life.me.model, call.had), {}).get(life.me.replica)
-        if own is None or own.exists < inf or self.truth.exists(life.me.model, call.had) is None:
-            return False
-        others = [o for o in self.truth.holders(life.shard, call.had) if o.me.replica != life.me.replica]
-        return not any(self.truth.is_in_session(other) for other in others)
 
     def _full(self, life: Life, call: Call) -> str:
         for other in self.truth.group(life):

@@ -4,6 +4,7 @@ from math import inf
 
 from ...core.names import Version
 from ...core.worker.events import Finished
+from ..truth.contents import what_is
 from ..truth.life import Call, Life
 from ..truth.record import Truth
 from ..world import World
@@ -72,12 +73,21 @@ class GroupJudge(Judge):
             for shard in bad:
                 if not self._is_excused(group, shard):
                     self.broken(f"{name} succeeded on {list(good)} and failed with {bad}", "G2 all or none")
+        if group.verb in FILLS and good:
+            self._is_of_one_publish(group, name, good)
         if group.verb == "update" and good:
             self._goes_forward(group, name, next(iter(good.values())))
         for version in good.values():
             is_named = isinstance(group.spec, int) and group.verb in ("publish", "replicate")
             if is_named and version != group.spec:
                 self.broken(f"{name} gave {version}", "G2 one version")
+
+    def _is_of_one_publish(self, group: GroupCall, name: str, good: dict[int, Version | None]) -> None:
+        """What the shards have read is one thing that somebody has published, whatever anybody believes."""
+        held = [group.lives[shard].held for shard in good if shard in group.lives]
+        read = [each.root for each in held if each is not None and each.version in good.values() and not each.published]
+        if len(dict.fromkeys(map(what_is, read))) > 1:
+            self.broken(f"{name} gave {good}, of two publishes: {read}", "G2 one version")
 
     def _goes_forward(self, group: GroupCall, name: str, version: Version | None) -> None:
         """An update gives no older version than the one that all shards of the replica held before."""

@@ -34,6 +34,8 @@ class MemoryJudge(Judge):
         made = self.truth.exists(life.me.model, version)
         if made is None or made.root_of(life.shard) in (None, root) or where == "the published buffer":
             return
+        if where == "the copy" and self.is_left_over(life, version):
+            return
         if root not in contents(self.truth.made_as(life.me.model, version), made, life.shard):
             self.broken(f"{life.name} accepted {root} as version {version}, which is {made.root_of(life.shard)}")
 
@@ -109,6 +111,8 @@ class MemoryJudge(Judge):
         held = life.held
         made = self.truth.exists(life.me.model, held.version) if held is not None else None
         if held is None or made is None or made.root_of(life.shard) in (None, held.root):
+            return
+        if self.is_left_over(life, held.version):
             return
         since = self.now - self.settings.lease_s * 1.2 - TOLD_S
         if max(made.exists, held.since) > since or not held.is_served:

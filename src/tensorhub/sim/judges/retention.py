@@ -199,10 +199,14 @@ class RetentionJudge(Judge):
         """
         truth, stays = self.truth, life.closing == inf
 
+        def takes_along(other: Life) -> bool:
+            copies = other.heard.copies if other.heard is not None else ()
+            return any(copy.version == version and copy.leaving for copy in copies)
+
         def goes(other: Life) -> bool:
             is_heard = other.is_heard_by(truth.server_life) and other.heard is not None and other.heard.closing
             is_kept = other.held is not None and other.held.version == version and other.let_go_at == inf
-            is_told = not is_kept and (version not in other.copies or version in other.released)
+            is_told = not is_kept and (version not in other.copies or version in other.released or takes_along(other))
             others = (each for each in truth.same_shard(other.shard) if each is not other and each.closing == inf)
             return is_heard and ((stays and is_told) or not (other.cut or any(map(self._has_room, others))))
 

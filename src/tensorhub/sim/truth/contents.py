@@ -1,4 +1,4 @@
-"""What a version is in each cut: what is cut is named `tiled-WHAT/CUT/SHARD`, and one follows from another."""
+"""What programs publish: `REPLICA/SHARD/CONTENT`, or `tiled-WHAT/CUT/SHARD` where one cut follows from another."""
 
 from ...core.names import TILED, Digest
 
@@ -10,9 +10,22 @@ def root_of(what: str, cut: str, shard: int) -> Digest:
     return Digest(f"{TILED}{what}/{cut}/{shard}")
 
 
+def plain_root_of(replica: str, content: int, shard: int) -> Digest:
+    """The content of one shard where all are cut alike."""
+    return Digest(f"{replica}/{shard}/{content}")
+
+
+def what_is(root: Digest) -> str:
+    """What was published, whatever the shard and the cut: all of a version is of one such thing."""
+    if root.startswith(TILED):
+        return root[len(TILED) :].split("/")[0]
+    replica, _, content = root.rsplit("/", 2)
+    return f"{replica}/{content}"
+
+
 def derived(root: Digest, cut: str, shard: int) -> Digest:
     """What that content is in another cut."""
-    return root_of(root[len(TILED) :].split("/")[0], cut, shard)
+    return root_of(what_is(root), cut, shard)
 
 
 def values_of(root: Digest, chunks: int) -> tuple[int, ...]:
