@@ -78,7 +78,7 @@ def run(options: Options) -> list[Section]:
     """The part."""
     size_bytes = options.size_bytes if options.is_tiny else min(options.size_bytes, 256 << 20)
     rows, beside, goals, figures = [], [], [], []
-    for run_bytes, is_gathered in product(RUNS, (True, False)):
+    for run_bytes, is_gathered in product(RUNS[-1:] if options.is_tiny else RUNS, (True, False)):
         text = f"{size_text(run_bytes)}, {'gathered' if is_gathered else 'scattered'}"
         found = measure(
             options, size_bytes, run_bytes, is_gathered=is_gathered, tell=lambda what, t=text: f"{t}: {what}"
@@ -137,7 +137,7 @@ def measure(
                 samples = found[way, what]
                 options.tell(tell(f"round {number} of {options.rounds}, {samples.name}"))
                 if way == "gloo":
-                    if number % 2 and (run_bytes == RUNS[-1] or not options.is_tiny):  # seconds, to start them
+                    if number % 2:  # seconds, to start them
                         run_peer(GATHERED_FIRST, samples, options, *arguments)
                     continue
                 try:
