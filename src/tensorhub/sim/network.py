@@ -108,13 +108,13 @@ class ControlPlane:
         at = server.next_deadline() / self._rate
         if at < self._tick_at:
             self._tick_at = at
-            self.world.after(at - self.world.now + 1e-9, lambda: self._tick(server))
+            self.world.after(at - self.world.now + 1e-9, lambda: self._tick(server, at))
 
-    def _tick(self, server: Server) -> None:
-        if server is not self.server:
-            return
+    def _tick(self, server: Server, at: float) -> None:
+        if server is not self.server or at != self._tick_at:
+            return  # another one was due sooner, and has planned what comes after it
         if self.is_paused:
-            self._backlog.append(lambda: self._tick(server))
+            self._backlog.append(lambda: self._tick(server, at))
             return
         self._tick_at = inf
         self._deliver(server.tick(now=self.server_now))

@@ -165,11 +165,12 @@ class Process:
         at = (self.worker.next_deadline() - self._skew) / self._rate
         if at < self._tick_at:
             self._tick_at = at
-            self.cluster.world.after(at - self.cluster.world.now + 1e-9, lambda: self.run(self._tick))
+            self.cluster.world.after(at - self.cluster.world.now + 1e-9, lambda: self.run(lambda: self._tick(at)))
 
-    def _tick(self) -> None:
-        self._tick_at = inf
-        self.tell(Tick())
+    def _tick(self, at: float) -> None:
+        if at == self._tick_at:  # else another one was due sooner, and has planned what comes after it
+            self._tick_at = inf
+            self.tell(Tick())
 
     def _carry_out(self, effect: Effect) -> None:
         world = self.cluster.world
