@@ -29,7 +29,7 @@ sys.exit(run_demo(Options(out=Path(sys.argv[1]))))
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("updates", [True, False])
 def test_whatever_breaks_the_run_ends_and_proves_itself(tmp_path: Path, updates: bool) -> None:
     status = run_demo(Options(steps=STEPS, updates=updates, out=tmp_path))
@@ -45,7 +45,7 @@ def test_whatever_breaks_the_run_ends_and_proves_itself(tmp_path: Path, updates:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_training_waits_for_a_late_rollout_that_is_slow_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

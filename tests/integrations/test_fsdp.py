@@ -17,7 +17,7 @@ from tensorhub.integrations.whole import Whole
 
 from .kit import digest_of, eventually
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 def check(whole, job, version):

@@ -19,7 +19,7 @@ def module(value: float) -> torch.nn.Module:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_it_goes_on_where_the_rollouts_are_and_publishes_no_untrained_weights() -> None:
     first = tensorhub.serve(lease_s=5, report_s=0.2)
     port = int(first.address.rpartition(":")[2])

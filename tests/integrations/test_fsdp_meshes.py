@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tensorhub.integrations.whole import Whole
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tensorhub.integrations import fsdp
 
 from .kit import eventually
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 SHORT_S = 0.5  # in place of WAIT_S and SLACK_S: less than a late call takes
 LONG_S = 60

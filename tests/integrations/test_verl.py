@@ -53,7 +53,7 @@ def replica(config):
     return verl_workers.Replica(group(verl_workers.RolloutWorker, 1, rollout_config=rollout, model_config=None))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_rollouts_come_and_go_between_updates(config, record_property):
     actors = group(verl_workers.Actor, 2, config=config)
     replicas = [replica(config) for _ in range(2)]

@@ -12,7 +12,7 @@ import torch.multiprocessing as processes
 import tensorhub
 from tensorhub.integrations import vllm_worker
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 def ask(rank, path, finds, said):

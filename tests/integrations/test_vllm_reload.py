@@ -14,7 +14,7 @@ import tensorhub
 from tensorhub.integrations.vllm_reload import Reload
 from tensorhub.integrations.whole import Whole
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 class Layer(torch.nn.Module):

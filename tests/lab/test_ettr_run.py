@@ -21,7 +21,7 @@ from tensorhub.lab.ettr.run import Choice, run_ettr, run_one
 from tensorhub.lab.ettr.summary import Outcome
 from tensorhub.lab.ettr.worker import load, save
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 TINY = Plan(steps=16, step_s=0.1, start_s=0.2, server_start_s=0.2, rollouts=2, size_bytes=1 << 20, lease_s=2.0)
 FAILURES = [

@@ -13,7 +13,7 @@ from benchmarks.processes import Child, Server
 
 from .process import eventually
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 WORKERS = 240
 LEASE_S = 5.0

@@ -176,7 +176,7 @@ def looks_of(lives):
     return seen
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_no_reader_has_two_numbers_and_a_refilled_trainer_goes_on(tmp_path, figures):
     with tensorhub.serve(lease_s=2, report_s=0.2) as server:
         view = tensorhub.connect(server.address)
@@ -200,7 +200,7 @@ def test_no_reader_has_two_numbers_and_a_refilled_trainer_goes_on(tmp_path, figu
     figures(line, looks=seen)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_no_reader_of_a_set_with_two_trainers_has_two_numbers(tmp_path, figures):
     with tensorhub.serve(lease_s=2, report_s=0.2) as server:
         view = tensorhub.connect(server.address)

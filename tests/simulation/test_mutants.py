@@ -50,7 +50,7 @@ def test_no_two_are_the_same() -> None:
 
 
 @pytest.mark.simulation
-@pytest.mark.timeout(310)  # it runs up to eighty histories
+@pytest.mark.timeout(600)  # it runs up to eighty histories
 @pytest.mark.parametrize("name", QUICK)
 def test_the_simulator_notices(name: str) -> None:
     command = [sys.executable, "-m", "tests.mutants", "--only", name, "--no-scenarios", "--seeds", "80", "--jobs", "1"]

@@ -44,7 +44,7 @@ def source_of(process: subprocess.Popen[str], name: str) -> tuple[str, Source]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", [kit.KINDS["tcp-3"], kit.KINDS["local-3"]], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("rank", "share"), [(0, 0.1), (1, 0.5), (1, 0.9)])
 def test_three_trainers_fill_a_rank_and_one_of_them_is_killed(
