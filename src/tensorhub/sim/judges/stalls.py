@@ -78,7 +78,8 @@ class StallJudge(Judge):
 
     def _knows_it(self, life: Life, version: Version) -> bool:
         """A shard of its group has told this server what their call was resolved to."""
-        calls = [each.heard.call for each in self.truth.group(life) if each.heard is not None]
+        heard = [each for each in self.truth.group(life) if each.is_heard_by(self.truth.server_life)]
+        calls = [each.heard.call for each in heard if each.heard is not None]
         return any(call is not None and call.resolved == version for call in calls)
 
     def _can_talk(self, life: Life, since: float) -> bool:
