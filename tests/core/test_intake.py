@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from tensorhub.core.messages import (
     CallReport,
+    Empty,
     Filling,
     Grant,
     Holding,
@@ -18,7 +19,7 @@ from tensorhub.core.names import Digest, Version
 from .kit import worker
 from .town import Town
 
-ONE, TWO, ROOT = Version(1), Version(2), Digest("r")
+ONE, TWO, THREE, ROOT = Version(1), Version(2), Version(3), Digest("r")
 TRAINER, READER, SPOT = worker("trainer"), worker("reader"), worker("spot")
 
 
@@ -180,6 +181,28 @@ def test_a_loss_is_said_when_it_happens_though_nobody_waits_for_anything(site: s
     town.until(4.5)
     (said,) = town.server.state.said
     assert said.startswith("version 1 of policy is lost")
+
+
+@pytest.mark.parametrize("reader_has", [None, TWO])
+def test_of_what_the_last_holder_takes_along_only_that_is_said_which_nothing_newer_had_replaced(
+    reader_has: Version | None,
+) -> None:
+    town = Town(lease_s=4.0, report_s=1.0)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER)
+    for version in (TWO, THREE):
+        town.says(TRAINER, buffer=Holding(version, ROOT, published=True))
+        if version == reader_has:
+            town.says(READER, buffer=Holding(version, ROOT))
+    town.until(2.0)
+    town.says(READER, buffer=Holding(reader_has, ROOT) if reader_has is not None else Empty())
+    town.until(4.5)
+    (said,) = town.server.state.said
+    assert said.startswith("version 3 of policy is lost")
+    town.joins(worker("of another cut", shard=1), shards=2, buffer=Holding(ONE, Digest("half"), published=True))
+    town.until(9.0)
+    lost = [text.split(" is lost")[0] for text in town.server.state.said]
+    assert lost == [f"version {number} of policy" for number in ((3,) if reader_has is None else (3, 2))]
 
 
 # --- what it has ------------------------------------------------------------------------------------------------------

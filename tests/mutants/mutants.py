@@ -829,6 +829,12 @@ MUTANTS = (
         "no version is put together from two publishes of one replica",
     ),
     Mutant(
+        "who is the last to leave takes along what newer versions had replaced long ago, and that is said",
+        "(self.latest is None or version > self.latest) and (version in former or version > newest)\n",
+        "self.latest is None or version > self.latest\n",
+        "a loss is said once, and only of what was there",
+    ),
+    Mutant(
         "a version is taken anew with a shard of another try",
         "    if any(_is_other_than_taken(record, line, root) for line, (root, _) in made.items()):\n",
         "    if False:\n",

@@ -205,15 +205,15 @@ class Model:
         """(versions that are lost and were not said to be, versions that are back since)."""
         lost: list[Version] = []
         back: list[Version] = []
+        former = self.noted.available if self.noted is not None else ()
+        newest = max([*former[:1], *self.lost], default=-1)  # what newer ones have replaced may go without a word
         for version in self.changed:
             record = self.versions.get(version)
-            if record is None:
-                continue
-            if self.is_lost(record):
-                is_newer = self.latest is None or version > self.latest
-                if version not in self.lost and is_newer:  # what newer ones have replaced may go without a word
+            if record is not None and self.is_lost(record):
+                is_newer = (self.latest is None or version > self.latest) and (version in former or version > newest)
+                if version not in self.lost and is_newer:
                     lost.append(version)
-            elif version in self.lost:
+            elif record is not None and version in self.lost:
                 back.append(version)
         return lost, back
 
@@ -328,7 +328,7 @@ class Model:
         if len(known) > steps_back(str(spec)):
             return known[-1], None
         if known:
-            text = f"{spec} of {self.name}: it has only {', '.join(map(str, known))}"
+            text = f"{spec} of {self.name}: only these versions exist: {', '.join(map(str, known))}"
             return None, Failure("version-unavailable", text, "wait for a newer version")
         if companions:
             have = ", ".join(f"{each} has {_newest_of(self.others.get(each))}" for each in (self.name, *companions))
@@ -368,7 +368,7 @@ class Model:
             others = [str(name) for name in record.claims if name != replica.name]
             others += [str(w) for held in record.holders.values() for w in held if w.replica != replica.name]
             if others:
-                text = f"{name} is being published with other content by {others[0]}"
+                text = f"{name} is, or was in part, published with other content by {others[0]}"
                 hint = "one replica publishes a number, or all of them the same content"
                 return Failure("version-conflict", text, hint)
         return None
