@@ -328,7 +328,7 @@ class Model:
         if len(known) > steps_back(str(spec)):
             return known[-1], None
         if known:
-            text = f"{spec} of {self.name}: only these versions exist: {', '.join(map(str, known))}"
+            text = f"{spec} of {self.name}: only these versions can be had: {', '.join(map(str, known))}"
             return None, Failure("version-unavailable", text, "wait for a newer version")
         if companions:
             have = ", ".join(f"{each} has {_newest_of(self.others.get(each))}" for each in (self.name, *companions))

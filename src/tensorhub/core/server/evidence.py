@@ -85,21 +85,14 @@ def accepts(
             record.disputed[line] = None  # who counts as a holder by the other root is looked at again
         if record.roots.get(line, root) == root:
             _take_proof(model, record, line, receipt)
-    elif published and not model.roll.is_over and line not in record.proved:
-        return False  # whether that publish has finished is not known before all are heard
-    elif _is_other_than_taken(record, line, root):
+    elif line not in record.proved and not _may_count(state, model, record, member, line, root, published=published):
         return False
-    elif published and (
-        _is_left_over(record, member, line)
-        or _is_of_another_try(record, member, line, root)
-        or _is_beside_another(state, model, record, member, line)
-    ):
-        return False  # no version is put together from two publishes
-    elif not published and record.roots.get(line, root) != root and not record.claims and _is_half_only(record, line):
-        record.roots[line], record.layouts[line] = root, layout  # who has read it had it from somebody who had it all
-        record.disputed[line] = None
-    elif record.roots.get(line, root) != root and line not in record.proved and _is_gone(state, record, member, line):
-        del record.roots[line], record.layouts[line]
+    elif line not in record.proved and record.roots.get(line, root) != root:
+        if not published and not record.claims and _is_half_only(record, line):
+            record.roots[line], record.layouts[line] = root, layout  # its reader had it from somebody who had it all
+            record.disputed[line] = None
+        elif _is_gone(state, record, member, line):
+            del record.roots[line], record.layouts[line]
     return model.bind_content(member.worker, version, line, root, layout)
 
 
@@ -126,18 +119,33 @@ def _take_proof(model: Model, record: VersionRecord, line: Line, receipt: str) -
         model.note_established(record)
 
 
-def _is_left_over(record: VersionRecord, member: Member, line: Line) -> bool:
+def _may_count(
+    state: State, model: Model, record: VersionRecord, member: Member, line: Line, root: Digest, *, published: bool
+) -> bool:
+    """Nothing speaks against it where nothing proves what that shard is: no version is made of two publishes."""
+    if published and not model.roll.is_over:
+        return False  # whether that publish has finished is not known before all are heard
+    if _is_other_than_taken(record, line, root):
+        return False
+    return not published or not (
+        _is_left_over(record, member)
+        or _is_of_another_try(record, member, line, root)
+        or _is_beside_another(state, model, record, member, line)
+    )
+
+
+def _is_left_over(record: VersionRecord, member: Member) -> bool:
     """It was published there, and another replica is known to have published the version: the publish never finished.
 
     Who has finished one has a receipt, or another shard of its replica has.
     """
     own = member.hello.replica
-    return line not in record.proved and bool(record.named) and own not in record.named and own not in record.claims
+    return bool(record.named) and own not in record.named and own not in record.claims
 
 
 def _is_of_another_try(record: VersionRecord, member: Member, line: Line, root: Digest) -> bool:
     """This server has let its replica publish something else under that number, once more perhaps."""
-    return line not in record.proved and record.accepted.get(member.hello.replica, {}).get(line, root) != root
+    return record.accepted.get(member.hello.replica, {}).get(line, root) != root
 
 
 def _is_other_than_taken(record: VersionRecord, line: Line, root: Digest) -> bool:
@@ -151,7 +159,7 @@ def _is_other_than_taken(record: VersionRecord, line: Line, root: Digest) -> boo
 def _is_beside_another(state: State, model: Model, record: VersionRecord, member: Member, line: Line) -> bool:
     """It is half of a publish, as far as is known, beside half of another one, and nobody else has that line."""
     own = member.hello.replica
-    if line in record.proved or any(own in those for those in (record.named, record.accepted, _takers(record))):
+    if any(own in those for those in (record.named, record.accepted, _takers(record))):
         return False
     if any(worker != member.worker for worker in islice(record.whole.get(line, {}), 2)):
         return False  # that has the same content, or another one
@@ -172,7 +180,7 @@ def _is_half_only(record: VersionRecord, line: Line) -> bool:
     holders = record.whole.get(line, {})
     known = *_takers(record), *record.accepted
     are_halves = all(each.replica in record.publishers and each.replica not in known for each in holders)
-    return bool(holders) and are_halves and line not in record.proved
+    return bool(holders) and are_halves
 
 
 def may_be_whole_yet(model: Model, replica: Replica, member: Member, version: Version, line: Line) -> bool:

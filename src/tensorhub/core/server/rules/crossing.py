@@ -65,10 +65,8 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
         return Failure("layout-mismatch", text, "publish it with boxes too, or register the same tensors as there")
     if difference is None and its is None:
         others = sorted({each.shards for each in record.roots})
-        text = f"{member.worker} is 1 of {line.shards} shards, {name} is cut in {', '.join(map(str, others))} shards"
-        hint = (
-            "open as many shards as there (open(..., shard=, shards=)), or say with boxes what each has, on both sides"
-        )
+        text = f"{member.worker} was opened with shards={line.shards}, {name} is cut in {', '.join(map(str, others))}"
+        hint = "open as many shards on both sides, or say with boxes what each of them has"
         return Failure("layout-mismatch", text, hint)
     text = difference or f"the tensors of {member.worker} differ from those of {name}"
     hint = "register the same tensors in the same order on both sides; register(..., dtype=) publishes in another dtype"
