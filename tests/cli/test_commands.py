@@ -178,6 +178,10 @@ def test_error_text_is_one_line_and_a_hint() -> None:
     assert error_text(VersionConflict("a")) == "error (version-conflict): a"
 
 
+def test_what_a_peer_said_of_an_error_is_not_obeyed() -> None:
+    assert "\x1b" not in error_text(ServerUnreachable("it says \x1b[2J", hint="\x1b]0;owned\x07"))
+
+
 def test_demo_says_its_true_defaults() -> None:
     """They stand in the help as text, so that showing it loads no torch."""
     from tensorhub.demo.orchestrate import usual

@@ -68,6 +68,18 @@ def test_it_says_whether_there_is_room_for_a_copy(left: int, says: str) -> None:
     assert says in words(drawn(Status("1", 1.0, 0.0, (model,), (), {}), UNFOLDED))
 
 
+def test_what_workers_say_of_themselves_is_shown_and_not_obeyed() -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07"
+    workers = (worker(0, host=evil, site=evil, endpoints=(f"{evil}://",), received_bytes={evil: 1}),)
+    replica = ReplicaView("rollout-2", 1, workers, CallView(5, "update", "latest", 7, "waiting", evil))
+    latest = VersionView(7, True, True, (evil,), (evil,))
+    reads = (transfer(0, 1, transport=evil, path=evil, why=evil, reason=evil, source=evil),)
+    status = Status("p", 1.0, 0.0, (ModelView("policy", 1, 7, 64, (latest,), (replica,)),), reads, {})
+    text = drawn(status, UNFOLDED)
+    assert text.count("\\x1b[2J") >= 9
+    assert "\x1b" not in text
+
+
 def test_shards_that_say_the_same_are_one_line() -> None:
     lagging = [worker(shard) for shard in range(64)]
     lagging[9] = worker(9, "filling", done=3, chunks=4)

@@ -3,7 +3,7 @@
 import pytest
 
 from tensorhub.cli.seeds import parse_seeds
-from tensorhub.cli.words import count_text, shards_text, size_text, some_text, time_text
+from tensorhub.cli.words import count_text, plain_text, shards_text, size_text, some_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,17 @@ def test_seeds_are_named_by_both_ends() -> None:
 def test_no_seeds(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_seeds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("größer, 重み", "größer, 重み"),
+        ("two\nlines", "two\nlines"),
+        ("\x1b[2Jgone", "\\x1b[2Jgone"),
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("back\rwards\t\u202e", "back\\rwards\\t\\u202e"),
+    ],
+)
+def test_no_terminal_obeys_what_is_shown(text: str, shown: str) -> None:
+    assert plain_text(text) == shown

@@ -194,6 +194,27 @@ def test_who_has_the_pid_of_a_dead_source_is_not_read(has_pidfd: bool, monkeypat
         process.close()
 
 
+@pytest.mark.parametrize("is_told_later", [True, False])
+def test_a_living_source_is_not_lost_to_a_shortage_of_descriptors(
+    is_told_later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a pidfd its start time must do, and that lies in a file."""
+
+    def limited(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", _unknown_call)
+    if is_told_later:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", limited)
+            with pytest.raises(TransportMissing, match="cannot be found out: Too many open files"):
+                Process(os.getpid())
+    process = Process(os.getpid())
+    if not is_told_later:
+        monkeypatch.setattr(Path, "read_text", limited)
+    process.check()
+
+
 def _process_with(pid: int, began: str) -> "subprocess.Popen[bytes]":
     """One that began at another time, which the kernel tells to a hundredth of a second."""
     for _ in range(200):  # others start processes too
@@ -365,14 +386,16 @@ STRANGER = """
 import os, sys
 sys.path.insert(0, sys.argv[3])
 import kit
-from tensorhub.transport import local_host
+from tensorhub.transport import local_host, local_reader
 os.setuid(65534)
 reader = kit.KINDS["local-1"].make(5.0)
 place, name = local_host.parse_endpoint(sys.argv[1])
 mine = local_host.format_endpoint(local_host.here(), name)
-for endpoint in (sys.argv[1], mine):
+for endpoint in (sys.argv[1], mine, mine):
     error = kit.read_all(reader, endpoint, "k", kit.Target(kit.content(4096), 4096))
     print(type(error).__name__, error)
+    if endpoint is mine:
+        local_reader._look_who_listens = lambda *_: None
 """
 
 
@@ -383,12 +406,41 @@ def test_another_user_is_refused_by_both_sides(local: Local) -> None:
     source.export(full("k", content(CHUNK), CHUNK))
     command = [sys.executable, "-c", STRANGER, source.endpoint, "", str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    first, second = done.stdout.splitlines()
+    first, second, third = done.stdout.splitlines()
     assert first.startswith("TransportMissing")
     assert "user 0, this worker as user 65534" in first
-    assert second.startswith("TransportMissing")  # it lied about itself; the kernel does not
-    assert "reader as user 65534" in second
+    assert second.startswith("TransportMissing")  # the kernel knows whose socket it is
+    assert "is listened to by user 0" in second
+    assert third.startswith("TransportMissing")  # it lied about itself; the kernel does not
+    assert "reader as user 65534" in third
     assert source.statistics()["sent_bytes"] == 0
+
+
+SQUATTER = """
+import os, socket, sys
+from tensorhub.transport import local_host
+os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(local_host.socket_address(sys.argv[1]))
+listener.listen()
+print("listens", flush=True)
+print(listener.accept()[0].recv(1000))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.processes
+def test_who_has_taken_the_name_of_a_dead_source_is_told_no_token(local: Local) -> None:
+    name = local_host.new_name()
+    squatter = subprocess.Popen([sys.executable, "-c", SQUATTER, name], stdout=subprocess.PIPE, text=True)
+    assert squatter.stdout is not None
+    assert squatter.stdout.readline() == "listens\n"
+    endpoint = format_endpoint(here(), name)
+    error = read_all(local(token="only for friends"), endpoint, "k", Target(content(CHUNK), CHUNK))
+    heard, _ = squatter.communicate(timeout=DEADLINE_S)
+    assert heard == "b''\n"
+    assert isinstance(error, TransportMissing)
+    assert "is listened to by user 65534, this worker runs as user 0" in str(error)
 
 
 def test_what_is_read_while_the_promise_is_taken_back_is_not_even_judged(local: Local) -> None:

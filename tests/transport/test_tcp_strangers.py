@@ -53,6 +53,16 @@ def greeting(body: object, *, magic: bytes = MAGIC, version: int = VERSION, leng
     return GREETING.pack(magic, version, 0, len(data) if length is None else length) + data
 
 
+def nested(*fields: object) -> msgspec.Raw:
+    """A message of these, and of lists in lists, deeper than any decoder goes."""
+    fewer = encode(fields)
+    return msgspec.Raw(bytes([fewer[0] + 1]) + fewer[1:] + b"\x91" * 12_000 + b"\xc0")
+
+
+def framed(kind: int, body: object) -> bytes:
+    return HEADER.pack(kind, len(encode(body)), 0) + encode(body)
+
+
 def hello(token: str = "", key: str = "k", generation: int = 0, wants_manifest: bool = False) -> Hello:
     return Hello(token, key, generation, 5000, wants_manifest)
 
@@ -80,6 +90,8 @@ def answer_to(transport: TcpTransport, words: bytes) -> tuple[int, Refusal]:
         (greeting(hello("", "k", 0, True), length=2**32 - 1), "malformed"),
         (greeting(["hello", 1, 2, 3, 4]), "malformed"),
         (greeting({"a": 1}), "malformed"),
+        (greeting(nested("hello", "", "k", 0, 5000, *[False] * 5)), "malformed"),
+        (greeting(["hello", msgspec.Raw(b"\xa1\xff"), "k", 0, 5000, False]), "malformed"),
         (greeting(Welcome(1, 2, 3)), "malformed"),
         (greeting(hello("", "other", 0, True)), "unknown-key"),
         (greeting(hello("", "k", 12345, True)), "gone"),
@@ -110,7 +122,7 @@ def test_whoever_says_nothing_is_dropped(tcp: Tcp) -> None:
         HEADER.pack(tcp_wire.WANT, tcp_wire.MAX_WANT_BYTES + 1, 0),
         HEADER.pack(tcp_wire.WANT, 3, 0) + b"\xc1\xc1\xc1",
         *(
-            HEADER.pack(tcp_wire.WANT, len(encode(body)), 0) + encode(body)
+            framed(tcp_wire.WANT, body)
             for body in ([(0, 9)], [(-1, 1)], [(2, 2)], [(3, 1)], [(0, 2**63)], [(0,)], "abc", [(0.5, 1)])
         ),
     ],
@@ -330,6 +342,7 @@ MANIFEST = HEADER.pack(tcp_wire.MANIFEST, 1, 0) + b"m"
         ([greeting(Welcome(7, CHUNK, 2 * CHUNK), version=VERSION + 1)], f"version {VERSION}"),
         ([greeting(hello("", "k", 0, True))], "Welcome or Refusal"),
         ([greeting(Refusal("an unheard-of code", "a reason of tomorrow"))], "a reason of tomorrow"),
+        ([greeting(nested("welcome", 7, CHUNK, 2 * CHUNK))], "malformed"),
         ([WELCOME], "closed"),
         ([WELCOME, HEADER.pack(tcp_wire.MANIFEST, tcp_wire.MAX_MANIFEST_BYTES + 1, 0)], "limit"),
         ([WELCOME, HEADER.pack(tcp_wire.CHUNK, CHUNK, 0), bytes(CHUNK)], "manifest"),
@@ -342,6 +355,7 @@ MANIFEST = HEADER.pack(tcp_wire.MANIFEST, 1, 0) + b"m"
         ([WELCOME, MANIFEST, HEADER.pack(tcp_wire.WAITING, 8, 0)], "keepalive"),
         ([WELCOME, MANIFEST, HEADER.pack(tcp_wire.GONE, 2**31, 0)], "limit"),
         ([WELCOME, MANIFEST, HEADER.pack(tcp_wire.GONE, 1, 0) + b"\xc1"], "malformed"),
+        ([WELCOME, MANIFEST, framed(tcp_wire.GONE, nested("refusal", "gone", "a reason"))], "malformed"),
         ([WELCOME, MANIFEST, HEADER.pack(tcp_wire.CHUNK, CHUNK, 0), bytes(CHUNK // 2)], "closed"),
     ],
 )

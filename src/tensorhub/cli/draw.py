@@ -7,6 +7,7 @@ workers are, and where their bytes came from.
 
 import json
 from collections.abc import Collection, Sequence
+from typing import TypeVar, cast
 
 import msgspec
 from rich import box
@@ -19,8 +20,9 @@ from rich.text import Text
 from ..core.snapshot import CallView, ModelView, ReplicaView, Status, Transfer
 from ..transport.choose import scheme_of
 from .rows import Row, bytes_done, rows_of, transfers_of
-from .words import count_text, shards_text, size_text, some_text, time_text
+from .words import count_text, plain_text, shards_text, size_text, some_text, time_text
 
+T = TypeVar("T")
 WIDE = 120  # columns; from there on there is room for leases, hosts and bytes by source
 MOST_NAMES = 6
 MOST_VERSIONS = 5
@@ -39,6 +41,7 @@ def draw_status(
     rates: dict[int, float] | None = None,
 ) -> RenderableType:
     """The whole picture, or that of one model. `bars` draws progress as bars; `rates` (bytes/s) are by ticket."""
+    status = _plain(status)
     parts: list[RenderableType] = [_heading(status, server)]
     if not status.models:
         what = f"No model {model!r} yet: a worker that opens it" if model else "No model yet: a worker that opens one"
@@ -46,6 +49,21 @@ def draw_status(
     for each in status.models:
         parts += [Text(""), *_model(status, each, width, bars, rates or {})]
     return Group(*parts)
+
+
+def _plain(value: T) -> T:
+    """The same, with no word in it that a terminal would obey: workers say what they like of themselves."""
+    found: object = value
+    match value:
+        case str():
+            found = plain_text(value)
+        case tuple():
+            found = tuple(map(_plain, value))
+        case dict():
+            found = {_plain(key): _plain(each) for key, each in value.items()}
+        case msgspec.Struct():
+            found = type(value)(*(_plain(getattr(value, name)) for name in value.__struct_fields__))
+    return cast(T, found)
 
 
 def status_json(status: Status) -> str:

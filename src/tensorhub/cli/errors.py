@@ -14,6 +14,7 @@ import typer
 from ..core.errors import TensorHubError
 from ..transport.scopes import scope
 from .streams import descriptor_of, lead_nowhere
+from .words import plain_text
 
 
 class ErrorsAreLines(typer.Typer):
@@ -41,7 +42,7 @@ class ErrorsAreLines(typer.Typer):
 def error_text(error: TensorHubError) -> str:
     """`error (version-unavailable): …` and, where there is one, `hint: …` below it."""
     text = f"error ({error.code}): {' '.join(str(error).split())}"
-    return f"{text}\nhint: {' '.join(error.hint.split())}" if error.hint else text
+    return plain_text(f"{text}\nhint: {' '.join(error.hint.split())}" if error.hint else text)
 
 
 class OutputFailed(Exception):

@@ -21,6 +21,7 @@ import typer
 from ..transport.threads import Thread, start
 from .errors import OutputFailed
 from .streams import descriptor_of, fill_the_first_three, lead_nowhere
+from .words import plain_text
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class WaitingLog(logging.Handler):
             text = self.format(record)
         except Exception as error:  # noqa: BLE001 - a line that cannot be made must not end who wanted to log it
             text = f"a line of this log could not be made ({error!r}): {record.msg!r:.200}"
-        return f"{text}\n".encode(errors="backslashreplace")
+        return f"{plain_text(text)}\n".encode(errors="backslashreplace")
 
     def _put(self, text: bytes, lines: int) -> None:
         self._waiting.append((text, lines))

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from .errors import UsageError
+from .errors import UNDECODABLE, UsageError
 from .metadata import decode_metadata
 from .names import BOXED, PARTIAL, Digest
 
@@ -72,7 +72,7 @@ def decode_layout(data: Buffer) -> Layout:
     """A layout from a worker's bytes. Raises `UsageError` if it is malformed or says what no worker could mean."""
     try:
         layout = _layout_decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise UsageError(f"malformed layout: {error}") from error
     sizes = [layout.size_bytes, *(n for t in layout.tensors for n in (t.offset_bytes, t.size_bytes, *t.shape))]
     if not all(0 <= size <= MAX_SIZE for size in sizes):
@@ -148,7 +148,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """A manifest from a peer's bytes. Raises `UsageError` if it is malformed or contradicts itself."""
     try:
         manifest = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise UsageError(f"malformed manifest: {error}") from error
     if manifest.chunk_bytes < 1 or manifest.size_bytes < 0:
         raise UsageError(f"manifest with chunks of {manifest.chunk_bytes} B and {manifest.size_bytes} B in all")

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from .errors import UsageError
+from .errors import UNDECODABLE, UsageError
 from .manifest import DIGEST_BYTES
 from .metadata import decode_metadata
 from .names import TILED, Digest
@@ -49,7 +49,7 @@ def decode_tile_manifest(data: bytes) -> TileManifest:
     """A manifest from a peer's bytes. Raises `UsageError` if it is malformed or contradicts itself."""
     try:
         manifest = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise UsageError(f"malformed manifest of tiles: {error}") from error
     expected = 0 if manifest.algorithm == "none" else manifest.tile_count * DIGEST_BYTES
     if manifest.tile_count < 0 or len(manifest.digests) != expected:

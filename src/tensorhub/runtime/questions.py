@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from ..core.errors import (
+    UNDECODABLE,
     DeadlineExceeded,
     Refused,
     ServerUnreachable,
@@ -64,7 +65,7 @@ async def fetch_status(options: Options, *, model: str, deadline: float) -> Stat
         try:
             async with asyncio.timeout_at(deadline):
                 return _status.decode(await _get(http, options, "/v1/status", params))
-        except (_Away, TimeoutError, msgspec.MsgspecError) as error:
+        except (_Away, TimeoutError, *UNDECODABLE) as error:
             raise _unreachable(options, str(error)) from error
 
 
@@ -184,7 +185,7 @@ class _Asked:
                             return found
                         if left_s <= 0.0:
                             await asyncio.sleep(answer_s / 2)  # what is missing is known; it may come yet
-                    except (_Away, msgspec.MsgspecError) as error:
+                    except (_Away, *UNDECODABLE) as error:
                         self.why, attempt = str(error), attempt + 1
                         await asyncio.sleep(retry_delay_s(attempt, random.random()))
         except TimeoutError:

@@ -105,7 +105,10 @@ class Process:
             raise Lost(f"process {pid} is gone") from error
         except OSError as error:  # an old kernel, or a filter: its start time must do
             shortages.note(error, did="it looked at a source's process")
-            self._started = _start_time(pid)
+            try:
+                self._started = _start_time(pid)
+            except OSError as unknown:  # descriptors are short: nothing would tell it from another one later
+                raise TransportMissing(f"when process {pid} began cannot be found out: {unknown.strerror}") from unknown
 
     @property
     def pidfd(self) -> int:
@@ -129,9 +132,11 @@ class Process:
             except ProcessLookupError as error:
                 raise Lost(f"process {self.pid} is gone") from error
             except OSError:
-                return  # a filter forbids to ask: the seal tells afterwards
-        elif _start_time(self.pid) != self._started:
-            raise Lost(f"process {self.pid} is another one now")
+                pass  # a filter forbids to ask: the seal tells afterwards
+            return
+        with suppress(OSError):  # if it cannot be found out now, the seal tells too
+            if _start_time(self.pid) != self._started:
+                raise Lost(f"process {self.pid} is another one now")
 
     def read(self, start: int, stop: int, theirs: Addresses, ours: Addresses, call: Call) -> None:
         """Bytes [start, stop) of the stream from their memory into ours. Raises `Lost`, `TransportMissing`.
@@ -212,10 +217,11 @@ def _function() -> "ctypes._NamedFuncPointer":
 
 
 def _start_time(pid: int) -> str:
-    """When the process began, in ticks since boot; empty when there is none."""
-    with suppress(OSError):
+    """When the process began, in ticks since boot. Raises `Lost` where there is none, `OSError` where none can tell."""
+    try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise Lost(f"process {pid} is gone") from error
 
 
 def probe_self() -> None:

@@ -131,6 +131,16 @@ def unreadable(pid: int, why: str) -> TransportMissing:
     return TransportMissing(text, hint="memory of a device's driver? tcp reads it from inside")
 
 
+def _look_who_listens(wire: Wire, endpoint: str) -> None:
+    """Before a word is said, for the first one has the token. Raises `TransportMissing`.
+
+    Once a source is gone, anybody of this host may listen under its name.
+    """
+    _, user, _ = credentials_of(wire.sock)
+    if user != os.geteuid():
+        raise TransportMissing(f"{endpoint} is listened to by user {user}, this worker runs as user {os.geteuid()}")
+
+
 class LocalJob(Job):
     """What the threads of one read share."""
 
@@ -201,8 +211,9 @@ class LocalRead(TcpRead):
         wire = wire_for(job, socket.AF_UNIX)
         try:
             wire.connect(socket_address(name))
+            _look_who_listens(wire, job.endpoint)
             wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
-        except Vanished:
+        except (Vanished, TransportMissing):
             job.leave(wire)
             wire.close()
             raise

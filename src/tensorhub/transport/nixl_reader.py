@@ -23,7 +23,7 @@ from functools import partial
 
 import msgspec
 
-from ..core.errors import SourceLost, TensorHubError, TransportMissing
+from ..core.errors import UNDECODABLE, SourceLost, TensorHubError, TransportMissing
 from . import nixl_path, tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import OnEnd, Sink
@@ -164,7 +164,7 @@ class NixlStream(Stream):
             raise Garbled(f"a frame of kind {kind} where the addresses were due")
         try:
             memory = _memories.decode(self.wire.receive_body(length, MAX_MEMORY_BYTES))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise Garbled(f"malformed addresses: {error}") from error
         if memory.size_bytes != self._size_bytes:
             raise Garbled(f"addresses of {memory.size_bytes} B for content of {self._size_bytes} B")

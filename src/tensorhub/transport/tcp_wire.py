@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from ..core.errors import UNDECODABLE
 from . import tcp_farewell, tcp_vectors, views
 from .base import MOST_MANIFEST_BYTES
 from .forks import tracked
@@ -323,7 +324,7 @@ class Wire:
             raise Garbled(f"a greeting of {length} B, where {MAX_GREETING_BYTES} B are the limit")
         try:
             return _greetings.decode(self._receive(length, deadline))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise Garbled(f"malformed greeting: {error}") from error
 
     # -- frames --------------------------------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ class Wire:
         """The ranges of a request."""
         try:
             ranges = _ranges.decode(body)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise Garbled(f"malformed request: {error}") from error
         for start, stop in ranges:
             if not 0 <= start < stop <= chunk_count:
@@ -387,5 +388,5 @@ class Wire:
         """A farewell's body."""
         try:
             return _refusals.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise Garbled(f"malformed farewell: {error}") from error

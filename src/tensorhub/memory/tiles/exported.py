@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ...core.errors import CorruptTransfer, LayoutMismatch, UsageError
+from ...core.errors import UNDECODABLE, CorruptTransfer, LayoutMismatch, UsageError
 from ...core.manifest import DIGEST_BYTES
 from ...core.names import Digest
 from ...core.tile_manifest import TileManifest, decode_tile_manifest
@@ -70,7 +70,7 @@ def decode_cut(data: bytes, expected: Digest) -> Cut:
         table = decode_table(found.layout, manifest.layout)
         grid = decode_grid(found.grid, manifest.grid)
         tile_count = spans_of(table, grid, here="in its boxes", there="in its grid").tile_count
-    except (msgspec.MsgspecError, UsageError, LayoutMismatch) as error:
+    except (*UNDECODABLE, UsageError, LayoutMismatch) as error:
         raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
     if layout_digest(table) != manifest.layout or grid_digest(grid) != manifest.grid:
         raise CorruptTransfer("the source's boxes or grid are not written as workers write them")
@@ -89,7 +89,7 @@ def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
     try:
         found = _decoder.decode(data)
         manifest = decode_tile_manifest(found.manifest)
-    except (msgspec.MsgspecError, UsageError) as error:
+    except (*UNDECODABLE, UsageError) as error:
         raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
     if manifest.root() != expected:
         raise CorruptTransfer(f"the source's content has root digest {manifest.root()}, the server named {expected}")
