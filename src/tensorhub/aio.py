@@ -16,9 +16,9 @@ from .core.boxes import Box
 from .core.errors import UsageError
 from .core.messages import Spec
 from .core.metadata import Json, encode_metadata
-from .core.names import ModelName, Version
+from .core.names import ModelName
 from .core.snapshot import LayoutView, ModelView, ReplicaView, Status, Transfer, VersionView
-from .core.version_spec import parse_spec
+from .core.version_spec import parse_number, plain_spec
 from .loading import load_async, load_shards_async
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
@@ -82,7 +82,7 @@ async def _join(
     model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options, companions: Sequence[str] = ()
 ) -> "Weights":
     """`companions`: the other models of its set."""
-    check_place(model, replica, shard, shards)
+    model, replica, shard, shards = check_place(model, replica, shard, shards)
     if not isinstance(reliable, bool):
         raise UsageError(f"reliable={reliable!r} is neither True nor False")
     deadline, thread = time.monotonic() + options.connect_s, loop_thread()
@@ -151,7 +151,7 @@ class Weights:
     ) -> int:
         """Let everybody read what the tensors are now, as `version`, and promise not to change them."""
         said = encode_metadata(metadata) if metadata is not None else None
-        return _certain(await self._here(self._client.publish(version, self._deadline(timeout), said)))
+        return _certain(await self._here(self._client.publish(plain_spec(version), self._deadline(timeout), said)))
 
     async def unpublish(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Take the promise back: returns when nobody reads these tensors any more."""
@@ -179,7 +179,7 @@ class Weights:
         """The beginning of `mutating`: unpublish, and let nobody else take the number until it is published."""
         if metadata is not None:
             encode_metadata(metadata)  # what cannot be published is said before the step
-        claimed = _number(version, f"mutating() of {self._client.me}")
+        claimed = parse_number(version, f"mutating() of {self._client.me}")
         claiming = self._client.operate("unpublish", "", self._deadline(within), claim=claimed)
         await self._here(claiming, undo=self._unclaim)
 
@@ -220,11 +220,11 @@ class Weights:
 
     async def pin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Keep that version, until `unpin` or the end of this worker."""
-        await self._here(self._client.pin(_number(version, "a pin"), self._deadline(timeout)))
+        await self._here(self._client.pin(parse_number(version, "a pin"), self._deadline(timeout)))
 
     async def unpin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Take the pin back."""
-        await self._here(self._client.unpin(_number(version, "a pin"), self._deadline(timeout)))
+        await self._here(self._client.unpin(parse_number(version, "a pin"), self._deadline(timeout)))
 
     async def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Wait until the version, or a newer one, was published. Returns what there is then."""
@@ -238,7 +238,7 @@ class Weights:
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> tuple[str, ...]:
         """Wait until that fraction of the other replicas hold the version or a newer one. Returns their names."""
-        number, part = _number(version, "wait_held()"), parse_fraction(fraction, "fraction")
+        number, part = parse_number(version, "wait_held()"), parse_fraction(fraction, "fraction")
         return await self._here(self._client.wait_held(number, part, self._deadline(timeout)))
 
     async def check(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
@@ -298,6 +298,11 @@ class Weights:
         with self._client.callers.blocked():
             return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._client.me}", undo=undo)
 
+    def _close_and_wait(self, timeout: float | None) -> None:
+        """For the blocking wrapper, whose `close` a finaliser may call."""
+        if not self._thread.leaves(lambda: self.close(timeout=timeout)):
+            self._block_on(self.close(timeout=timeout), timeout, "close()")
+
     def _check_process(self) -> None:
         check_process(self._pid, str(self._client.me))
 
@@ -350,12 +355,12 @@ class View:
     async def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:  # noqa: ASYNC109 - our own deadline
         """What a version is made of: the names, dtypes and shapes of its tensors, shard by shard."""
         self._check(model)
-        return await self._thread.here(layout_of(self._options, model, spec, self._deadline(timeout)))
+        return await self._thread.here(layout_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
     async def metadata(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> dict[str, Json]:  # noqa: ASYNC109 - our own deadline
         """What the publisher of a version said beside its tensors."""
         self._check(model)
-        return await self._thread.here(metadata_of(self._options, model, spec, self._deadline(timeout)))
+        return await self._thread.here(metadata_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
     async def transfers(self) -> tuple[Transfer, ...]:
         """Who reads what from whom now, and why from there."""
@@ -385,13 +390,6 @@ class View:
 
 def _seconds(value: float | None, what: str) -> float | None:
     return None if value is None else parse_seconds(value, what)
-
-
-def _number(version: int, what: str) -> Version:
-    found = parse_spec(version) if isinstance(version, int) and not isinstance(version, bool) else None
-    if found is None:
-        raise UsageError(f"{what} needs a version number, not {version!r}", hint="an integer, such as 7")
-    return found
 
 
 def _certain(version: int | None) -> int:

@@ -276,8 +276,8 @@ class Weights:
         self._wait(self._aio.check(timeout=timeout), timeout, "check()")
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Withdraw, wait for readers, leave. Afterwards the tensors are the caller's alone. Idempotent."""
-        self._wait(self._aio.close(timeout=timeout), timeout, "close()")
+        """Withdraw, wait for readers, leave; the tensors are the caller's alone then. Idempotent; fit for `__del__`."""
+        self._aio._close_and_wait(timeout)
 
     # --- how things are -----------------------------------------------------------------------------------------------
 

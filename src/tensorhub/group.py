@@ -6,8 +6,8 @@ group's calls need.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from . import aio
 from .core.boxes import Box
@@ -46,7 +46,7 @@ def open_group(
 
     `host_bytes` is for each shard. Where one of them cannot join none does.
     """
-    check_integer(shards, "shards", least=1, most=MOST_SHARDS)
+    shards = check_integer(shards, "shards", least=1, most=MOST_SHARDS)
     began = time.monotonic()
     options = worker_options(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
 
@@ -111,13 +111,17 @@ class Group(Several):
         Tensors that cannot be taken are refused before any shard has let go of what it had.
         """
         count = len(self._members)
-        cut = [None] * count if boxes is None else list(boxes)
-        for what, given in (("tensors", list(tensors)), ("boxes", cut)):
-            if isinstance(tensors, Mapping) or len(given) != count:
-                text = f"{what} of {self._name} are for {count} shards, in order, not {len(given)}"
+        every, cut = _listed(tensors), [None] * count if boxes is None else _listed(boxes)
+        for what, given in (("tensors", every), ("boxes", cut)):
+            if given is None or len(given) != count:
+                is_what = "" if given is None else f", not {len(given)}"
+                text = f"{what} of {self._name} are for {count} shards, in order{is_what}"
                 raise UsageError(text, hint="a sequence with one module or mapping for each shard")
         self._members[0]._check_process()
-        taken = [register_tensors(each, dtype, box, partial=partial) for each, box in zip(tensors, cut, strict=True)]
+        taken = [
+            register_tensors(each, dtype, box, partial=partial)
+            for each, box in zip(every or (), cut or (), strict=True)
+        ]
         members = self._members
         self._wait([m._here(m._client.may_register(m._deadline(None))) for m in members], None, "register()")
         works = [member.take(one) for member, one in zip(self._members, taken, strict=True)]
@@ -150,3 +154,8 @@ class Group(Several):
     def statistics(self) -> list[dict[str, object]]:
         """Counters of each shard, in order."""
         return [member.statistics() for member in self._members]
+
+
+def _listed(given: object) -> list[Any] | None:
+    """What is given one by one for each shard; None where it is not."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else None

@@ -14,7 +14,7 @@ from .core.boxes import Box
 from .core.errors import UsageError
 from .core.messages import MAX_COMPANIONS, Spec
 from .core.metadata import Json
-from .core.version_spec import parse_spec
+from .core.version_spec import parse_spec, plain_spec
 from .memory.registration import register as register_tensors
 from .runtime.config import MOST_SECONDS, Options, check_name, parse_seconds, worker_options
 from .runtime.loops import loop_thread
@@ -228,6 +228,7 @@ class WeightsSet(Several):
         self._wait([claim()], patience_s, f"mutating(version={version!r})")
 
     def _fill(self, verb: str, spec: Spec, timeout: float | None, *, waits: bool = False) -> int:
+        spec = plain_spec(spec)
         parse_spec(spec, verb)
 
         async def fill() -> int:

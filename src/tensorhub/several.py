@@ -96,7 +96,8 @@ class Several:
 
     def close(self, *, timeout: float | None = None) -> None:
         """As `Weights.close`, of all. Idempotent."""
-        self._all(lambda m: m.close(timeout=timeout), timeout, "close()")
+        if not self._members[0]._thread.leaves(lambda: together([m.close(timeout=timeout) for m in self._members])):
+            self._all(lambda m: m.close(timeout=timeout), timeout, "close()")
 
     # --- how things are -----------------------------------------------------------------------------------------------
 

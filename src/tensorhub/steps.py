@@ -7,8 +7,8 @@ waits for the others as long as their calls may take, which is said here too.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from . import aio
 from .core.metadata import encode_metadata
+from .core.version_spec import parse_number
 from .runtime.config import parse_seconds, worker_options
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def check_step(
         return
     ours = weights._aio
     what = f"mutating(version={version!r})"
-    aio._number(version, f"mutating() of {ours._client.me}")
+    parse_number(version, f"mutating() of {ours._client.me}")
     ours._block_on(ours._client.settled("mutating", ours._deadline(timeout)), timeout, what)
 
 

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -56,6 +57,21 @@ def test_one_that_a_thread_begun_since_may_be_about_to_call_is_waited_for(pair):
     threading.Timer(LEASE_S * 1.7, go_on.set).start()
     assert pair[0].publish(1, timeout=20) == 1
     thread.join(20)
+
+
+def test_a_pool_that_was_there_before_all_is_waited_for(server):
+    """Its thread gets to know the shard by what it is given to do, and that may take longer than a lease."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        pair = [tensorhub.open("m", replica="t", shard=shard, shards=2, server=server.address) for shard in range(2)]
+        for weights in pair:
+            weights.register({"w": np.ones(1000)})
+        go_on = threading.Event()
+        late = pool.submit(lambda: (go_on.wait(20), pair[1].publish(1, timeout=20))[1])
+        threading.Timer(LEASE_S * 1.7, go_on.set).start()
+        assert pair[0].publish(1, timeout=20) == 1
+        assert late.result(20) == 1
+        in_threads(*(lambda w=w: w.close(timeout=3) for w in pair))
 
 
 def test_tasks_of_one_loop_wait_for_each_other(server):

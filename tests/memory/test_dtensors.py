@@ -170,3 +170,11 @@ def test_parameters_that_fsdp_has_cut(rank: int, mesh_shape: tuple[int, ...], sa
     done = forked.run(FSDP_RANK, [rank, *mesh_shape], within_s=100)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == said
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 0, 5), (0,)])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_of_a_tensor_without_elements_every_rank_has_all(shape: tuple[int, ...], placement: Placement) -> None:
+    for tensor in on_each_rank(torch.zeros(shape), (2,), [placement]):
+        _, boxes = boxes_of_dtensor("w", tensor)
+        assert [(box.global_shape, box.size, box.at) for box in boxes] == [(shape, shape, (0,) * len(shape))]

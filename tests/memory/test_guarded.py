@@ -1,5 +1,6 @@
 """Memory of our own that the kernel copies for us: whole where it is there, an error where it is not."""
 
+import ctypes
 import mmap
 
 import pytest
@@ -66,3 +67,17 @@ def test_what_is_not_there_is_told_with_its_place(tmp_path) -> None:
                 guarded.copy(source, target, PAGE, 8 * PAGE)
             assert caught.value.at == 5 * PAGE
         view.release()
+
+
+def test_bytes_that_may_not_be_written_are_found_and_the_others_stay_as_they_are() -> None:
+    fixed = mmap.mmap(-1, 4096)
+    free = bytearray(range(1, 256))
+    here = ctypes.addressof(ctypes.c_char.from_buffer(free))
+    there = ctypes.addressof(ctypes.c_char.from_buffer(fixed))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(there), 4096, mmap.PROT_READ) == 0
+    addresses = [here + at for at in range(200)] * 20
+    for place in (0, 1, 1023, 1024, 2500, 3999):
+        addresses[place] = there
+    assert guarded.unwritable(addresses) == [0, 1, 1023, 1024, 2500, 3999]
+    assert guarded.unwritable([]) == []
+    assert free == bytearray(range(1, 256))

@@ -461,3 +461,31 @@ except UsageError:
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def objects(cls: type, function: object, types: object, args: object = (), named: object = None) -> None:
+    raise AssertionError(f"{cls.__name__} was asked to do {function}")
+
+
+def test_a_module_is_asked_for_nothing_that_it_may_have_overridden(image: Image) -> None:
+    class Old(torch.nn.Linear):
+        """As modules of before `remove_duplicate`."""
+
+        def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+            return super().named_parameters(prefix, recurse)
+
+        def named_buffers(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+            return super().named_buffers(prefix, recurse)
+
+    class Objecting(torch.nn.Parameter):
+        __torch_function__ = classmethod(objects)  # type: ignore[assignment]
+
+    module = torch.nn.Sequential(Old(2, 2), torch.nn.BatchNorm1d(2), Old(2, 2, bias=False))
+    names = list(module.state_dict())
+    module[0].weight.__class__ = Objecting
+    registration = register(module)
+    assert [tensor.name for tensor in registration.layout.tensors] == names
+    assert registration.replaced() == []
+    tensor = torch.ones(3)
+    tensor.__class__ = Objecting
+    assert register({"w": tensor}).replaced() == []

@@ -1,15 +1,19 @@
 """Which transports a worker has: those that were named, or those that make sense here; and NIXL cannot hold it up."""
 
+import asyncio
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import tensorhub
 from tensorhub.core.errors import TransportMissing
+from tensorhub.core.worker.events import Received
 from tensorhub.runtime import opening
 from tensorhub.runtime.config import worker_options
+from tensorhub.runtime.driver import Driver
 from tensorhub.runtime.opening import wanted_transports
 from tensorhub.transport import nixl_path, nixl_probe
 
@@ -76,3 +80,32 @@ def test_nixl_alone_where_it_is_not_says_what_is_missing(monkeypatch):
         tensorhub.open("m", replica="r", server=server.address, transports="nixl")
     assert "nixl_that_nobody_has is installed" in str(caught.value)
     assert "add tcp" in (caught.value.hint or "")
+
+
+def test_an_open_that_is_given_up_while_its_session_begins_leaves_none(monkeypatch):
+    """It is cancelled when the server has made a session, and its answer is still on the way."""
+    on_line, late = Driver._on_line, []
+
+    def slowly(driver, event):
+        if not late and isinstance(event, Received):
+            late.append(event)
+            give_up()
+            driver._loop.call_later(0.05, on_line, driver, event)
+        else:
+            on_line(driver, event)
+
+    monkeypatch.setattr(Driver, "_on_line", slowly)
+    with tensorhub.serve() as server:
+
+        async def cancelled():
+            nonlocal give_up
+            opening = asyncio.create_task(tensorhub.aio.open("m", replica="r", server=server.address))
+            give_up = partial(asyncio.get_running_loop().call_soon_threadsafe, opening.cancel)
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+
+        give_up = None
+        asyncio.run(cancelled())
+        assert late
+        with tensorhub.open("m", replica="r", server=server.address, timeout=2):  # and not after a lease of 10 s
+            pass

@@ -25,6 +25,7 @@ import msgspec
 
 from .errors import LayoutMismatch, UsageError
 from .manifest import Layout, TensorSpec
+from .names import plain
 
 MAX_EXTENT = 1 << 40  # of one dimension: a name, a dimension and a place in it are sorted as one number of 64 bits
 MAX_ELEMENTS = 1 << 58  # of one tensor: its bytes still fit 62 bits
@@ -132,8 +133,9 @@ def boxes_of(layout: Layout, given: Mapping[str, Sequence[Box]] | None = None) -
 def checked(box: Box, tensor: TensorSpec) -> Box:
     """The box with nothing left out. Raises `UsageError`, naming tensor and part, if it cannot lie in this tensor."""
     numbers = (*box.global_shape, *box.at, *box.size, *(box.strides or ()), box.offset)
-    if not isinstance(box.name, str) or not all(type(number) is int for number in numbers):
-        raise UsageError(f"tensor {tensor.name!r}: a box is made of a name and integers, but this one is {box!r}")
+    is_named = isinstance(box.name, str) and isinstance(box.dtype, str)
+    if not is_named or not all(type(number) is int for number in numbers):
+        raise UsageError(f"tensor {tensor.name!r}: a box is made of names and integers, but this one is {box!r}")
     dimensions = len(box.global_shape)
     lengths = (len(box.at), len(box.size), dimensions if box.strides is None else len(box.strides))
     if lengths != (dimensions,) * 3 or dimensions > MAX_DIMENSIONS:
@@ -143,8 +145,9 @@ def checked(box: Box, tensor: TensorSpec) -> Box:
         )
     complete = msgspec.structs.replace(
         box,
+        name=plain(box.name),
         strides=contiguous_strides(box.size) if box.strides is None else box.strides,
-        dtype=box.dtype or tensor.dtype,
+        dtype=plain(box.dtype) or tensor.dtype,
     )
     wrong = _wrong_in_global(complete, tensor) or _wrong_in_memory(complete, tensor)
     if wrong:

@@ -16,6 +16,11 @@ Ticket = NewType("Ticket", int)
 Digest = NewType("Digest", str)
 
 
+def plain(text: str) -> str:
+    """As nothing but a text: one of a class derived from `str` (numpy.str_, an enum's) does not travel."""
+    return str.__str__(text)
+
+
 class WorkerId(NamedTuple):
     """One shard of one replica of one model. Sorts by name, which is how every tie is broken."""
 

@@ -46,13 +46,15 @@ def boxes_of_placements(
     strides: Sequence[int] | None = None,
     dtype: str = "",
 ) -> list[Box]:
-    """The boxes of the local tensor of the rank at `coordinate`; none where its part is empty.
+    """The boxes of the local tensor of the rank at `coordinate`; none where its part is empty, and the tensor is not.
 
     `strides` are the local tensor's, in elements; contiguous ones where they are left out.
     """
     runs = runs_of_placements(name, global_shape, mesh_shape, coordinate, placements)
     local = [sum(count for _, count in its) for its in runs]
     steps = tuple(strides) if strides is not None else contiguous_strides(local)
+    if 0 in global_shape:  # there is nothing of it, and whoever names it has all of that
+        return [Box(name, tuple(global_shape), (0,) * len(runs), tuple(global_shape), dtype=dtype)]
     if 0 in local:
         return []
     boxes = []

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from ..core.errors import UsageError
+from ..core.names import plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,12 +49,18 @@ class Described(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 def describe_all(items: Iterable[tuple[object, object]]) -> list[Described]:
     """The facts of each. Raises `UsageError`, naming the first tensor that cannot be registered."""
-    with ExitStack() as plainly:
-        torch = sys.modules.get("torch")
-        if torch is not None:  # a subclass's own operations and autograd are no business of ours: entered once for all
-            plainly.enter_context(torch._C.DisableTorchFunctionSubclass())
-            plainly.enter_context(torch.no_grad())
+    with plainly():
         return [_describe(name, tensor) for name, tensor in items]
+
+
+def plainly() -> ExitStack:
+    """A block without autograd, and without a subclass's own operations: they are no business of ours."""
+    with ExitStack() as block:
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            block.enter_context(torch._C.DisableTorchFunctionSubclass())
+            block.enter_context(torch.no_grad())
+        return block.pop_all()
 
 
 def _describe(name: object, tensor: object) -> Described:
@@ -65,6 +72,7 @@ def _describe(name: object, tensor: object) -> Described:
         name.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"tensor name {name!r} is not valid Unicode: {error.reason}") from error
+    name = plain(name)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         return _describe_torch(name, tensor)

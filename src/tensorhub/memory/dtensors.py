@@ -48,7 +48,8 @@ def boxes_of_dtensor(name: str, tensor: "DTensor") -> "tuple[torch.Tensor, list[
     placements = [_plain(name, placement, len(shape)) for placement in tensor.placements]
     dtype = str(local.dtype).removeprefix("torch.")
     boxes = boxes_of_placements(name, shape, tuple(mesh.shape), coordinate, placements, tuple(local.stride()), dtype)
-    if sum(prod(box.size) for box in boxes) != local.numel() or any(_reach(box) > local.numel() for box in boxes):
+    elements = sum(prod(box.size) for box in boxes)
+    if elements != local.numel() or (elements and any(_reach(box) > elements for box in boxes)):
         raise UsageError(
             f"tensor {name!r} is a DTensor of global shape {list(shape)} whose local shape {list(local.shape)} is not"
             f" what its placements {tensor.placements} mean at {coordinate} of a mesh of shape {list(mesh.shape)}",

@@ -63,6 +63,20 @@ def copy_pieces(source: "array[int]", target: "array[int]", start: int) -> None:
         source, target = _beyond(source, moved), _beyond(target, moved)
 
 
+def unwritable(addresses: Sequence[int]) -> list[int]:
+    """Which of these bytes, by their places in the row, may not be written. Each is copied onto itself to find out."""
+    found, at = list[int](), 0
+    while at < len(addresses):
+        pairs = array("Q", (word for address in addresses[at : at + IOV_MAX] for word in (address, 1)))
+        moved = _moved(pairs, pairs)
+        if moved <= 0:
+            moved = _moved(pairs[:2], pairs[:2])  # by itself, for a pipe tells nothing of those before a bad one
+        if moved <= 0:
+            found.append(at)
+        at += max(1, moved)
+    return found
+
+
 def parts(source: Addresses, start: int, stop: int, room: bytearray | mmap.mmap) -> Iterator[memoryview]:
     """Bytes [start, stop), copied into `room` one part after another. Each is valid until the next. Raises `Freed`."""
     view = memoryview(room)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from msgspec.structs import replace
 
 from ..core.errors import UsageError
+from .describe import plainly
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +56,14 @@ def _raw(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
         for prefix, part in module.named_modules(remove_duplicate=False):
             before = f"{prefix}." if prefix else ""
             passing = part._non_persistent_buffers_set
-            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-                yield before + name, parameter
-            for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-                if name not in passing:
+            for (
+                name,
+                parameter,
+            ) in part._parameters.items():  # methods that list them may be overridden
+                if parameter is not None:
+                    yield before + name, parameter
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in passing:
                     yield before + name, buffer
 
 
@@ -108,11 +113,13 @@ class Held:
 
     def __init__(self, module: "torch.nn.Module", tensors: "dict[str, torch.Tensor]") -> None:
         self._module = module
-        self._known = {name: _facts(tensor) for name, tensor in tensors.items()}
+        with plainly():
+            self._known = {name: _facts(tensor) for name, tensor in tensors.items()}
 
     def replaced(self) -> list[str]:
         """Each tensor that the module has, or had, and that is not the registered one: its name, and what it is now."""
-        found = {name: _facts(tensor) for name, tensor in _tensors(self._module)}
+        with plainly():
+            found = {name: _facts(tensor) for name, tensor in _tensors(self._module)}
         if found == self._known:
             return []
         wrong = [_difference(name, known, found.get(name)) for name, known in self._known.items()]
@@ -126,8 +133,9 @@ class HeldMapping:
     def __init__(self, tensors: "Mapping[str, object]", registered: "Iterable[tuple[str, object]]") -> None:
         """`registered` are those that it has given. One that it makes anew each time it is asked is never the same."""
         self._tensors = tensors
-        known = {name: (tensor, _facts_of_any(tensor)) for name, tensor in registered}
-        self._known = {name: each for name, each in known.items() if self._is_still(name, *each)}
+        with plainly():
+            known = {name: (tensor, _facts_of_any(tensor)) for name, tensor in registered}
+            self._known = {name: each for name, each in known.items() if self._is_still(name, *each)}
 
     @property
     def kind(self) -> str:
@@ -136,8 +144,9 @@ class HeldMapping:
 
     def replaced(self) -> list[str]:
         """Each name that means another tensor by now, and what that is."""
-        changed = [name for name, each in self._known.items() if not self._is_still(name, *each)]
-        return [_difference(name, self._known[name][1], _facts_of_any(self._tensors.get(name))) for name in changed]
+        with plainly():
+            changed = [name for name, each in self._known.items() if not self._is_still(name, *each)]
+            return [_difference(name, self._known[name][1], _facts_of_any(self._tensors.get(name))) for name in changed]
 
     def _is_still(self, name: str, known: object, facts: "Facts | None") -> bool:
         now = self._tensors.get(name, known)

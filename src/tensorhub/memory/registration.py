@@ -25,6 +25,7 @@ from ..core.manifest import Layout, TensorSpec, digest_of_boxed
 from ..core.names import Digest
 from ..transport.base import ByteStream
 from .describe import Described, describe_all
+from .guarded import unwritable
 from .host import HostStream, Piece
 from .in_place import NAMES_SHOWN, InPlace, some
 from .masters import Casts, cast
@@ -138,6 +139,16 @@ class Registration:
         if moved:
             text = f"the memory of these tensors was freed, or replaced, before they could be filled: {some(moved)}"
             raise UsageError(text, hint="register() again what was given other memory, and update once more")
+        fixed = self._unwritable()
+        if fixed:
+            text = f"the memory of these tensors cannot be written, so nothing can be read into them: {some(fixed)}"
+            raise UsageError(text, hint="is it a file mapped for reading, or another read-only array? Register a copy")
+
+    def _unwritable(self) -> list[str]:
+        """Names of tensors on the host whose memory begins with a byte that is read-only, or was unmapped."""
+        pieces = [piece for piece in self.pieces if piece.device == "cpu" and piece.size_bytes]
+        starts = {pieces[at].start for at in unwritable([piece.address for piece in pieces])}
+        return [tensor.name for tensor in self.layout.tensors if tensor.size_bytes and tensor.offset_bytes in starts]
 
 
 def register(
@@ -156,6 +167,8 @@ def register(
     room to cast into.
     """
     given_boxes = boxes
+    if not isinstance(partial, bool):
+        raise UsageError(f"partial={partial!r} is neither True nor False")
     if is_module(tensors):
         found = tensors_of_module(tensors)
         if boxes is not None:

@@ -20,7 +20,7 @@ from ..core.server.rules.cuts import cuts_of
 from ..core.server.rules.described import describe
 from ..core.server.rules.held import held_by
 from ..core.server.rules.numbering import next_version
-from ..core.version_spec import parse_spec
+from ..core.version_spec import MOST_DIGITS, parse_spec
 from .polls import Polls
 from .questions import VersionExists
 
@@ -145,6 +145,6 @@ def _patience_s(request: web.Request) -> float:
 
 
 def _spec(text: str) -> Spec:
-    spec: Spec = int(text) if text.isdecimal() else text
+    spec: Spec = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else text
     parse_spec(spec)
     return spec

@@ -1,7 +1,7 @@
 """Which threads of this process use a worker: whether anybody but the thread that waits could still call it.
 
 A thread that holds two shards of one replica and waits for the first one's call waits for itself. It is told so, but
-only where it is sure: no other thread has ever used the second one, and none was begun since that may be about to.
+only where it is sure: the program has no other thread, which may be about to.
 """
 
 import threading
@@ -17,7 +17,6 @@ class Callers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._before: WeakSet[threading.Thread] = WeakSet(threading.enumerate())  # they were there when it was opened
         self._users: WeakSet[threading.Thread] = WeakSet()
         self.waiting: threading.Thread | None = None  # blocked in a call of this worker
 
@@ -39,9 +38,7 @@ class Callers:
             self.waiting = None
 
     def are_only(self, thread: threading.Thread) -> bool:
-        """Nobody else has used the worker, or may be about to."""
+        """It has used the worker, and there is nobody else who might: also a pool's thread is given its work later."""
         with self._lock:
-            if thread not in self._users:
-                return False
-            others = [each for each in threading.enumerate() if each is not thread and not each.name.startswith(OURS)]
-            return not any(each in self._users or each not in self._before for each in others)
+            is_user = thread in self._users
+        return is_user and all(each is thread or each.name.startswith(OURS) for each in threading.enumerate())

@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from math import isfinite
+from numbers import Integral
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
 from ..core.messages import PREFETCH
+from ..core.names import plain
 from ..core.settings import Settings
 from ..transport.choose import PREFERENCE
 
@@ -36,7 +38,7 @@ _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def check_name(value: object, what: str) -> str:
     """A model's or replica's name. Raises `UsageError` that names the argument."""
     if isinstance(value, str) and _NAME.match(value):
-        return value
+        return plain(value)
     raise UsageError(
         f"{what}={value!r} is no name", hint="use 1 to 200 letters, digits and . _ + = : -, not beginning with a sign"
     )
@@ -44,27 +46,26 @@ def check_name(value: object, what: str) -> str:
 
 def check_integer(value: object, what: str, *, least: int, most: int) -> int:
     """An integer from `least` to `most`. Raises `UsageError` that names the argument."""
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
-        return value
+    if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most:
+        return int(value)
     raise UsageError(f"{what}={value!r} is not an integer from {least} to {most}")
 
 
-def check_place(model: object, replica: object, shard: object, shards: int) -> None:
+def check_place(model: object, replica: object, shard: object, shards: object) -> tuple[str, str, int, int]:
     """Names of a model and a replica, and a shard of so many. Raises `UsageError` that names the argument."""
-    check_name(model, "model")
-    check_name(replica, "replica")
-    check_integer(shards, "shards", least=1, most=MOST_SHARDS)
+    names = check_name(model, "model"), check_name(replica, "replica")
+    shards = check_integer(shards, "shards", least=1, most=MOST_SHARDS)
     if isinstance(shard, int) and shards == 1 and shard > 0:
         raise UsageError(
             f"shard={shard} of a replica of 1 shard", hint="shards= says how many there are, on each of them"
         )
-    check_integer(shard, "shard", least=0, most=shards - 1)
+    return *names, check_integer(shard, "shard", least=0, most=shards - 1), shards
 
 
 def parse_text(value: object, what: str) -> str:
     """Short text without control characters."""
     if isinstance(value, str) and len(value) <= 1000 and value.isprintable():
-        return value
+        return plain(value)
     raise UsageError(f"{what} is no printable text of at most 1000 characters")
 
 
@@ -100,7 +101,7 @@ def parse_seconds(value: object, what: str) -> float:
     """A positive number of seconds."""
     try:
         seconds = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else float("nan")
-    except ValueError:
+    except (ValueError, OverflowError):
         seconds = float("nan")
     if not isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
         text = f"{what}={value!r} is not a number of seconds above 0 and up to {MOST_SECONDS:.0f}"
@@ -155,8 +156,8 @@ def parse_transports(value: object, what: str) -> tuple[str, ...]:
 
 def parse_prefetch(value: object, what: str) -> str:
     """ "seed", "always" or "never"."""
-    if value in PREFETCH:
-        return str(value)
+    if isinstance(value, str) and value in PREFETCH:
+        return plain(value)
     raise UsageError(f"{what}={value!r} is none of {', '.join(PREFETCH)}")
 
 

@@ -65,6 +65,7 @@ from .loops import in_thread
 _log = logging.getLogger(__name__)
 
 TRANSPORT_CLOSE_S = 5.0  # its threads return at once when cut; a copy from a device may take longer
+GOODBYE_S = 0.3  # for the server to hear that an open was given up: twice, an answer and a goodbye
 AFTER_DEADLINE_S = 0.5  # a machine that has not ended a call by then has a bug
 
 
@@ -125,14 +126,23 @@ class Driver:
             if refusal is not None:
                 raise failed(refusal)
         except BaseException:
-            await self.end(time.monotonic())
+            await self._unjoin()
             raise
+
+    async def _unjoin(self) -> None:
+        """Nobody wants it: a session that the server has made, or is about to make, ends now and not by its lease."""
+        if self.line.is_connected and not self._answered.done():
+            await asyncio.wait([self._answered], timeout=GOODBYE_S)
+        if self.worker.session and self.broken is None:
+            await self.leave(time.monotonic() + GOODBYE_S)
+        else:
+            await self.end(time.monotonic())
 
     async def _first_answer(self, deadline: float) -> Refusal | None:
         began = time.monotonic()
         try:
             async with asyncio.timeout_at(deadline):
-                return await self._answered
+                return await asyncio.shield(self._answered)  # who is cancelled still wants to know it: see `_unjoin`
         except TimeoutError as error:
             if self.worker.refusal is not None:
                 raise failed(self.worker.refusal) from error

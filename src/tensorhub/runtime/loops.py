@@ -11,13 +11,14 @@ import logging
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Literal, TypeVar
 
-from ..core.errors import Closed, DeadlineExceeded
+from ..core.errors import Closed, DeadlineExceeded, TensorHubError, UsageError
 from ..transport import shortages
 from ..transport.forks import track, tracked
 from ..transport.signals import block_sigpipe
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 AGAIN_S = 0.1  # until the next try to start a thread that must be
 GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
+OUR_THREAD = "this is the thread of TensorHub in which it would be done"
 UNWIND_S = 1.0  # for what an interrupt cancels: it takes milliseconds where the loop gets to run
 
 
@@ -62,6 +64,7 @@ class LoopThread:
         self.pid = os.getpid()
         self.loop = inheritable_loop()  # its clock is time.monotonic, whatever policy the process has
         self.thread = Thread(self._run, name="tensorhub-worker")
+        self._left: set[asyncio.Task[None]] = set()  # that nobody waits for
         start(self.thread, otherwise=self.loop.close)
 
     def _run(self) -> None:
@@ -73,11 +76,6 @@ class LoopThread:
             except MemoryError:  # between two of its callbacks: it goes on when there is some again
                 time.sleep(AGAIN_S)
 
-    @property
-    def is_here(self) -> bool:
-        """The caller runs in this thread."""
-        return threading.current_thread() is self.thread
-
     def wait(self, work: Coroutine[object, object, T], *, deadline: float, what: str, undo: Undo[T] | None = None) -> T:
         """Run it in the loop and block until it ends; an interrupt of the caller cancels it.
 
@@ -86,6 +84,24 @@ class LoopThread:
         that the caller finds nothing half done.
         """
         return wait_in(self.loop, work, deadline=deadline, what=what, undo=undo)
+
+    def leaves(self, make_work: Callable[[], Coroutine[object, object, object]]) -> bool:
+        """For what a finaliser may do, which runs wherever the collector does: whether it is not to be waited for.
+
+        A thread of ours may be needed for that very work: there it is begun, and goes on by itself. At the end of the
+        interpreter our threads stand still, and all that there was to do has been done.
+        """
+        if sys.is_finalizing():
+            return True
+        if not isinstance(threading.current_thread(), Thread):
+            return False
+        hand_over(self.loop, self._begin, make_work)
+        return True
+
+    def _begin(self, make_work: Callable[[], Coroutine[object, object, object]]) -> None:
+        task = self.loop.create_task(_to_its_end(make_work()))
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
 
     async def here(self, work: Coroutine[object, object, T], *, undo: Undo[T] | None = None) -> T:
         """Run it in the loop and await it from any loop; a cancelled caller cancels it, as an interrupt of `wait`."""
@@ -118,7 +134,11 @@ def wait_in(
     what: str,
     undo: Undo[T] | None = None,
 ) -> T:
-    """As `LoopThread.wait`, in any loop that runs in another thread."""
+    """As `LoopThread.wait`, in any loop that runs in another thread. Raises `UsageError` where it could only hang."""
+    if _runs_here(loop) or sys.is_finalizing():
+        work.close()
+        text = f"{what} cannot be waited for here: " + ("the interpreter ends" if sys.is_finalizing() else OUR_THREAD)
+        raise UsageError(text, hint="a finaliser (__del__) runs where the collector does: let it close(), no more")
     ended, settled = held_lock(), held_lock()
     errand = Errand(loop, work, undo=undo, on_end=ended.release, on_settled=settled.release)
     try:
@@ -134,6 +154,20 @@ def wait_in(
             settled.acquire(timeout=UNWIND_S)
         del errand, work  # a failure's traceback knows this frame, and they the failure
         raise
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+async def _to_its_end(work: Coroutine[object, object, object]) -> None:
+    try:
+        await work
+    except TensorHubError as error:
+        _log.warning("what a finaliser began has failed: %s", error)
 
 
 def held_lock() -> _thread.LockType:

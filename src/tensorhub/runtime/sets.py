@@ -24,7 +24,7 @@ from ..core.errors import (
 )
 from ..core.messages import Holding, Spec
 from ..core.names import Version
-from ..core.version_spec import PREFETCHED, parse_spec
+from ..core.version_spec import PREFETCHED, parse_spec, plain_spec
 from ..core.worker.events import Called, MayWithdraw
 from .client import Client
 from .content import Known, changed_tensors
@@ -73,7 +73,7 @@ class SetCalls:
 
         A model that cannot be published again is named in a note of the error, and in the log.
         """
-        version = parse_spec(spec)
+        version = parse_spec(plain_spec(spec))
         if version is None:
             text = f"mutating() on {self._name} needs a version number, not {spec!r}"
             raise UsageError(text, hint="mutating(version=7)")
