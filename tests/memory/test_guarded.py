@@ -1,7 +1,10 @@
 """Memory of our own that the kernel copies for us: whole where it is there, an error where it is not."""
 
 import ctypes
+import fcntl
 import mmap
+import os
+import threading
 
 import pytest
 
@@ -67,6 +70,25 @@ def test_what_is_not_there_is_told_with_its_place(tmp_path) -> None:
                 guarded.copy(source, target, PAGE, 8 * PAGE)
             assert caught.value.at == 5 * PAGE
         view.release()
+
+
+def test_a_user_with_many_pipes_gets_small_ones(monkeypatch) -> None:
+    """From `pipe-user-pages-soft` on: a copy waited for ever for somebody else to empty its own pipe."""
+    pipe = os.pipe
+
+    def small() -> tuple[int, int]:
+        out, into = pipe()
+        fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, PAGE)
+        return out, into
+
+    monkeypatch.setattr(os, "pipe", small)
+    source, target = bytearray(os.urandom(20 * PAGE + 1)), bytearray(20 * PAGE + 1)
+    addresses = [Addresses.of_views([memoryview(each)], 0) for each in (source, target)]
+    copying = threading.Thread(target=guarded.copy, args=(*addresses, 0, len(source)), daemon=True)
+    copying.start()
+    copying.join(20)
+    assert not copying.is_alive()
+    assert source == target
 
 
 def test_bytes_that_may_not_be_written_are_found_and_the_others_stay_as_they_are() -> None:

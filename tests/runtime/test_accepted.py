@@ -203,3 +203,29 @@ def test_who_does_not_read_does_not_keep_the_server_from_ending(server, monkeypa
         closing.start()
         closing.join(PATIENCE_S)
         assert not closing.is_alive()
+
+
+def test_who_shows_no_token_keeps_no_connection():
+    with tensorhub.serve(token="secret") as server:
+        for path, code in (
+            (b"/healthz", b" 200 "),
+            (b"/v1/status", b" 401 "),
+            (b"/v1/wait", b" 401 "),
+            (b"/no", b" 404 "),
+        ):
+            with connected(server) as stranger:
+                stranger.sendall(ASK % path)
+                said = rest(stranger)  # to the end: it is hung up on
+                assert code in said.splitlines()[0]
+                assert b"connection: close" in said.lower()
+        with connected(server) as friend:
+            for _ in range(2):
+                friend.sendall((ASK % b"/v1/status").replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret"))
+                assert b" 200 " in friend.recv(1 << 16).splitlines()[0]
+
+
+def test_where_nobody_needs_a_token_connections_are_kept():
+    with tensorhub.serve() as server, connected(server) as asker:
+        for _ in range(2):
+            asker.sendall(ASK % b"/healthz")
+            assert b" 200 " in asker.recv(4096)

@@ -307,7 +307,7 @@ def test_what_is_wanted_lasts_no_longer_than_its_export(source: TcpTransport) ->
 
 
 @needs_mover
-def test_rows_that_span_everything_keep_no_export(source: TcpTransport) -> None:
+def test_rows_that_span_everything_keep_no_export(way: str, source: TcpTransport) -> None:
     """To look at all chunks that such a wish takes bytes from is seconds of work: it ends with the export."""
     chunks = 20_000
     progress = Progress(chunks)
@@ -325,3 +325,16 @@ def test_rows_that_span_everything_keep_no_export(source: TcpTransport) -> None:
     assert source.withdraw("long", timeout_s=DEADLINE_S)
     assert farewell(reader).code == "gone"
     assert time.process_time() < before + 1.0, "it has looked on"
+
+
+def test_where_all_is_there_no_row_is_looked_at(way: str, source: TcpTransport) -> None:
+    chunks = 20_000
+    source.export(kit.full("long", kit.content(chunks, seed=3), 1))
+    rows = [[0, 1, 2, chunks - 1, 1, 0]] * 20_000  # in Python minutes of looking
+    reader = wanting(source, body([len(rows)], *rows), key="long")
+    assert reader.receive_header() == (tcp_wire.WAITING, 0, 0)
+    reader.send_want([0])
+    assert reader.receive_header() == (tcp_wire.CHUNK, 2 * len(rows), 0)
+    reader.cut()
+    assert source.withdraw("long", timeout_s=DEADLINE_S)
+    reader.close()

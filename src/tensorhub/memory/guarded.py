@@ -28,7 +28,7 @@ from ..transport.vectors import IOV_MAX, Addresses
 
 PART_BYTES = 4 << 20  # a chunk of the usual size at once: each part waits twice for the interpreter where it is busy
 LEAST_BYTES = 1 << 16  # with less, the calls would cost more than the copying
-PIPE_BYTES = 1 << 16  # what every pipe holds
+PIPE_BYTES = 1 << 16  # of one call: what a pipe holds, but for users who have many
 
 
 class Freed(Exception):
@@ -134,6 +134,7 @@ def _through_pipe(source: "array[int]", target: "array[int]") -> int:
     _, write, read = _calls()
     out, into = os.pipe()
     try:
+        os.set_blocking(into, False)  # it takes what it holds: nobody else empties it
         source = _first(source, PIPE_BYTES)
         wrote = write(into, source.buffer_info()[0], len(source) // 2)
         if wrote <= 0:

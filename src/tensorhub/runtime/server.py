@@ -15,6 +15,7 @@ from functools import partial
 from math import inf
 
 from aiohttp import WSMsgType, web
+from aiohttp.typedefs import Handler
 
 from ..core.messages import (
     MAX_LAYOUT_BYTES,
@@ -76,7 +77,7 @@ class ServerShell:
         self.accepted = Accepted(time.monotonic)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=64 * 1024, middlewares=[self.accepted.note])
+        app = web.Application(client_max_size=64 * 1024, middlewares=[self.accepted.note, self._part])
         app.router.add_get("/v1/session", self._session)
         app.router.add_get("/v1/status", self._status)
         self._answers.add_to(app)
@@ -272,9 +273,28 @@ class ServerShell:
         state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL, "decisions": DECISIONS}
         return web.json_response(state, status=503 if self._is_stopping else 200)
 
-    def _authorise(self, request: web.Request) -> None:
+    @web.middleware
+    async def _part(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who shows no token gets its answer and keeps no connection: each is a descriptor that a worker may need."""
+        try:
+            answer = await handler(request)
+        except web.HTTPException as refusal:
+            self._part_after(request, refusal)
+            raise
+        if not isinstance(answer, web.WebSocketResponse):
+            self._part_after(request, answer)
+        return answer
+
+    def _part_after(self, request: web.Request, answer: web.StreamResponse) -> None:
+        if not self._is_known(request):
+            answer.force_close()
+
+    def _is_known(self, request: web.Request) -> bool:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._token and not hmac.compare_digest(shown.encode(errors="surrogateescape"), self._token):
+        return not self._token or hmac.compare_digest(shown.encode(errors="surrogateescape"), self._token)
+
+    def _authorise(self, request: web.Request) -> None:
+        if not self._is_known(request):
             raise web.HTTPUnauthorized(text="this server wants a token\n", headers={"WWW-Authenticate": "Bearer"})
 
     # --- its life -----------------------------------------------------------------------------------------------------

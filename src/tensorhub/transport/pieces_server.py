@@ -82,10 +82,16 @@ def _received(room: Room, wire: Wire, served: Served) -> Iterator[Parcels]:
 
 
 def _await_there(wire: Wire, served: Served, parcels: Parcels, parcel: int, keepalive_s: float) -> str | None:
-    """Until all chunks are there that it takes bytes from. Returns why one never will be, or None."""
+    """Until all chunks are there that it takes bytes from. Returns why one never will be, or None.
+
+    Rows are a peer's wish, and each may span all chunks: what is known to be there is passed over, and nobody is kept
+    waiting who ends the export.
+    """
     progress, needs = served.export.progress, parcels.rows.needs
     for row in range(parcels.first_row[parcel], parcels.first_row[parcel + 1]):
-        for chunk in range(needs[2 * row], needs[2 * row + 1] + 1):
+        if progress.is_complete or served.ended is not None:
+            break
+        for chunk in range(max(needs[2 * row], progress.prefix), needs[2 * row + 1] + 1):
             while not progress.wait(chunk, keepalive_s, served.has_ended):
                 if served.ended is not None:
                     return served.ended
