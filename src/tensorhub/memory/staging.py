@@ -24,7 +24,8 @@ from .host import Piece, host_view
 
 SLOT_BYTES = 4 << 20  # one chunk of the usual size
 SLOT_COUNT = 16  # 64 MiB in all: 8 threads, each with one chunk in a copy and one on the wire
-WAIT_S = 30.0  # a slot is held while one chunk is sent; a peer this slow has been cut off by its transport
+HOLD_S = 0.25  # while a chunk is sent out of its slots: what a slower peer has not taken by then is copied
+WAIT_S = 30.0  # for slots: those of a fill are held while one chunk comes, which a silent source ends sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,9 @@ class StagingRing:
 
 
 class StagedStream:
-    """A `ByteStream` over pieces of device memory, and of host memory among them."""
+    """A `ByteStream` over pieces of device memory, and of host memory among them. `Scarce`: it has one small ring."""
+
+    hold_s = HOLD_S
 
     def __init__(self, pieces: Sequence[Piece], copier: Copier, ring: StagingRing | None = None) -> None:
         self._pieces = pieces

@@ -60,6 +60,13 @@ class Export:
     progress: Progress
 
 
+@runtime_checkable
+class Scarce(Protocol):
+    """A stream whose blocks take room that others wait for: no peer's patience may keep one open."""
+
+    hold_s: float  # how long a block may wait for a peer
+
+
 class Sink(Protocol):
     """Where a read puts its bytes, and who judges them. Called from the transport's threads, several at once."""
 

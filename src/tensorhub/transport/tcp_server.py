@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from ..core.errors import Closed, UsageError
-from . import shortages, tcp_wire
-from .base import Export
+from . import brief, shortages, tcp_wire
+from .base import Export, Scarce
 from .brisk import Brisk
 from .native_serve import Conversation, conversation_for
 from .parcels import Room
@@ -105,13 +105,18 @@ class TcpServer:
         last = min(first + export.chunk_bytes, export.stream.size_bytes)
         with export.stream.reading(first, last) as views:
             is_lent = self._lend(wire, served, start, first, last, len(views))
-            if not is_lent:
+            late = b""
+            if isinstance(export.stream, Scarce):
+                header = tcp_wire.HEADER.pack(tcp_wire.CHUNK, last - first, start)
+                late = brief.send(wire.sock, [header, *views], export.stream.hold_s)
+            elif not is_lent:
                 addresses = served.scattered.for_views(len(views))
                 if addresses is not None:
                     wire.send_header(tcp_wire.CHUNK, start, last - first)
                     wire.send_located(addresses, first, last)
                 else:
                     wire.send_frame(tcp_wire.CHUNK, start, views)
+        wire.send([late])
         if wire.lending is not None:
             wire.lending.sent(last - first)
         self.count_sent(served, last - first, is_lent=is_lent)
