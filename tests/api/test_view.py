@@ -1,8 +1,15 @@
 """`connect`: what there is, for people and scripts, without being a worker."""
 
+import contextlib
+import socket
+import threading
+
+import pytest
+
 import tensorhub
 from runtime.kit import eventually
 from tensorhub import aio
+from tensorhub.runtime import questions
 
 
 def test_an_empty_server_has_nothing(server):
@@ -52,3 +59,25 @@ def test_a_worker_that_is_opened_when_its_caller_is_interrupted_does_not_live_on
     tensorhub.open("m", replica="t", server=server.address).close()
     view = tensorhub.connect(server.address)
     eventually(lambda: not view.replicas("m"), "nobody is there")
+
+
+def test_an_answer_without_an_end_is_not_kept(monkeypatch):
+    """Whatever listens at that address, it takes no more memory than the longest answer of a server."""
+    monkeypatch.setattr(questions, "MOST_ANSWER_BYTES", 1 << 20)
+    piece = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    wire, _ = listener.accept()
+                    with wire, contextlib.suppress(OSError):
+                        wire.recv(4000)
+                        wire.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                        while True:
+                            wire.sendall(piece)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(tensorhub.ServerUnreachable, match="its answer has more than 1048576 B"):
+            tensorhub.connect(f"127.0.0.1:{listener.getsockname()[1]}", timeout=10).models()
+        listener.shutdown(socket.SHUT_RDWR)

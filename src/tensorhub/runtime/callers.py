@@ -16,7 +16,7 @@ class Callers:
     """The threads of one worker's callers. Used from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may come while its own thread has it
         self._users: WeakSet[threading.Thread] = WeakSet()
         self.waiting: threading.Thread | None = None  # blocked in a call of this worker
 

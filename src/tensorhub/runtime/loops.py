@@ -177,7 +177,7 @@ def held_lock() -> _thread.LockType:
     return lock
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler, or a finaliser, may come while its own thread has it
 _current: LoopThread | None = None
 _inherited: list[object] = []  # keeps a parent's loop alive in the child, so that no finaliser touches its sockets
 
@@ -194,7 +194,7 @@ def loop_thread() -> LoopThread:
 def forget_after_fork() -> None:
     """In a forked child: whatever the parent had is the parent's."""
     global _current, _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     if _current is not None:
         _inherited.append(_current)
         _current = None

@@ -246,13 +246,13 @@ def leave_on_sigterm(grace_s: float) -> None:
 
 
 def _close_all(patience_s: float) -> None:
-    clients = [client for client in list(living) if not client.driver.is_gone]
-    if not clients:
+    if not living:
         return
     thread = loop_thread()
     deadline = time.monotonic() + patience_s
 
-    async def close_all() -> None:
+    async def close_all() -> None:  # in the loop, where workers come and go
+        clients = [client for client in list(living) if not client.driver.is_gone]
         await asyncio.gather(*(client.driver.leave(deadline) for client in clients), return_exceptions=True)
 
     with contextlib.suppress(TensorHubError, RuntimeError, asyncio.CancelledError):

@@ -215,14 +215,16 @@ async def _get(http: aiohttp.ClientSession, options: Options, path: str, params:
     patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=LONG_POLL_S + CONNECT_S)
     try:
         async with http.get(url, params=params, headers=headers, timeout=patience) as answer:
-            body = await answer.content.read(MOST_ANSWER_BYTES)
-            while chunk := await answer.content.read(MOST_ANSWER_BYTES):
-                body += chunk
+            body = bytearray()
+            async for piece in answer.content.iter_any():
+                body += piece
+                if len(body) > MOST_ANSWER_BYTES:
+                    raise _Away(f"its answer has more than {MOST_ANSWER_BYTES} B: is that a reference server?")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise _Away(why_away(error)) from error
     if answer.status == 200:
-        return body
-    raise _error(answer.status, body, options)
+        return bytes(body)
+    raise _error(answer.status, bytes(body), options)
 
 
 def _error(status: int, body: bytes, options: Options) -> Exception:
