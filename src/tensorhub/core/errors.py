@@ -25,15 +25,12 @@
 Errors are told apart by class, or on the wire by `code`; never by their text.
 """
 
-import msgspec
-
 
 def shortened(text: str, most: int) -> str:
     """The text, or its beginning and an ellipsis: names and other people's words make an error as long as they like."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what msgspec raises for what others made up
 HIGHER = "publish a higher number, as next_version() names"  # what to do after a VersionConflict
 SPOILED = "poisoned: its last fill failed half-way"  # what nobody may publish, nor begin a step on
 SPOILED_HINT = "replicate a version, or register() again once good content is in the tensors"

@@ -14,10 +14,11 @@ from hashlib import blake2b
 
 import msgspec
 
-from .errors import UNDECODABLE, UsageError
+from .errors import UsageError
 from .metadata import decode_metadata
 from .names import BOXED, PARTIAL, Digest
 
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what others made up raises one of these
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
 MAX_SIZE = 2**62  # of anything in a layout: above every memory, and twice it still fits 64 bits
 Buffer = bytes | bytearray | memoryview | msgspec.Raw

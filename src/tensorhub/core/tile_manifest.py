@@ -12,8 +12,8 @@ from hashlib import blake2b
 
 import msgspec
 
-from .errors import UNDECODABLE, UsageError
-from .manifest import DIGEST_BYTES
+from .errors import UsageError
+from .manifest import DIGEST_BYTES, UNDECODABLE
 from .metadata import decode_metadata
 from .names import TILED, Digest
 

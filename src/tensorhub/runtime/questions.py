@@ -13,7 +13,6 @@ import aiohttp
 import msgspec
 
 from ..core.errors import (
-    UNDECODABLE,
     DeadlineExceeded,
     Refused,
     ServerUnreachable,
@@ -22,7 +21,7 @@ from ..core.errors import (
     VersionUnavailable,
     error_from_code,
 )
-from ..core.manifest import Layout, decode_layout
+from ..core.manifest import UNDECODABLE, Layout, decode_layout
 from ..core.messages import Spec
 from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status

@@ -23,7 +23,8 @@ from functools import partial
 
 import msgspec
 
-from ..core.errors import UNDECODABLE, SourceLost, TensorHubError, TransportMissing
+from ..core.errors import SourceLost, TensorHubError, TransportMissing
+from ..core.manifest import UNDECODABLE
 from . import nixl_path, tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import OnEnd, Sink

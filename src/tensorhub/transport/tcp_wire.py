@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from ..core.errors import UNDECODABLE
+from ..core.manifest import UNDECODABLE
 from . import tcp_farewell, tcp_vectors, views
 from .base import MOST_MANIFEST_BYTES
 from .forks import tracked

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ...core.errors import UNDECODABLE, CorruptTransfer, LayoutMismatch, UsageError
-from ...core.manifest import DIGEST_BYTES
+from ...core.errors import CorruptTransfer, LayoutMismatch, UsageError
+from ...core.manifest import DIGEST_BYTES, UNDECODABLE
 from ...core.names import Digest
 from ...core.tile_manifest import TileManifest, decode_tile_manifest
 from ...transport.base import Export
