@@ -18,7 +18,6 @@ from .core.messages import Spec
 from .core.metadata import Json, encode_metadata
 from .core.names import ModelName
 from .core.snapshot import LayoutView, ModelView, ReplicaView, Status, Transfer, VersionView
-from .core.version_spec import parse_number, plain_spec
 from .loading import load_async, load_shards_async
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
@@ -29,6 +28,7 @@ from .runtime.errands import Undo
 from .runtime.loops import LoopThread, check_process, in_thread, loop_thread
 from .runtime.opening import leave_at_once, open_client
 from .runtime.questions import fetch_status, wait_for_number
+from .runtime.specs import parse_number, plain_spec
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -207,16 +207,16 @@ class Weights:
         """Fill the tensors with a version from whoever holds it. Returns the version."""
         if not isinstance(wait, bool):
             raise UsageError(f"wait={wait!r} is neither True nor False")
-        filling = self._client.operate("replicate", spec, self._deadline(timeout), waits=wait)
+        filling = self._client.operate("replicate", plain_spec(spec), self._deadline(timeout), waits=wait)
         return _certain(await self._here(filling))
 
     async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held."""
-        return _certain(await self._here(self._client.operate("update", spec, self._deadline(timeout))))
+        return _certain(await self._here(self._client.operate("update", plain_spec(spec), self._deadline(timeout))))
 
     async def prefetch(self, spec: Spec = "latest") -> None:
         """Begin to fill a copy in host memory with that version, for the next update; see `tensorhub.Weights`."""
-        await self._here(self._client.prefetch(spec))
+        await self._here(self._client.prefetch(plain_spec(spec)))
 
     async def pin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Keep that version, until `unpin` or the end of this worker."""
@@ -228,7 +228,7 @@ class Weights:
 
     async def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Wait until the version, or a newer one, was published. Returns what there is then."""
-        return await self._here(self._client.wait_for(spec, self._deadline(timeout)))
+        return await self._here(self._client.wait_for(plain_spec(spec), self._deadline(timeout)))
 
     async def wait_held(
         self,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from .core.errors import UsageError
 from .core.messages import Spec
 from .core.metadata import Json
-from .core.version_spec import MOST_DIGITS, parse_spec
 from .runtime.config import Options, check_name, parse_seconds, worker_options
 from .runtime.filling import Filled, fill_all
 from .runtime.loops import loop_thread
+from .runtime.specs import spec_of_text
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_tensor
@@ -55,8 +55,7 @@ def asked(reference: str, timeout: float | None, **arguments: object) -> Asked:
     if not at:
         hint = 'load("policy@latest"), "policy@7" or "policy@latest-1"'
         raise UsageError(f"{reference!r} names no version of a model", hint=hint)
-    spec: Spec = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else text
-    parse_spec(spec)
+    spec = spec_of_text(text)
     options = worker_options(None, **arguments)
     seconds = options.timeout_s if timeout is None else parse_seconds(timeout, "timeout")
     return Asked(check_name(model, "model"), spec, options, time.monotonic() + seconds)

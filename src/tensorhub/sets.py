@@ -14,12 +14,13 @@ from .core.boxes import Box
 from .core.errors import UsageError
 from .core.messages import MAX_COMPANIONS, Spec
 from .core.metadata import Json
-from .core.version_spec import parse_spec, plain_spec
+from .core.version_spec import parse_spec
 from .memory.registration import register as register_tensors
 from .runtime.config import MOST_SECONDS, Options, check_name, parse_seconds, worker_options
 from .runtime.loops import loop_thread
 from .runtime.questions import wait_for_version
 from .runtime.sets import SetCalls
+from .runtime.specs import plain_spec
 from .several import Several, all_or_none, leave, together
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .core.metadata import encode_metadata
-from .core.version_spec import parse_number
 from .runtime.config import parse_seconds, worker_options
+from .runtime.specs import parse_number
 
 if TYPE_CHECKING:
     from .api import Weights

@@ -395,7 +395,7 @@ for endpoint in (sys.argv[1], mine, mine):
     error = kit.read_all(reader, endpoint, "k", kit.Target(kit.content(4096), 4096))
     print(type(error).__name__, error)
     if endpoint is mine:
-        local_reader._look_who_listens = lambda *_: None
+        local_reader.check_listener = lambda *_: None
 """
 
 

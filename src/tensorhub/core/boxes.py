@@ -135,7 +135,7 @@ def checked(box: Box, tensor: TensorSpec) -> Box:
     numbers = (*box.global_shape, *box.at, *box.size, *(box.strides or ()), box.offset)
     is_named = isinstance(box.name, str) and isinstance(box.dtype, str)
     if not is_named or not all(type(number) is int for number in numbers):
-        raise UsageError(f"tensor {tensor.name!r}: a box is made of names and integers, but this one is {box!r}")
+        raise UsageError(f"tensor {tensor.name!r}: a box is made of a name and integers, but this one is {box!r}")
     dimensions = len(box.global_shape)
     lengths = (len(box.at), len(box.size), dimensions if box.strides is None else len(box.strides))
     if lengths != (dimensions,) * 3 or dimensions > MAX_DIMENSIONS:

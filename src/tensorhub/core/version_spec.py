@@ -5,24 +5,14 @@ replica have whole in their own host memory.
 """
 
 import re
-from numbers import Integral
 
 from .errors import UsageError
 from .messages import Spec
-from .names import Version, plain
+from .names import Version
 
 _LATEST = re.compile(r"latest(?:-(\d{1,9}))?\Z")
 PREFETCHED = "prefetched"
 HIGHEST_VERSION = 2**62  # fits every integer type on the way
-MOST_DIGITS = 100  # of a text that is looked at as a number: Python refuses thousands
-
-
-def plain_spec(spec: Spec) -> Spec:
-    """A spec as nothing but an int or a str, where it is one by another name (numpy.int64, numpy.str_, an enum's)."""
-    given: object = spec
-    if isinstance(given, Integral) and not isinstance(given, bool):
-        return int(given)
-    return plain(given) if isinstance(given, str) else spec
 
 
 def parse_spec(spec: Spec, verb: str = "") -> Version | None:
@@ -39,15 +29,6 @@ def parse_spec(spec: Spec, verb: str = "") -> Version | None:
         raise UsageError(f"{spec!r} is for update() only", hint='use an integer, "latest" or "latest-N"')
     more = ', or for update() "prefetched"' if verb == "update" else ""
     raise UsageError(f"{spec!r} names no version", hint=f'use an integer, "latest" or "latest-N"{more}')
-
-
-def parse_number(version: Spec, what: str) -> Version:
-    """The version that is named by its number. Raises `UsageError` that says what needs one."""
-    named = plain_spec(version)
-    found = parse_spec(named) if isinstance(named, int) and not isinstance(named, bool) else None
-    if found is None:
-        raise UsageError(f"{what} needs a version number, not {version!r}", hint="an integer, such as 7")
-    return found
 
 
 def steps_back(spec: str) -> int:

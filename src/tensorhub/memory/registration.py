@@ -167,8 +167,6 @@ def register(
     room to cast into.
     """
     given_boxes = boxes
-    if not isinstance(partial, bool):
-        raise UsageError(f"partial={partial!r} is neither True nor False")
     if is_module(tensors):
         found = tensors_of_module(tensors)
         if boxes is not None:
@@ -200,9 +198,7 @@ def register(
         for facts, offset in zip(described, offsets, strict=True)
     )
     layout = Layout(specs, pieces[-1].stop if pieces else 0)
-    table, encoded, shares = _boxed(layout, boxes)
-    if partial and not encoded:
-        raise UsageError("partial=True without boxes", hint="boxes={} says that all of these tensors are whole")
+    table, encoded, shares = _boxed(layout, boxes, partial)
     if casts is not None and table is not None:
         from .tiles.inside import ranges_inside  # with numpy, as the table
 
@@ -225,9 +221,13 @@ def register(
 
 
 def _boxed(
-    layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None"
+    layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None", partial: object
 ) -> "tuple[BoxTable | None, bytes, tuple[str, str] | None]":
+    if not isinstance(partial, bool):
+        raise UsageError(f"partial={partial!r} is neither True nor False")
     if boxes is None:
+        if partial:
+            raise UsageError("partial=True without boxes", hint="boxes={} says that all of these tensors are whole")
         return None, b"", None
     from .tiles.overlaps import why_not_filled  # with numpy, which nothing else here needs
     from .tiles.table import table_of

@@ -13,16 +13,16 @@ import msgspec
 from aiohttp import web
 
 from ..core.errors import UsageError
-from ..core.messages import MAX_COMPANIONS, Spec
+from ..core.messages import MAX_COMPANIONS
 from ..core.names import ModelName, ReplicaName, Shard, Version
 from ..core.server import Server
 from ..core.server.rules.cuts import cuts_of
 from ..core.server.rules.described import describe
 from ..core.server.rules.held import held_by
 from ..core.server.rules.numbering import next_version
-from ..core.version_spec import MOST_DIGITS, parse_spec
 from .polls import Polls
 from .questions import VersionExists
+from .specs import spec_of_text
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Answers:
         self._authorise(request)
         try:
             model, patience_s = _model(request), _patience_s(request)
-            spec, companions = _spec(request.query.get("spec", "latest")), _companions(request)
+            spec, companions = spec_of_text(request.query.get("spec", "latest")), _companions(request)
         except (KeyError, ValueError, UsageError) as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
 
@@ -90,7 +90,7 @@ class Answers:
         self._authorise(request)
         try:
             model, patience_s = _model(request), _patience_s(request)
-            spec, shard = _spec(request.query.get("spec", "latest")), Shard(int(request.query.get("shard", "0")))
+            spec, shard = spec_of_text(request.query.get("spec", "latest")), Shard(int(request.query.get("shard", "0")))
             if shard < 0:
                 raise UsageError(f"shard={shard} is below 0")
         except (KeyError, ValueError, UsageError) as error:
@@ -142,9 +142,3 @@ def _patience_s(request: web.Request) -> float:
     if math.isnan(patience_s):
         raise ValueError("timeout=nan is no time")
     return min(LONGEST_POLL_S, max(0.0, patience_s))
-
-
-def _spec(text: str) -> Spec:
-    spec: Spec = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else text
-    parse_spec(spec)
-    return spec

@@ -25,7 +25,7 @@ from ..core.errors import (
 from ..core.messages import MAX_LAYOUT_BYTES, Failure, Hello, Holding, LayoutInfo, Spec, Vacated
 from ..core.metadata import Json, decode_metadata, digest_of_metadata
 from ..core.names import Digest, Version
-from ..core.version_spec import PREFETCHED, plain_spec
+from ..core.version_spec import PREFETCHED
 from ..core.worker.events import Called, ClaimDropped, Registered
 from ..memory.registration import Registration
 from ..memory.room import HINT
@@ -126,7 +126,7 @@ class Client:
         `is_again`: it is what was held until a moment ago, and masters stay what their owner has made of it since.
         """
         with self._one_call("mutating" if claim is not None else verb):
-            called = Called(verb, plain_spec(spec), deadline, claim=claim, waits=waits, is_held_back=is_held_back)
+            called = Called(verb, spec, deadline, claim=claim, waits=waits, is_held_back=is_held_back)
             await self._behind.over(deadline, f"{verb}()", partial(self.miss, called))
             registration = self.driver.data.registration
             self._wholeness.check_whole(called, self.driver)
@@ -208,7 +208,7 @@ class Client:
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
         self._check_usable()
-        self.wishes.prefetch(plain_spec(spec))
+        self.wishes.prefetch(spec)
 
     async def pin(self, version: Version, deadline: float) -> None:
         """Keep a version, however new others are. Raises `VersionUnavailable` if nobody has it."""
@@ -302,7 +302,7 @@ class Client:
     async def wait_for(self, spec: Spec, deadline: float) -> Version:
         """Until the version, or a newer one, exists. Returns what the spec means then."""
         self._check_usable()
-        return await wait_for_version(self.options, self.me.model, plain_spec(spec), deadline)
+        return await wait_for_version(self.options, self.me.model, spec, deadline)
 
     async def wait_held(self, version: Version, fraction: float, deadline: float) -> tuple[str, ...]:
         """Until that fraction of the other replicas hold the version or a newer one. Returns their names."""

@@ -24,11 +24,12 @@ from ..core.errors import (
 )
 from ..core.messages import Holding, Spec
 from ..core.names import Version
-from ..core.version_spec import PREFETCHED, parse_spec, plain_spec
+from ..core.version_spec import PREFETCHED, parse_spec
 from ..core.worker.events import Called, MayWithdraw
 from .client import Client
 from .content import Known, changed_tensors
 from .hashing import by
+from .specs import plain_spec
 
 BACK_S = 30.0  # to publish once more what was withdrawn in vain, for each model: it is hashed again
 

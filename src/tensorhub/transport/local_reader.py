@@ -26,7 +26,7 @@ from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
 from .local_mapping import FROZEN, MAPPED, MAX_MAPPED_BYTES, Mapped, Received, hand_over, receive_header
 from .local_memory import REFUSED, Call, Lost, Process, Token, refused
-from .local_server import SEAL, credentials_of
+from .local_server import SEAL, check_listener, credentials_of
 from .located import Located
 from .native import shapes
 from .native_read import LOCAL_TILE_BYTES, Mover, mover_for
@@ -131,16 +131,6 @@ def unreadable(pid: int, why: str) -> TransportMissing:
     return TransportMissing(text, hint="memory of a device's driver? tcp reads it from inside")
 
 
-def _look_who_listens(wire: Wire, endpoint: str) -> None:
-    """Before a word is said, for the first one has the token. Raises `TransportMissing`.
-
-    Once a source is gone, anybody of this host may listen under its name.
-    """
-    _, user, _ = credentials_of(wire.sock)
-    if user != os.geteuid():
-        raise TransportMissing(f"{endpoint} is listened to by user {user}, this worker runs as user {os.geteuid()}")
-
-
 class LocalJob(Job):
     """What the threads of one read share."""
 
@@ -211,7 +201,7 @@ class LocalRead(TcpRead):
         wire = wire_for(job, socket.AF_UNIX)
         try:
             wire.connect(socket_address(name))
-            _look_who_listens(wire, job.endpoint)
+            check_listener(wire, job.endpoint)
             wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
         except (Vanished, TransportMissing):
             job.leave(wire)

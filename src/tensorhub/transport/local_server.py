@@ -19,7 +19,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from ..core.errors import UsageError
+from ..core.errors import TransportMissing, UsageError
 from .announcing import MAX_MEMORY_BYTES, MEMORY, AnnouncingServer
 from .base import Export
 from .local_host import Place, format_endpoint, new_name, socket_address
@@ -131,3 +131,13 @@ def credentials_of(sock: socket.socket) -> tuple[int, int, int]:
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     process, user, group = CREDENTIALS.unpack(found)
     return process, user, group
+
+
+def check_listener(wire: Wire, endpoint: str) -> None:
+    """That our own user listens there, before a word is said: the first one has the token. Raises `TransportMissing`.
+
+    Once a source is gone, anybody of this host may listen under its name.
+    """
+    _, user, _ = credentials_of(wire.sock)
+    if user != os.geteuid():
+        raise TransportMissing(f"{endpoint} is listened to by user {user}, this worker runs as user {os.geteuid()}")
