@@ -19,7 +19,7 @@ from ...core.tile_manifest import TileManifest, decode_tile_manifest
 from ...transport.base import Export
 from ...transport.native import load
 from ...transport.progress import Progress
-from ...transport.rows import Placed, Rows, RowStream
+from ...transport.rows import Placed, Rows
 from ...transport.vectors import Addresses
 from ..digests import ALGORITHM, NO_ALGORITHM, freed
 from ..guarded import Freed, addresses_of, copy
@@ -33,6 +33,7 @@ from .copies import SOURCE, Bytes, Copies, copies_of
 from .derive import digests_of, tied_tiles
 from .grid import Grid
 from .orders import words
+from .spread import copy_runs
 from .table import BoxTable
 from .turning import THEIRS
 from .wire import decode_grid, decode_table, encode_grid, encode_table, grid_digest, layout_digest
@@ -158,39 +159,31 @@ class _Hashing:
         copies = _gathering(self._tiles.only(tiles))
         first, last = copies.extent(SOURCE)
         room = self._room(self._most_bytes)
-        if not self._copied(first, last, [(first, last - first)], room):
+        try:
+            with self._stream.reading(first, last) as views:
+                here = Addresses.of_ranges([(room.ctypes.data, last - first)], first)
+                copy(addresses_of(self._stream, views, first), here, first, last)
+        except Freed as error:
+            self.gone.append(error.at)
             return np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
         return _digests_in(room[: last - first], first, self._tiles.only(tiles), copies)
 
     def spread(self, tile: int) -> Bytes:
         """Of one whose memory lies between much else: only its own runs are copied."""
         mine = self._tiles.only(np.array([tile]))
-        copies = _gathering(mine)
-        rows, size = Rows.checked(words(copies.rows[:, THEIRS]), self._stream.size_bytes), int(mine.size_bytes[0])
-        room = self._room(size)
-        if not self._copied(*copies.extent(SOURCE), RowStream.ranges_of(rows, 0, size), room):
+        room = self._room(int(mine.size_bytes[0]))[: mine.size_bytes[0]]
+        try:
+            copy_runs(self._stream, _gathering(mine), room)
+        except Freed as error:
+            self.gone.append(error.at)
             return np.zeros((1, DIGEST_BYTES), np.uint8)
-        return np.frombuffer(xxhash.xxh3_128_digest(room[:size].data), np.uint8)[None]
+        return np.frombuffer(xxhash.xxh3_128_digest(room.data), np.uint8)[None]
 
     def _room(self, size_bytes: int) -> Bytes:
         if not hasattr(self._rooms, "mine") or self._rooms.mine.nbytes < size_bytes:
             self._rooms.mine = np.empty(size_bytes, np.uint8)
         found: Bytes = self._rooms.mine
         return found
-
-    def _copied(self, first: int, last: int, ranges: list[tuple[int, int]], room: Bytes) -> bool:
-        """These ranges, all within [first, last), one after another. False: not all of it is there any more."""
-        with self._stream.reading(first, last) as views:
-            memory = addresses_of(self._stream, views, first)
-            at = room.ctypes.data
-            for start, length in ranges:
-                try:
-                    copy(memory, Addresses.of_ranges([(at, length)], start), start, start + length)
-                except Freed as error:
-                    self.gone.append(error.at)
-                    return False
-                at += length
-        return True
 
 
 def _gathering(tiles: Tiles) -> Copies:
