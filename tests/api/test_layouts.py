@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -389,12 +390,38 @@ def test_what_can_be_hashed_of_a_version_that_is_cut_otherwise_is_looked_at_when
             late[-1].register(arrays[-1], boxes=boxes)
         assert in_threads(*(weights.replicate for weights in late)) == [1, 1]
         assert in_threads(*(lambda weights=weights: weights.publish(1) for weights in late)) == [1, 1]
-        for tensors in arrays:
-            tensors["v"] += 1
-        for found in in_threads(*(lambda weights=weights: weights.publish(1) for weights in late)):
-            assert isinstance(found, tensorhub.VersionConflict)
-            assert "holds that version, but these tensors were changed since: 'v'" in str(found)
+        for name in ("v", "w"):  # whole in a tile, and part of one
+            for tensors in arrays:
+                tensors[name][-1] += 1
+            for weights, found in zip(late, in_threads(*(partial(each.publish, 1) for each in late)), strict=True):
+                assert isinstance(found, tensorhub.VersionConflict)
+                assert f"holds that version, but these tensors were changed since: {name!r}" in str(found)
+                with pytest.raises(tensorhub.NotDrained, match=f"these tensors were changed since: {name!r}"):
+                    weights.check()
+            for tensors in arrays:
+                tensors[name][-1] -= 1
         assert [weights.version for weights in late] == [1, 1]
+
+
+def test_what_was_changed_in_part_of_a_tile_is_never_kept_as_the_version(server):
+    """The copy in host memory is compared with what came, though no manifest has a digest of it."""
+    whole = np.arange(64.0 * 16).reshape(64, 16)
+    with contextlib.ExitStack() as stack:
+        opened = partial(tensorhub.open, "m", server=server.address, call_timeout=20)
+        trainer = stack.enter_context(opened(replica="t"))
+        trainer.register({"w": whole}, boxes={})
+        late = [stack.enter_context(opened(replica="r", shard=shard, shards=2, host_bytes=0)) for shard in range(2)]
+        trainer.publish(1)
+        arrays = [np.zeros((32, 16)) for _ in range(2)]
+        for shard, (weights, array) in enumerate(zip(late, arrays, strict=True)):
+            weights.register({"t": array}, boxes={"t": [Box("w", (64, 16), (32 * shard, 0), (32, 16))]})
+        assert in_threads(*(weights.replicate for weights in late)) == [1, 1]
+        content = late[0]._aio._client.driver.data.content
+        assert not content.manifest.is_whole
+        content.manifest.check(content.registration, "it")
+        arrays[0][5] = -777
+        with pytest.raises(tensorhub.CorruptTransfer, match=r"it is not what was published: 'w'\[0:32, 0:16\]"):
+            content.manifest.check(content.registration, "it")
 
 
 def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_their_own_bytes(server, monkeypatch):

@@ -14,7 +14,7 @@ from tensorhub.memory.tiles.cells import tiles_of
 from tensorhub.memory.tiles.chunks import chunks_of
 from tensorhub.memory.tiles.copies import COUNT, COUNTS, RUN, SOURCE, carry_out, copies_of
 from tensorhub.memory.tiles.coverage import check_coverage
-from tensorhub.memory.tiles.derive import Source, derive_manifest, digests_of
+from tensorhub.memory.tiles.derive import Source, derive_manifest, digests_of, tied_tiles
 from tensorhub.memory.tiles.grid import Grid, grid_of
 from tensorhub.memory.tiles.overlaps import check_disjoint
 from tensorhub.memory.tiles.plan import plan_reads
@@ -314,3 +314,16 @@ def test_what_a_reader_has_said_that_is_no_table_of_boxes_makes_no_cuts(caplog):
     assert "the boxes of a reader are left out of account: malformed layout" in caplog.text
     with pytest.raises(UsageError, match="malformed layout"):
         grid_for([b"from another release"], [])
+
+
+def test_tied_parts_of_different_tiles_are_not_taken_for_different_content() -> None:
+    """ "a" was published in one tile, "b" in two: half of "a" is no tile, and half of "b" is one."""
+    one = matrix(8, 4)
+    cut = {"a": [Box("a", (8, 4), (0, 0), (8, 4))], "b": [Box("b", (8, 4), (0, 0), (4, 4))]}
+    rest = [Box("b", (8, 4), (4, 0), (4, 4))]
+    publisher = shard_of({"a": one, "b": one[:4].copy(), "c": one[4:].copy()}, {**cut, "c": rest})
+    grid = grid_of([publisher.table])
+    tied = [Box(name, (8, 4), (0, 0), (4, 4)) for name in ("a", "b")]
+    late = shard_of({"t": matrix(4, 4, 99)}, {"t": tied})
+    with pytest.raises(LayoutMismatch, match="not cut alike in what was published"):
+        tied_tiles(tiles_of(late.table, grid))

@@ -146,6 +146,25 @@ def test_more_tensors_than_any_shard_has_are_refused(monkeypatch):
             refused()
 
 
+def test_long_names_of_a_peer_are_not_kept(monkeypatch):
+    monkeypatch.setattr(wire, "MOST_KEPT_BYTES", 10_000)
+    wire._tensors_of.cache_clear()
+    for length, kept in ((100, 1), (20_000, 0)):
+        tensors = (GlobalTensor("n" * length, "uint8", (4,)),)
+        decode_table(encode_table(table_of_columns(tensors, 4, np.array([[0, 0, 0, 4, 1]]))))
+        assert wire._tensors_of.cache_info().currsize == kept
+
+
+def test_cuts_of_no_tensor_lead_nowhere(monkeypatch):
+    """All cuts are looked up by one binary search, so that those of a kind that is not in use count too."""
+    tensors = wire._pack_tensors((GlobalTensor("w", "float32", (1024,)),))
+    cuts = [0, 1 << 62, 0, 256, 512, 768, 1024]
+    columns = (wire._bytes_of(np.array(numbers, "<i8")) for numbers in ([1], [2, 5], cuts))
+    data = wire._deflated(msgspec.msgpack.encode(wire._Grid(tensors, 1, *columns)), "it")
+    with pytest.raises(UsageError, match="cuts that are not those of its tensors"):
+        decode_grid(data)
+
+
 def test_a_reader_cannot_make_the_publisher_cut_as_often_as_it_likes(caplog):
     """A stride of 4 MiB asks for a cut at each row, and nothing says that the memory is really there."""
     mine = register({"w": np.zeros((1 << 16, 1), np.float32)}, boxes={}).boxes

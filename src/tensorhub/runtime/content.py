@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Mapping
+from functools import partial
 
 from ..core.errors import TensorHubError, error_from_code
 from ..core.manifest import Manifest
@@ -14,6 +15,7 @@ from ..memory.tiles.across import Across
 from ..memory.tiles.tiled import TiledVersion
 from ..transport.base import Export, Transport
 from ..transport.progress import Progress
+from .loops import in_thread
 
 Known = Manifest | TiledVersion  # what a version is, in whichever way it was published
 
@@ -67,6 +69,11 @@ class Content:
                         wrong.append(_as_ours(error, scheme))
                         _log.warning("%s cannot be read by %s: %r", self.key, scheme, error)
         return wrong[0] if wrong else None
+
+    async def noted(self) -> None:
+        """All of it has come, and was verified: note what no manifest has a digest of. Raises `UsageError`."""
+        if isinstance(self.manifest, TiledVersion) and not self.manifest.is_whole:
+            await in_thread(partial(self.manifest.note_parts, self.registration), name="digest")
 
     def stop(self, why: TensorHubError) -> None:
         """No export of it begins any more, and no further chunk comes."""

@@ -34,9 +34,7 @@ from .tile_parts import OUR_OWN, Part, Plane, State, failure_of, known
 from .tile_telling import Telling
 
 T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
-
 NO_ROOM_S = 1.0
 
 
@@ -209,12 +207,15 @@ class TileReading(Telling):
             self._think(planning, lambda legs, error: self._planned(live, legs, error))
         if is_open or self._thinks:
             return
-        if self._across.missing == 0 and not any(part.read is not None or part.legs for part in live):
-            self._end_soon(complete=True, failure=None)
+        if self.content and self._across.missing == 0 and not any(part.read or part.legs for part in live):
+            self._think(self.content.noted(), self._noted)
             return
         for part in () if self._may_reopen else live:
             if part.read is None and not part.legs and part.offer is not None and not self._is_done:
                 self._part_over(part, brought=True)
+
+    def _noted(self, _: object, error: TensorHubError | None) -> None:
+        self._end_soon(complete=error is None, failure=failure_of(error) if error is not None else None)
 
     def _planned(self, live: Sequence[Part], legs: Sequence[Leg] | None, error: TensorHubError | None) -> None:
         if isinstance(error, LayoutMismatch):  # of what is missing they do not have all

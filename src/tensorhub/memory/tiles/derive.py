@@ -148,7 +148,7 @@ def tied_tiles(tiles: Tiles) -> Ints:
     for row in aliases.tolist():
         first = int(table.alias_of[row])
         mine, theirs = (order[ends[n] : ends[n + 1]] for n in (row, first))
-        if len(mine) != len(theirs) or not (tiles.size[mine] == tiles.size[theirs]).all():
+        if len(mine) != len(theirs) or not _are_alike(tiles.only(mine), tiles.only(theirs)):
             raise LayoutMismatch(
                 f"{table.text(first)} and {table.text(row)} lie in the same memory here, and are not cut alike in what"
                 " was published: nobody can tell that they are equal",
@@ -156,6 +156,13 @@ def tied_tiles(tiles: Tiles) -> Ints:
             )
         tied_to[mine] = theirs
     return tied_to
+
+
+def _are_alike(mine: Tiles, theirs: Tiles) -> bool:
+    """What lies here of each is the same part of a tile of the same size: else their digests are of different bytes."""
+    (begin, size), (its_begin, its_size) = mine.cell(), theirs.cell()
+    is_same = (mine.size == theirs.size) & (size == its_size) & (mine.start - begin == theirs.start - its_begin)
+    return bool(is_same.all())
 
 
 def check_ties(tiles: Tiles, digests: Digests) -> None:
@@ -171,11 +178,11 @@ def check_ties(tiles: Tiles, digests: Digests) -> None:
         )
 
 
-def digests_of(tiles: Tiles, memory: Memory, algorithm: str = ALGORITHM) -> bytes:
-    """The digest of each tile of a shard, 16 bytes each, in the order of their slots. All tiles must be whole."""
+def digests_of(tiles: Tiles, memory: Memory, algorithm: str = ALGORITHM, *, parts: bool = False) -> bytes:
+    """The digest of each tile, 16 bytes each, in the order given. All must be whole; or with `parts` what lies here."""
     if algorithm != ALGORITHM:
         raise UsageError(f"digests of tiles are by {ALGORITHM}, not by {algorithm!r}")
-    if not tiles.is_whole.all():
+    if not parts and not tiles.is_whole.all():
         raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
     strides, item = tiles.strides, tiles.item
     span = spans(tiles.size, strides, item)

@@ -104,6 +104,8 @@ def publish_cut(
 
     With a `salt` nothing is read and no digest made. Raises `UsageError` naming tensors whose memory was freed.
     """
+    if not tiles.is_whole.all():
+        raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
     algorithm = NO_ALGORITHM if salt else ALGORITHM
     digests = b"" if salt else tile_digests(registration, tiles, threads=threads)
     layout, grid = layout_digest(tiles.table), grid_digest(tiles.grid)
@@ -120,12 +122,10 @@ def export_of(key: str, cut: Cut, registration: Registration, chunk_bytes: int, 
 
 
 def tile_digests(registration: Registration, tiles: Tiles, *, threads: int | None = None) -> bytes:
-    """The digest of each tile as it lies in registered memory, in the order of slots.
+    """The digest of each tile, or of what lies here of it, as it lies in registered memory, in the order given.
 
     Memory is copied first, by the kernel, for it may be freed at any moment. Raises `UsageError` naming its tensors.
     """
-    if not tiles.is_whole.all():
-        raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
     registration.settle()
     chunks, found = chunks_of(tiles), np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
     is_dense = chunks.stop - chunks.start <= SPREAD * chunks.size_bytes
@@ -199,7 +199,7 @@ def _digests_in(memory: Bytes, first: int, tiles: Tiles, copies: Copies) -> Byte
     library = load.library()
     if library is None:
         near = replace(tiles, offset=tiles.offset - first)
-        digests = digests_of(near, lambda start, stop: memory[start:stop])
+        digests = digests_of(near, lambda start, stop: memory[start:stop], parts=True)
         return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
     rows = copies.rows[:, THEIRS]
     rows[:, 0] -= first

@@ -12,7 +12,7 @@ Never: take digests from a source whose root is not the one that the server name
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -43,6 +43,7 @@ class TiledVersion:
     tiles: Tiles
     size_bytes: int
     chunk_bytes: int  # in which what is there is counted
+    parts: list[bytes] = field(default_factory=list)  # once that is known: the digests of what lies here of each tile
 
     def __repr__(self) -> str:
         return f"<{len(self.tiles)} tiles of {self.size_bytes} B>"
@@ -76,12 +77,28 @@ class TiledVersion:
         return self._encoded
 
     def changed(self, registration: Registration) -> list[int]:
-        """The tiles whose bytes now differ, of those that are whole here: no other has a digest. Blocks."""
-        whole = np.flatnonzero(self.tiles.is_whole)
-        mine = self.tiles.only(whole)
-        found = np.frombuffer(tile_digests(registration, mine), f"V{DIGEST_BYTES}")
-        known = np.frombuffer(self.digests, f"V{DIGEST_BYTES}")[mine.slot]
-        return [int(tile) for tile in whole[found != known]]
+        """The tiles whose bytes now differ. Blocks.
+
+        Of a tile that lies here in part what was noted tells; where nothing was, it is left out.
+        """
+        digest = f"V{DIGEST_BYTES}"
+        known = np.frombuffer(self.digests, digest)[self.tiles.slot]
+        looked_at = np.arange(len(self.tiles))
+        if self.parts:
+            known = np.where(self.tiles.is_whole, known, np.frombuffer(self.parts[0], digest))
+        else:
+            looked_at = np.flatnonzero(self.tiles.is_whole)
+        found = np.frombuffer(tile_digests(registration, self.tiles.only(looked_at)), digest)
+        return [int(tile) for tile in looked_at[found != known[looked_at]]]
+
+    def note_parts(self, registration: Registration) -> None:
+        """What lies here has just been verified: note what nobody's manifest has a digest of. Blocks.
+
+        Those are for this worker alone: its layout was not known when the version was published, so that some tiles
+        reach out of its boxes.
+        """
+        if not self.is_whole and not self.parts:
+            self.parts.append(tile_digests(registration, self.tiles))
 
     @property
     def is_whole(self) -> bool:
@@ -90,12 +107,12 @@ class TiledVersion:
 
     def names(self, tiles: Sequence[int], registration: Registration) -> list[str]:
         """The registered tensors in which these tiles lie."""
-        at = [int(self.tiles.offset[tile]) for tile in tiles]
-        return [
-            spec.name
-            for spec in registration.layout.tensors
-            if any(spec.offset_bytes <= start < spec.offset_bytes + spec.size_bytes for start in at)
-        ]
+        at = np.sort(self.tiles.offset[np.asarray(tiles, np.int64)])
+        specs = registration.layout.tensors
+        start = np.array([spec.offset_bytes for spec in specs], np.int64)
+        stop = start + np.array([spec.size_bytes for spec in specs], np.int64)
+        has_some = np.searchsorted(at, start) < np.searchsorted(at, stop)
+        return [specs[index].name for index in np.flatnonzero(has_some).tolist()]
 
     def check(self, registration: Registration, what: str) -> None:
         """Raises `CorruptTransfer` unless all of it is there. Blocks."""

@@ -26,7 +26,7 @@ MAX_PLAIN_BYTES = 128 << 20  # uncompressed: 16 times the largest that is known,
 # every tensor's part: 69,613 boxes of 64 B and their names
 MAX_RATIO = 128  # uncompressed to compressed: tables of real models have 5 to 17, regular ones of 8 dimensions up to 62
 MAX_TENSORS = 1 << 20  # of one table or grid: 15 times as many as that shard has
-MOST_KEPT = 1 << 17  # tensors of a table that are kept for the next one
+MOST_KEPT, MOST_KEPT_BYTES = 1 << 17, 6 << 20  # tensors of a table, and their names, that are kept for the next one
 MAX_STREAM_BYTES = 1 << 62
 
 
@@ -79,7 +79,7 @@ def decode_table(data: bytes, expected: Digest | None = None) -> BoxTable:
         tensors, shapes, item = _tensors_of(found.tensors)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(f"malformed table of boxes: {error}") from error
-    if len(tensors) > MOST_KEPT:
+    if len(tensors) > MOST_KEPT or len(found.tensors) > MOST_KEPT_BYTES:
         _tensors_of.cache_clear()
     dimensions = shapes.shape[1]
     width = 2 + 3 * dimensions
@@ -160,7 +160,7 @@ def _check_cuts(grid: Grid, ends: Ints) -> None:
     rises = np.diff(grid.cuts) > 0
     rises[ends[1:-1] - 1] = True  # from one dimension to the next
     first, last = grid.cuts[ends[:-1]].reshape(grid.cells.shape), grid.cuts[ends[1:] - 1].reshape(grid.cells.shape)
-    is_good = bool(rises.all() and (first == 0).all())
+    is_good = bool(rises.all() and (first == 0).all() and (last <= MAX_EXTENT).all() and len(ends) <= MAX_SEGMENTS)
     if is_good and grid.tensors:
         is_good = bool((last[grid.kind] == filled_shapes(grid.tensors, grid.dimensions)).all())
         is_good = is_good and float(np.prod(grid.cells.astype(np.float64), axis=1)[grid.kind].sum()) < 1 << 40
