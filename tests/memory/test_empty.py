@@ -122,3 +122,18 @@ def test_without_such_memory_it_lies_in_ordinary_memory(monkeypatch):
     found.fill_(2)
     assert found.data_ptr() % mmap.PAGESIZE == 0
     assert not regions({"w": found})
+
+
+@needs_sealed
+def test_memory_that_was_given_back_asks_for_no_more_than_the_first(monkeypatch):
+    """It grew twofold with each that died, to 64 TiB, of which a reader can map one."""
+    arenas = module.Arenas()
+    monkeypatch.setattr(module, "_arenas", arenas)
+    for _ in range(5):
+        tensor = empty(1000)
+        assert arenas._current.size_bytes == module.ARENA_BYTES
+        del tensor
+        gc.collect()
+    kept = empty(1000), empty(module.ARENA_BYTES // 4)  # which has no room behind the first
+    assert arenas._current.size_bytes == 2 * module.ARENA_BYTES
+    del kept

@@ -10,15 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from tensorhub.core.errors import SourceLost, TransportMissing
 from tensorhub.transport import nixl_probe
 from tensorhub.transport.nixl import NixlSettings, NixlTransport
+from tensorhub.transport.nixl_agent import Agent, Broken
+from tensorhub.transport.nixl_meeting import Meeting
 from tensorhub.transport.nixl_memory import DESCRIPTOR_BYTES, Page, Place, Seal, cut, device_code, places_of
 from tensorhub.transport.nixl_path import Facts, advantage, lane, why_tcp
 from tensorhub.transport.nixl_reader import parse_endpoint
+from tensorhub.transport.nixl_server import Memory
 
 from . import kit
 from .conftest import line
@@ -202,6 +207,30 @@ def test_seals_are_used_again_with_other_values() -> None:
     second = Seal(page)
     assert second.address == address
     assert second.value != value
+
+
+def test_a_slot_that_nixl_does_not_prepare_is_lent_again() -> None:
+    class Ended:
+        """An agent that has ended meanwhile."""
+
+        def meet(self, peer: bytes, metadata: list[bytes]) -> None: ...
+
+        def part(self, peer: bytes, *, is_lost: bool) -> None: ...
+
+        def drop(self, prepared: object) -> None: ...
+
+        def prepare(self, peer: bytes | None, places: list[Place]) -> int:
+            if peer is None:
+                raise Broken("it has ended")
+            return 1
+
+    page = Page()
+    free = len(page._free)
+    meeting = Meeting(cast(Agent, Ended()), cast(Memory, SimpleNamespace(agent="a", metadata=[], seal_address=0)), page)
+    with pytest.raises(Broken):
+        meeting.lend()
+    meeting.close()
+    assert len(page._free) == free
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://a:1", "nixl://", "nixl://a", "nixl", "", "nixl://a:99999"])

@@ -45,6 +45,11 @@ class Arena:
         self._memory = weakref.ref(memory)
         self._used_bytes = 0
 
+    @property
+    def is_there(self) -> bool:
+        """Some tensor lies in it."""
+        return self._memory() is not None
+
     def take(self, size_bytes: int) -> tuple[memoryview, Sealed, int] | None:
         """So many bytes from the beginning of a page on, and where in which memory they begin.
 
@@ -70,7 +75,8 @@ class Arenas:
             found = self._current.take(size_bytes) if self._current is not None else None
             if found is not None:
                 return found
-            wanted = ARENA_BYTES if self._current is None else 2 * self._current.size_bytes
+            is_full = self._current is not None and self._current.is_there
+            wanted = 2 * self._current.size_bytes if self._current is not None and is_full else ARENA_BYTES
             try:
                 memory = Sealed(max(min(wanted, MOST_BYTES), size_bytes), is_inherited=True)
             except Unmappable:  # there may be a limit on the size of files

@@ -87,7 +87,11 @@ class Meeting:
             if self._slots:
                 return self._slots.pop()
         address = self._scratch.take()
-        return Slot(address, self.agent.prepare(None, [Place(HOST, address, SEAL_BYTES)]))
+        try:
+            return Slot(address, self.agent.prepare(None, [Place(HOST, address, SEAL_BYTES)]))
+        except BaseException:
+            self._scratch.give(address)  # nobody was told of it
+            raise
 
     def take_back(self, slot: Slot) -> None:
         with self._lock:
