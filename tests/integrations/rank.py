@@ -84,6 +84,8 @@ class Rank:
             fully_shard(self.module, mesh=mesh["rows"])
         elif kind in SUBMESHES:
             self._on_submeshes(init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("rows", "parallel")))
+        elif kind == "stages":  # plain tensors, and each rank has others
+            self.module = self.module.up if dist.get_rank() else torch.nn.Sequential(self.module.norm, self.module.last)
         elif kind == "ddp":
             self.module = torch.nn.parallel.DistributedDataParallel(self.module)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 if path is None else 0.2)

@@ -36,3 +36,13 @@ def test_it_is_refused_with_the_words_that_help_and_these_help(start, server, ki
             wanted, read = load_file(path), dict(whole)
             assert read.keys() == wanted.keys()
             assert all(read[name].equal(tensor) for name, tensor in wanted.items())
+
+
+def test_ranks_with_other_tensors_are_not_taken_for_copies(start):
+    """The stages of a pipeline, in plain tensors: rank 0's alone would pass for the whole model."""
+    job = start(2)
+    job.call("build", kind="stages")
+    found = job.answers("attach", model="policy")
+    assert [each.get("code") for each in found] == ["group-incomplete", "usage"], found
+    assert "rank 1 has other tensors than rank 0" in found[1]["message"]
+    assert "shards=" in found[1]["hint"]

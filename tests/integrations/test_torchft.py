@@ -123,3 +123,17 @@ def test_a_replica_that_failed_is_healed_by_torchfts_manager(server, monkeypatch
     assert result.testsRun == 1
     assert result.errors + result.failures == []
     assert healed, "nobody was healed: the transport was not used"
+
+
+def test_every_option_of_open_is_taken(transport):
+    options = {
+        "host_bytes": 0,
+        "call_timeout": 20,
+        "chunk_bytes": "1MiB",
+        "retain": 1,
+        "timeout": 20,
+        "prefetch": "never",
+    }
+    source, behind = transport(**options), transport(**options)
+    source.send_checkpoint([1], 2, {"w": torch.ones(1000)}, SOON)
+    assert (behind.recv_checkpoint(0, source.metadata(), 2, SOON)["w"] == 1).all()

@@ -218,3 +218,20 @@ def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypat
         assert asked == [None, *range(STEPS + 1)]
         engine.close()
     assert transfer.version is None
+
+
+def test_what_is_sent_after_training_has_ended_joins_again(server):
+    """TRL joins once, and leaves at the end of each training."""
+    transfer = WeightTransfer("policy", server=server, call_timeout=20)
+    transfer.init_weight_transfer()
+    for version in range(2):
+        transfer.send_weights(iter([("w", torch.full((8,), float(version)))]))
+        assert tensorhub.load("policy@latest", server=server)["w"][0] == version
+        transfer.destroy()
+
+
+def test_ranks_that_gather_are_not_left_where_it_cannot_join():
+    came = iter([("w", torch.ones(1)), ("v", torch.ones(1))])
+    with pytest.raises(tensorhub.TensorHubError):
+        WeightTransfer("policy", server="127.0.0.1:1", timeout=0.5).send_weights(came)
+    assert next(came, None) is None

@@ -1,5 +1,7 @@
 """A training with `PublishingCallback` raises, and the same trainer trains again. It is transformers' own `Trainer`."""
 
+from unittest import mock
+
 import pytest
 
 import tensorhub
@@ -88,3 +90,11 @@ def test_a_training_that_raised_is_begun_again(server, tmp_path, where):
         assert rollout.metadata == {"step": STEPS}
         assert all(torch.equal(read[name], each) for name, each in failing.made.items())
         assert [each.name for each in tensorhub.connect(server).replicas("policy")] == ["rollout"]
+
+
+def test_a_training_that_would_load_other_weights_over_what_is_published_is_refused(server):
+    """Transformers loads the best model before it tells anybody that training ends."""
+    callback = PublishingCallback("policy", server=server)
+    with pytest.raises(tensorhub.UsageError, match="load_best_model_at_end=True changes the model"):
+        callback.on_train_begin(mock.Mock(load_best_model_at_end=True), None, None, model=Model())
+    assert callback.publisher is None

@@ -262,3 +262,37 @@ def test_what_is_changed_after_it_was_copied_is_a_plain_copy():
 
     plan = planned(Model({"w": load}, w=(4, 4)), named(numbered(w=(4, 4))))
     assert len(plan.boxes["w"]) == 1
+
+
+def test_what_is_copied_twice_is_counted_once():
+    """One expert comes through two views of other shapes, and nothing comes to the other."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = torch.nn.Parameter(torch.zeros(2, 4, 4), requires_grad=False)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                (self.experts.data.view(-1)[:16] if name == "flat" else self.experts.data[0]).copy_(
+                    tensor.reshape(-1) if name == "flat" else tensor
+                )
+
+    published = [SimpleNamespace(name=name, shape=(4, 4), dtype="float32") for name in ("flat", "square")]
+    with pytest.raises(tensorhub.UsageError, match="16 of its 32 elements come from what is published"):
+        planned(Experts(), published)
+
+
+def test_regions_that_interleave_are_counted_as_what_they_are():
+    class Columns(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                self.w.data[:, int(name) :: 2].copy_(tensor)
+
+    published = [SimpleNamespace(name=name, shape=(4, 3), dtype="float32") for name in "01"]
+    plan = planned(Columns(), published)
+    assert sum(box.size[0] * (box.size[1] if len(box.size) > 1 else 1) for box in plan.boxes["w"]) == 24

@@ -25,6 +25,7 @@ It must never: gather a parameter, or wait for a rank that has raised.
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +79,15 @@ def attach(
             after = view.next_version(model)  # first: a restarted server answers when it has heard what is held
             held = _held_by_others(view.versions(model), replica) if fill else -1
             after = max(after, held + 1)
-        held, after = ranks.told(held, after)
+            is_one_of_many = not cut and shard is None and shards is None  # and so has, as is said, the same as rank 0
+            mine = _outline(module)
+        held, after, first = ranks.told(held, after, mine)
         number = max(version, after) if held < 0 else held
         publishes, weights = place.copy == 0, None
         with ranks.agreeing("attach() failed"):  # else they would wait for a shard that never joins
+            if is_one_of_many and mine != first:
+                text = f"rank {ranks.rank} has other tensors than rank 0, and each would be the whole of {model}"
+                raise tensorhub.UsageError(text, hint="give shards=, on all ranks: each publishes what it has")
             if publishes or held >= 0:
                 name = replica if publishes else f"{replica}-copy-{place.copy}"
                 options |= {} if publishes else {"reliable": False, "host_bytes": 0}
@@ -101,6 +107,12 @@ def attach(
         stack.pop_all()
     publisher.version, publisher.next_version = number, max(after, number + 1)
     return publisher
+
+
+def _outline(module: "torch.nn.Module") -> int:
+    """Equal where names and shapes are."""
+    facts = repr([(name, tuple(tensor.shape)) for name, tensor in tensors_of(module).items()])
+    return int.from_bytes(blake2b(facts.encode(), digest_size=7).digest())
 
 
 def _held_by_others(versions: Sequence[Any], replica: str) -> int:
@@ -176,7 +188,7 @@ class Publisher:
         wrong = sorted(name for name in self._known.keys() | now.keys() if self._known.get(name) != now.get(name))
         if wrong:
             text = f"{len(wrong)} tensors of the module are no longer those that were registered"
-            hint = "change parameters in place, or close() and attach() again"
+            hint = "change them in place, or close() and attach(..., fill=False), which keeps what is there"
             raise tensorhub.UsageError(f"{text}: {', '.join(wrong[:5])}", hint=hint)
 
 

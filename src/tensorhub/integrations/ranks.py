@@ -95,7 +95,9 @@ class Ranks:
                 raise tensorhub.GroupIncomplete(self._gone, hint="restart the job") from error
         if well and votes.item() == LEFT:
             self.leave("another rank has left: it has closed its publisher")
-            raise tensorhub.GroupIncomplete(self._gone, hint="attach() again on all ranks, or restart the job")
+            raise tensorhub.GroupIncomplete(
+                self._gone, hint="attach() again on all ranks (fill=False keeps what is there), or restart the job"
+            )
         return well and votes.item() == WELL
 
     def _cast(self, group: "ProcessGroup", votes: "torch.Tensor", wait_s: float) -> Any:

@@ -21,8 +21,9 @@ from .whole import Whole
 
 LOADER = "tensorhub.integrations.sglang.load"
 WANTED = "tensorhub"  # the name of the tensor
+LEAVE_S = 5.0
 
-_readers: dict[str, Whole] = {}  # of this process, by what was wanted of whom
+_readers: dict[tuple[str, str], tuple[Any, Whole]] = {}  # of this process, by model and replica; and their options
 
 
 def wanted(
@@ -43,14 +44,25 @@ def load(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         raise tensorhub.UsageError(f"{LOADER} was given {sorted(given)[:5]}", hint="give it what wanted() returns")
     said = json.loads(given[WANTED].cpu().numpy().tobytes())
     replica = f"{said['replica']}.{_rank()}"
-    key = json.dumps([said["model"], replica, said["options"]], sort_keys=True)
-    if key not in _readers:
-        _readers[key] = Whole(said["model"], replica=replica, **said["options"])
-    reader = _readers[key]
-    held = reader.update(said["version"], timeout=said["timeout"])
+    reader = _reader(said["model"], replica, said["options"])
+    try:
+        held = reader.update(said["version"], timeout=said["timeout"])
+    except tensorhub.LayoutMismatch:  # another model has its name by now: what was laid out is of no more use
+        reader.close(timeout=LEAVE_S)
+        held = reader.update(said["version"], timeout=said["timeout"])
     if held != said["version"]:
         raise tensorhub.UsageError(f"{replica} holds version {held} already, and {said['version']} was wanted")
     model.load_weights(reader.copies())
+
+
+def _reader(model: str, replica: str, options: dict[str, Any]) -> Whole:
+    """One for each: with other options, such as another token, it joins anew."""
+    key = model, replica
+    if key in _readers and _readers[key][0] != options:
+        _readers.pop(key)[1].close(timeout=LEAVE_S)
+    if key not in _readers:
+        _readers[key] = options, Whole(model, replica=replica, **options)
+    return _readers[key][1]
 
 
 def _rank() -> int:

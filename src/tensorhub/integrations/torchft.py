@@ -16,6 +16,7 @@ import contextlib
 import secrets
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,13 @@ from .trees import pack, unpack
 
 TREE = "tree"  # the name of the tensor that says where the others belong
 TRIES = 1 << 20  # of one step
+LOADS = ("server", "site", "token", "host", "verify", "transports")  # of what `open` takes, what `load` takes too
 
 
 class TensorHubTransport(CheckpointTransport[Any]):
-    """A `CheckpointTransport` of torchft. `where` is what `tensorhub.open` takes: server, token, host, site, …
+    """A `CheckpointTransport` of torchft. `where` is what `tensorhub.open` takes: server, token, host, call_timeout, …
+
+    `disallow_checkpoint`, which has no timeout, waits for readers and the server as long as `call_timeout` says.
 
     Raises `ServerUnreachable` without a reference server, and from its methods what `tensorhub.Weights` raises;
     `TimeoutError` for what was not there in time.
@@ -40,6 +44,7 @@ class TensorHubTransport(CheckpointTransport[Any]):
         self._model = f"{model}-{secrets.token_hex(8)}"
         self._copies = copies
         self._where = where
+        self._from_where = {name: value for name, value in where.items() if name in LOADS}
         self._weights = tensorhub.open(self._model, replica="source", reliable=False, **where)  # nothing is kept
         self._sent = -1
         self._is_out = False  # somebody may read the state
@@ -50,7 +55,8 @@ class TensorHubTransport(CheckpointTransport[Any]):
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         """Publish the state until `disallow_checkpoint`, for whoever asks."""
-        self.disallow_checkpoint()
+        deadline = time.monotonic() + timeout.total_seconds()
+        self._withdraw(timeout.total_seconds())
         tensors, tree = pack(state_dict)
         if self._copies:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -58,15 +64,18 @@ class TensorHubTransport(CheckpointTransport[Any]):
         self._weights.register(tensors)
         self._sent = max(step * TRIES, self._sent + 1)  # a call that fails late may have published it
         self._is_out = True
-        self._weights.publish(self._sent, metadata={"step": step}, timeout=timeout.total_seconds())
+        self._weights.publish(self._sent, metadata={"step": step}, timeout=_left(deadline))
 
     def disallow_checkpoint(self) -> None:
         """The state may be changed when this returns. Readers that are not done by then are cut off.
 
         torchft calls it in each step. Where nothing is out, the reference server is not asked, and may be gone.
         """
+        self._withdraw(None)
+
+    def _withdraw(self, timeout: float | None) -> None:
         if self._is_out:
-            self._weights.unpublish()
+            self._weights.unpublish(timeout=timeout)
             self._is_out = False
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
@@ -80,15 +89,13 @@ class TensorHubTransport(CheckpointTransport[Any]):
             raise TimeoutError(f"timed out: step {step} of {metadata} was not there in {timeout}") from error
 
     def _receive(self, model: str, step: int, deadline: float) -> Any:
-        def left() -> float:
-            return max(deadline - time.monotonic(), 0.001)
-
+        left = partial(_left, deadline)
         me = f"healing-{secrets.token_hex(4)}"
-        with tensorhub.open(model, replica=me, reliable=False, timeout=left(), **self._where) as waiting:
+        with tensorhub.open(model, replica=me, reliable=False, **{**self._where, "timeout": left()}) as waiting:
             version = waiting.wait_for(step * TRIES, timeout=left())
             if version // TRIES != step:
                 raise tensorhub.UsageError(f"step {step} was asked for, but {model} is at step {version // TRIES}")
-            found = tensorhub.load(f"{model}@{version}", timeout=left(), **self._where)
+            found = tensorhub.load(f"{model}@{version}", timeout=left(), **self._from_where)
         tensors = {name: torch.as_tensor(tensor) for name, tensor in found.items()}
         return unpack(tensors, tensors.pop(TREE).numpy().tobytes())
 
@@ -96,3 +103,7 @@ class TensorHubTransport(CheckpointTransport[Any]):
         """Leave; with `wait=False` readers are cut off soon."""
         with contextlib.suppress(tensorhub.DeadlineExceeded):
             self._weights.close(timeout=None if wait else 1.0)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)

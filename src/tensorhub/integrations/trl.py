@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
+import tensorhub
+
 from . import fsdp
 from .staged import StagedPublisher
 from .vllm import Updater
@@ -63,7 +65,14 @@ class WeightTransfer:
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish these tensors as the next version, and return when all engines generate with it."""
-        assert self._publisher is not None, "init_weight_transfer() comes first"
+        if self._publisher is None:  # a trainer that trains again: TRL has joined once, and left at the end of training
+            try:
+                self.init_weight_transfer()
+            except BaseException:
+                for _ in iterator:  # the other ranks gather with it, and would wait
+                    pass
+                raise
+        assert self._publisher is not None, "made above"
         version = self._publisher.publish(iterator, {"sync": self._syncs})
         self._syncs += 1
         for updater in self._updaters:
@@ -76,7 +85,7 @@ class WeightTransfer:
         """Nothing: see `pause`."""
 
     def destroy(self) -> None:
-        """Leave. The last version stays where rollouts hold it. Called when training ends."""
+        """Leave; what is sent later joins again. The last version stays where rollouts hold it."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -104,6 +113,11 @@ class PublishingCallback(TrainerCallback):
     ) -> None:
         """Join, and publish what training begins with. First ends what a training has left that raised."""
         self._end()
+        if getattr(args, "load_best_model_at_end", False):  # over what is published, and no callback comes before
+            text = "load_best_model_at_end=True changes the model while its last step is published"
+            raise tensorhub.UsageError(
+                text, hint="leave it out, and load and publish the best checkpoint after training"
+            )
         self.publisher = fsdp.attach(known["model"], self._model, **self._options)
 
     def on_pre_optimizer_step(

@@ -121,6 +121,9 @@ class Updater:
             self.version = self._loaded  # not before: an engine that does not go on is told so by the next update
         if missing is not None:
             goes_on = f"and the engine goes on with {before}" if before is not None else "the engine has no version"
+            if not is_kept and before is None and self._not_so(same=True) is None:  # another driver has loaded one
+                self.engine.resume()
+                is_kept, goes_on = True, "and the engine goes on with what it had"
             text = f"a rank could not fetch {self.model}@{wanted}, {goes_on}"
             if not is_kept:
                 text = f"{self.model}@{wanted} was loaded in part: the engine answers nothing now"

@@ -73,6 +73,10 @@ class Engine:
         """Compute with that version, and with nothing that was computed with another."""
         raise NotImplementedError
 
+    def resume(self) -> None:
+        """Compute on with what there was: nothing has been loaded."""
+        raise NotImplementedError
+
     def shut_down(self) -> None:
         """Tell all ranks to leave."""
         raise NotImplementedError
@@ -110,6 +114,9 @@ class Offline(Engine):
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.reset_encoder_cache()
 
+    def resume(self) -> None:
+        pass  # it was never paused
+
     def shut_down(self) -> None:
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
 
@@ -139,7 +146,10 @@ class Server(Engine):
 
     def go_on(self, version: str) -> None:
         self._post("/update_weight_version", new_version=version)
-        self._post("/resume")  # not after an error: who is paused answers nothing
+        self.resume()  # not after an error: who is paused answers nothing
+
+    def resume(self) -> None:
+        self._post("/resume")
 
     def shut_down(self) -> None:
         self._post("/shutdown_weight_transfer_engine")

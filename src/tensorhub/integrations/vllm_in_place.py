@@ -8,7 +8,7 @@ itself: its processing after a load is begun once more, and whatever it would to
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,25 +33,31 @@ class InPlace:
 
     weights: "tensorhub.Weights | None" = None
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, published: Any, name: str, **where: Any) -> None:
-        """`published`: `layout()` of it. Raises `UsageError` naming a parameter that cannot be read in place."""
+    def __init__(
+        self, model: torch.nn.Module, dtype: torch.dtype, layout: Callable[[float | None], Any], name: str, **where: Any
+    ) -> None:
+        """`layout` tells within a time what is published: `View.layout`.
+
+        Raises `UsageError` naming a parameter that cannot be read in place.
+        """
         if wrong := processed(model, dtype):
             refuse(wrong)
-        self._plan = planned(model, published.shards[0], published.tied)
-        mine = {box.name for boxes in self._plan.boxes.values() for box in boxes}
-        self._ignored = [tensor.name for tensor in published.shards[0] if tensor.name not in mine]
-        self._name, self._where = name, where
+        self._model, self._layout, self._name, self._where = model, layout, name, where
         self._timeout: float | None = None
 
     def join(self, timeout: float | None) -> None:
-        """Become a shard of the replica, without a version as yet."""
+        """Become a shard of the replica, without a version as yet. What goes where, what is published now tells."""
         if self.weights is not None:
             return
-        weights = tensorhub.open(self._name, reliable=False, **self._where)
-        if self._ignored:  # by vLLM's loader, or other ranks have them
-            _log.info("%d tensors of %s are not read, such as %r", len(self._ignored), self._name, self._ignored[0])
+        published = self._layout(timeout)
+        plan = planned(self._model, published.shards[0], published.tied)
+        mine = {box.name for boxes in plan.boxes.values() for box in boxes}
+        ignored = [tensor.name for tensor in published.shards[0] if tensor.name not in mine]
+        weights = tensorhub.open(self._name, **{"reliable": False, **self._where})
+        if ignored:  # by vLLM's loader, or other ranks have them
+            _log.info("%d tensors of %s are not read, such as %r", len(ignored), self._name, ignored[0])
         try:
-            weights.register(self._plan.tensors, boxes=self._plan.boxes, partial=bool(self._ignored))
+            weights.register(plan.tensors, boxes=plan.boxes, partial=bool(ignored))
         except BaseException:  # else the next fetch could not join, and would say only that
             weights.close(timeout=LEAVE_S)
             raise

@@ -16,6 +16,7 @@ Rules:
 It must never: change a parameter, or take a copy for plain whose every element it has not followed.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -113,7 +114,7 @@ class _Targets:
     def plan(self) -> Plan:
         """All of them. Raises `UsageError`."""
         for name, tensor in self._tensors.items():
-            known = sum(self._known.get(name, {}).values())
+            known = _covered(self._known.get(name, {}), tensor)
             if (name in self._parameters or name in self._boxes) and known != tensor.numel():
                 self.spoil(name, f"{known} of its {tensor.numel()} elements come from what is published")
         if self._wrong:
@@ -128,6 +129,23 @@ def refuse(wrong: Mapping[str, str]) -> None:
     others = f", and {len(wrong) - 1} others cannot be either" if len(wrong) > 1 else ""
     text = f"parameter {name!r} cannot be read in place: {why}{others}"
     raise tensorhub.UsageError(text, hint="leave in_place out: then versions are loaded by vLLM's own reload")
+
+
+def _covered(regions: Mapping[Region, int], tensor: torch.Tensor) -> int:
+    """How many of its elements lie in some region. They are counted one by one only where regions may overlap."""
+    spans = sorted(
+        (each.offset, each.offset + 1 + sum((n - 1) * s for n, s in zip(each.size, each.strides, strict=True)))
+        for each, count in regions.items()
+        if count
+    )
+    if all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans)):
+        return sum(regions.values())
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    is_known = torch.zeros(max(reach, spans[-1][1]), dtype=torch.bool)
+    for each, count in regions.items():
+        if count:
+            is_known.as_strided(each.size, each.strides, each.offset).fill_(True)
+    return int(is_known.as_strided(tensor.shape, tensor.stride(), 0).sum())
 
 
 def _region(view: torch.Tensor, inside: torch.Tensor | None = None) -> Region:

@@ -48,6 +48,7 @@ class InitInfo(WeightTransferInitInfo):
     timeout: float | None = None
     loaded: int | None = None  # asked: whether all ranks have loaded this version, and hold it
     kept: int | None = None  # asked: whether they compute with this one still; `NOTHING`: none has come to any of them
+    same: bool = False  # asked: whether they compute with a version still, whichever it is
 
 
 @dataclass
@@ -69,6 +70,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._way: Reload | InPlace | None = None
         self._joined: tuple[str, str, bool] | None = None  # model, replica, in place
+        self._options: dict[str, Any] = {}  # with which it has joined
         self._loaded: int | None = None
         self._next: int | None = None  # fetched, and to be loaded
         self._is_mixture = False
@@ -94,7 +96,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         would take what it has left unread for answers to its next call.
         """
         try:
-            if init_info.loaded is None and init_info.kept is None:
+            if init_info.loaded is None and init_info.kept is None and not init_info.same:
                 self._join(init_info)
             self._answer(init_info)  # a question makes nobody join again who has left
         except tensorhub.TensorHubError as error:
@@ -113,6 +115,11 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise tensorhub.UsageError(
                     text, hint="one engine is one replica: attach() with the same, or start another one"
                 )
+            if way is not None and info.options != self._options:
+                if was_here:
+                    text = f"the engine has joined {info.model} with other options, such as another server"
+                    raise tensorhub.UsageError(text, hint="close() what attach() has returned, then attach() again")
+                way = None  # it has left: with the new ones it joins anew
             way = way or self._made(info)
             way.join(info.timeout)
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
@@ -125,7 +132,11 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         finally:
             del wrong
-        self._way, self._joined = way, said  # not before: who is refused in place may do without
+        self._way, self._joined, self._options = (
+            way,
+            said,
+            info.options,
+        )  # not before: who is refused in place may do without
 
     def _made(self, info: InitInfo) -> Reload | InPlace:
         parallel = self.parallel_config
@@ -137,9 +148,11 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             whole = Whole(info.model, replica=name, **info.options)
             return Reload(self.model, self.vllm_config, self.device, whole)
         place = {"replica": name, "shard": parallel.rank, "shards": parallel.world_size, **info.options}
-        deadline = time.monotonic() + (WAIT_S if info.timeout is None else info.timeout)
-        published = layout_of_whole(_view(info), info.model, deadline)
-        return InPlace(self.model, self.model_config.dtype, published, info.model, **place)
+
+        def layout(timeout: float | None) -> Any:
+            return layout_of_whole(_view(info), info.model, time.monotonic() + (WAIT_S if timeout is None else timeout))
+
+        return InPlace(self.model, self.model_config.dtype, layout, info.model, **place)
 
     def _answer(self, asked: InitInfo) -> None:
         """Raises on all ranks if it is not so on one."""
@@ -148,6 +161,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             wrong = tensorhub.VersionUnavailable(f"version {asked.loaded} is not loaded: {self._why}")
         if asked.kept is not None and (self._is_mixture or asked.kept != _number(self._loaded)):
             wrong = tensorhub.VersionUnavailable(f"the weights are not what they were: {self._why}")
+        if asked.same and (self._is_mixture or self._loaded is None):
+            wrong = tensorhub.VersionUnavailable(f"the weights are no version: {self._why}")
         self._agree(wrong)
 
     def _agree(self, wrong: Exception | None) -> None:

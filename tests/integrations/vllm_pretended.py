@@ -1,0 +1,138 @@
+"""As much of vLLM as our half in its ranks asks for: one rank on a CPU, without layers that want processing."""
+
+import contextlib
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+OURS = ("vllm_in_place", "vllm_reload", "vllm_worker")  # of tensorhub.integrations: these import vLLM
+
+
+class Generic:
+    """A base class that takes types."""
+
+    def __class_getitem__(cls, _: Any) -> type:
+        return cls
+
+
+class TransferEngine(Generic):
+    """vLLM's base class of what lives in a rank."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        self.vllm_config, self.device, self.model = vllm_config, device, model
+        self.parallel_config, self.model_config = vllm_config.parallel_config, vllm_config.model_config
+
+    def parse_init_info(self, given: dict[str, Any]) -> Any:
+        return self.init_info_cls(**given)
+
+    def parse_update_info(self, given: dict[str, Any]) -> Any:
+        return self.update_info_cls(**given)
+
+
+def modules() -> dict[str, dict[str, Any]]:
+    """By name, and what is imported from them."""
+    group = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0], cpu_group=None)
+    info = SimpleNamespace(can_load=lambda: False, load_numel=1, restore_metadata=({}, {}))
+    return {
+        "vllm": {},
+        "vllm.config": {"set_current_vllm_config": lambda _: contextlib.nullcontext(), "VllmConfig": object},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_world_group": lambda: group},
+        "vllm.distributed.weight_transfer": {},
+        "vllm.distributed.weight_transfer.base": {
+            "WeightTransferEngine": TransferEngine,
+            "WeightTransferInitInfo": type("InitInfo", (), {}),
+            "WeightTransferUpdateInfo": type("UpdateInfo", (), {}),
+        },
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": lambda _: False},
+        "vllm.model_executor.layers.quantization": {},
+        "vllm.model_executor.layers.quantization.base_config": {"QuantizeMethodBase": type("Method", (), {})},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": lambda _: None,
+            "finalize_layerwise_reload": lambda *_: None,
+        },
+        "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda _: info},
+    }
+
+
+class Model(torch.nn.Module):
+    """Parameters of these shapes, all -1. Its loader leaves out what it has no parameter for."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.full(shape, -1.0), requires_grad=False))
+
+    def load_weights(self, weights: Any) -> None:
+        mine = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in mine:
+                mine[name].copy_(tensor)
+
+    def forward(self) -> int:
+        return 1
+
+    def compute_logits(self) -> int:
+        return 1
+
+
+class LLM:
+    """What drives the one rank, as `vllm.LLM` does."""
+
+    def __init__(self, engine: type, model: Model) -> None:
+        parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_size=1, distributed_executor_backend="uni")
+        config = SimpleNamespace(
+            parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.float32), additional_config=None
+        )
+        self.model, self.said, self.is_updating = model, "", False
+        self.rank = engine(SimpleNamespace(), config, torch.device("cpu"), model)
+        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None)
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self.rank.init_transfer_engine(self.rank.parse_init_info(request["init_info"]))
+
+    def start_weight_update(self) -> None:
+        assert not self.is_updating
+        self.rank.start_weight_update()
+        self.is_updating = True
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        self.rank.update_weights(request["update_info"])
+
+    def finish_weight_update(self) -> None:
+        self.rank.finish_weight_update()
+        self.is_updating = False
+
+    def update_weight_version(self, version: str) -> None:
+        self.said = version
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> None: ...
+
+    def collective_rpc(self, name: str) -> None:
+        self.rank.shutdown()
+
+
+@contextlib.contextmanager
+def pretended() -> Any:
+    """Our half over this: `make(w=(4, 4))` is an `LLM` with such a model. Afterwards all is as it was before."""
+    names = [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
+    names += [f"tensorhub.integrations.{name}" for name in OURS if f"tensorhub.integrations.{name}" in sys.modules]
+    before = {name: sys.modules.pop(name) for name in names}
+    try:
+        for name, attributes in modules().items():
+            module = sys.modules[name] = ModuleType(name)
+            module.__path__ = []
+            module.__dict__.update(attributes)
+        worker = importlib.import_module("tensorhub.integrations.vllm_worker")
+        yield lambda **shapes: LLM(worker.TensorHubWeightTransferEngine, Model(**shapes))
+    finally:
+        ours = [f"tensorhub.integrations.{name}" for name in OURS]
+        for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.") or name in ours]:
+            del sys.modules[name]
+        sys.modules.update(before)
