@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorhub
-from tensorhub.integrations import newest, vllm
+from tensorhub.integrations import newest, vllm, vllm_engines
 from tensorhub.integrations.whole import Whole
 
 from .vllm_stand_in import StandIn
@@ -279,3 +279,18 @@ def published(server, number):
         weights.register({"w": torch.full((64,), number)}, boxes={})
         weights.publish(0)
         yield
+
+
+def test_a_load_that_reads_in_place_has_the_time_of_its_update(server, trainer, rank, monkeypatch):
+    waits = {}
+
+    def noted(engine, request, wait_s, ask=vllm_engines.Server._ask):
+        waits[request.full_url.rpartition("/")[2]] = wait_s
+        return ask(engine, request, wait_s)
+
+    monkeypatch.setattr(vllm_engines.Server, "_ask", noted)
+    trainer(1)
+    with vllm.attach(rank.url, "policy", replica="rollout-0", server=server) as updater:
+        trainer(2)
+        assert updater.update(timeout=900) == 2
+    assert waits["finish_weight_update"] > 890

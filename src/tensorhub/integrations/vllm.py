@@ -112,7 +112,7 @@ class Updater:
             self._join(deadline)
         self.engine.fetch(wanted, max(1.0, deadline - time.monotonic()))
         before, self.version = self._loaded, None
-        self.engine.load()
+        self.engine.load(max(WAIT_S, deadline - time.monotonic()))
         missing = self._not_so(loaded=wanted)
         is_kept = missing is not None and self._not_so(kept=NOTHING if before is None else before) is None
         self._loaded = wanted if missing is None else before if is_kept else None

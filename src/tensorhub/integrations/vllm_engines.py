@@ -38,16 +38,16 @@ class Engine:
             self._is_begun = False
             raise
 
-    def load(self) -> None:
-        """What was fetched, which ends the update; the engine computes nothing meanwhile."""
-        self.finish()
+    def load(self, wait_s: float = WAIT_S) -> None:
+        """What was fetched (in place it is read now), which ends the update; the engine computes nothing meanwhile."""
+        self.finish(wait_s)
         self._is_begun = False
 
     def leave(self) -> None:
         """The ranks are no replicas any more. An update that came to nothing is ended, and nothing is loaded."""
         if self._is_begun:
             self.update(WAIT_S, version=None)
-            self.finish()
+            self.finish(WAIT_S)
             self._is_begun = False
         self.shut_down()
 
@@ -65,7 +65,7 @@ class Engine:
         """Tell all ranks what to fetch. Raises `NotDone` if one of them could not take that in."""
         raise NotImplementedError
 
-    def finish(self) -> None:
+    def finish(self, wait_s: float) -> None:
         """Load what was fetched, if all ranks have something to load."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class Offline(Engine):
         except Exception as error:
             raise NotDone(f"the engine could not take in {info}: {error}") from error
 
-    def finish(self) -> None:
+    def finish(self, wait_s: float) -> None:
         self._llm.finish_weight_update()
 
     def go_on(self, version: str) -> None:
@@ -137,12 +137,12 @@ class Server(Engine):
     def update(self, wait_s: float, **info: object) -> None:
         self._post("/update_weights", wait_s, update_info=info)
 
-    def load(self) -> None:
+    def load(self, wait_s: float = WAIT_S) -> None:
         self._post("/pause?mode=keep&clear_cache=true")  # prefix cache and all else that old weights have computed
-        super().load()
+        super().load(wait_s)
 
-    def finish(self) -> None:
-        self._post("/finish_weight_update")
+    def finish(self, wait_s: float) -> None:
+        self._post("/finish_weight_update", wait_s)
 
     def go_on(self, version: str) -> None:
         self._post("/update_weight_version", new_version=version)
