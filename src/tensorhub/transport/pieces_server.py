@@ -89,9 +89,11 @@ def _await_there(wire: Wire, served: Served, parcels: Parcels, parcel: int, keep
     """
     progress, needs = served.export.progress, parcels.rows.needs
     for row in range(parcels.first_row[parcel], parcels.first_row[parcel + 1]):
-        if progress.is_complete or served.ended is not None:
+        if progress.is_complete:
             break
         for chunk in range(max(needs[2 * row], progress.prefix), needs[2 * row + 1] + 1):
+            if served.ended is not None:
+                return served.ended
             while not progress.wait(chunk, keepalive_s, served.has_ended):
                 if served.ended is not None:
                     return served.ended
