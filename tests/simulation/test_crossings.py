@@ -1,5 +1,6 @@
 """A second crossing into a site is a fault, unless the first one had brought nothing for long when it began."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +10,7 @@ from tensorhub.core.names import Digest, Ticket, Version, WorkerId, worker_id
 from tensorhub.core.worker.events import ReadEnded, StopRead
 from tensorhub.sim.draw import draw_plan
 from tensorhub.sim.judges.crossings import CrossingJudge
-from tensorhub.sim.truth.life import Life, Memory
+from tensorhub.sim.truth.life import Copied, Held, Life, Memory
 from tensorhub.sim.truth.record import Truth
 from tensorhub.sim.world import OracleViolation, World
 
@@ -146,4 +147,23 @@ def test_who_did_not_leave_it_for_that_may_not(leaves: bool) -> None:
     if leaves:
         bench.second_leaves_first(12.9 + 1.1 * bench.truth.spread_s)
     with pytest.raises(OracleViolation, match="has or reads it"):
+        bench.chunk_goes_to_second(20.5)
+
+
+@pytest.mark.parametrize(
+    ("is_told", "is_held", "is_fault"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_a_copy_that_goes_as_somebody_holds_the_version_is_there_no_more(
+    is_told: bool, is_held: bool, is_fault: bool
+) -> None:
+    """Seed 4105136: the one who held it was of another site, and the reader's call came at the same moment."""
+    bench = Bench()
+    bench.at(19.0)
+    bench.truth.told(bench.first, ReadEnded(bench.early.ticket))
+    bench.first.copies[VERSION] = Copied(VERSION, ROOT, 12.0, [7])
+    if is_told:
+        bench.first.released[VERSION] = None
+    if is_held:
+        bench.far.held = Held(VERSION, ROOT, 5.0)
+    with pytest.raises(OracleViolation, match="has or reads it") if is_fault else nullcontext():
         bench.chunk_goes_to_second(20.5)

@@ -2,6 +2,7 @@
 
 from math import inf
 
+from ...core.names import Version
 from ..truth.life import Life, Read
 from .bench import Judge
 
@@ -36,7 +37,12 @@ class CrossingJudge(Judge):
         is_held = held is not None and held.version == read.grant.version and held.since < settled and held.is_served
         if is_held and not self._makes_way(other, read, settled):
             return True
-        return copy is not None and copy.since < settled
+        return copy is not None and copy.since < settled and not self._goes(other, read.grant.version)
+
+    def _goes(self, other: Life, version: Version) -> bool:
+        """Its copy was told to go, as somebody has the version in its tensors: so copies end, whoever asks next."""
+        mates = self.truth.same_shard(other.shard)
+        return version in other.released and any(life.held and life.held.version == version for life in mates)
 
     def _reads(self, other: Life, read: Read, settled: float, before: float) -> bool:
         """It reads that from afar itself, and did before the reader began to."""
