@@ -43,7 +43,9 @@ class TiledVersion:
     tiles: Tiles
     size_bytes: int
     chunk_bytes: int  # in which what is there is counted
-    parts: list[bytes] = field(default_factory=list)  # once that is known: the digests of what lies here of each tile
+    parts: list[bytes] = field(
+        default_factory=list
+    )  # one, once it is known: digests of the tiles that lie here in part
 
     def __repr__(self) -> str:
         return f"<{len(self.tiles)} tiles of {self.size_bytes} B>"
@@ -82,12 +84,10 @@ class TiledVersion:
         Of a tile that lies here in part what was noted tells; where nothing was, it is left out.
         """
         digest = f"V{DIGEST_BYTES}"
-        known = np.frombuffer(self.digests, digest)[self.tiles.slot]
-        looked_at = np.arange(len(self.tiles))
+        known = np.frombuffer(self.digests, digest)[self.tiles.slot]  # a copy
+        looked_at = np.arange(len(self.tiles)) if self.parts else np.flatnonzero(self.tiles.is_whole)
         if self.parts:
-            known = np.where(self.tiles.is_whole, known, np.frombuffer(self.parts[0], digest))
-        else:
-            looked_at = np.flatnonzero(self.tiles.is_whole)
+            known[~self.tiles.is_whole] = np.frombuffer(self.parts[0], digest)
         found = np.frombuffer(tile_digests(registration, self.tiles.only(looked_at)), digest)
         return [int(tile) for tile in looked_at[found != known[looked_at]]]
 
@@ -98,7 +98,8 @@ class TiledVersion:
         reach out of its boxes.
         """
         if not self.is_whole and not self.parts:
-            self.parts.append(tile_digests(registration, self.tiles))
+            partly = np.flatnonzero(~self.tiles.is_whole)
+            self.parts.append(tile_digests(registration, self.tiles.only(partly)))
 
     @property
     def is_whole(self) -> bool:
