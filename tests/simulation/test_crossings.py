@@ -150,6 +150,25 @@ def test_who_did_not_leave_it_for_that_may_not(leaves: bool) -> None:
         bench.chunk_goes_to_second(20.5)
 
 
+@pytest.mark.parametrize("was_filling", [True, False])
+def test_who_got_nothing_behind_one_that_got_nothing_may_read_from_afar_though_that_one_has_begun_anew(
+    was_filling: bool,
+) -> None:
+    """Seed 4107069: the first one began to read the same from somebody else just before the second one left it."""
+    bench = Bench()
+    behind = bench.reading(3, began=10.0, source="first")
+    bench.truth.begins(bench.second, behind)
+    bench.at(12.9)
+    if not was_filling:
+        bench.first.filling = None
+    bench.truth.begins(bench.first, bench.reading(4, began=12.9))
+    bench.second_leaves_first(13.0)
+    for now in range(14, 21):
+        bench.chunk_comes_to_first(float(now))
+    with nullcontext() if was_filling else pytest.raises(OracleViolation, match="has or reads it"):
+        bench.chunk_goes_to_second(20.5)
+
+
 @pytest.mark.parametrize(
     ("is_told", "is_held", "is_fault"), [(True, True, False), (True, False, True), (False, True, True)]
 )

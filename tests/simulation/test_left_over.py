@@ -1,5 +1,6 @@
 """Half of a publish that never ended may be called another content only where nobody can show what was published."""
 
+from contextlib import nullcontext
 from math import inf
 
 import pytest
@@ -65,6 +66,34 @@ def test_not_where_its_own_publish_has_ended() -> None:
     bench.publishes(bench.second[1])
     for life in bench.first:
         life.held = None
+    with pytest.raises(OracleViolation, match="published nothing"):
+        bench.is_told()
+
+
+@pytest.mark.parametrize("was_late", [True, False])
+def test_where_all_of_its_shards_had_it_though_no_server_has_heard_so(was_late: bool) -> None:
+    """Seed 4106594: one of them had let go before another one was first heard. Else the server knew of all of it."""
+    bench = Halves()
+    bench.publishes(bench.second[1])
+    bench.first[0].held = None
+    gone, came = bench.second[1].held, max(each.heard_since for each in bench.second)
+    assert gone is not None
+    gone.stopped_at = came - 0.01 if was_late else came + 0.01
+    with nullcontext() if was_late else pytest.raises(OracleViolation, match="published nothing"):
+        bench.is_told()
+
+
+@pytest.mark.parametrize("who", ["a server has said that it exists", "nobody has anything of the other one"])
+def test_not_where(who: str) -> None:
+    bench = Halves()
+    bench.publishes(bench.second[1])
+    bench.first[0].held = None
+    assert bench.second[1].held is not None
+    bench.second[1].held.stopped_at = bench.second[0].heard_since - 0.01
+    if who == "a server has said that it exists":
+        bench.truth.note_known(bench.second[1], FORMER, CONTENT)
+    else:
+        bench.first[1].held = None
     with pytest.raises(OracleViolation, match="published nothing"):
         bench.is_told()
 

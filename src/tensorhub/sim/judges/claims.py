@@ -61,7 +61,7 @@ class ClaimJudge(Judge):
 
     def withdraws(self, life: Life, version: Version, call: Call | None) -> None:
         """It serves a version no longer, or what a failed fill has left of one."""
-        if call is None or self.had_other_content(life, call):
+        if call is None or self.had_other_content(life, call) or call.is_disowned:
             return
         if call.claim is not None and call.resolved is None and call.had == version:
             self.broken(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from ...core.messages import Failure, Grant, Hello, Report
+from ...core.messages import Failure, Grant, Hello, Holding, Report, Vacated, Withdrawing
 from ...core.names import Digest, Ticket, Version, WorkerId
 from ...core.worker.events import Finished
 
@@ -100,6 +100,7 @@ class Call:
     claim: Version | None = None  # of an unpublish: what it asks to publish next
     is_missed: bool = False  # it failed before it was made
     claimed: Version | None = None  # what it might publish next when it was made
+    is_disowned: bool = False  # of what it held, its worker had said before that it is not the version
 
     @property
     def error(self) -> Failure | None:
@@ -135,6 +136,7 @@ class Life:
     call: Call | None = None
     past: list[Call] = field(default_factory=list)
     said: Report | None = None  # its latest report, wherever that got
+    said_at: float = -inf
     heard: Report | None = None  # the latest that a server took in
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server
@@ -162,6 +164,7 @@ class Life:
     registered: float = 0.0
     close_deadline: float = inf
     fed_at: float = -inf  # when its open read began, or last brought a chunk
+    unfed_since: float = -inf  # when it began to fill that memory with that version, or last got a chunk of it
     filling: tuple[Version, bool] | None = None  # what it last began to read, and whether into host memory
     landed: dict[int, float] = field(default_factory=dict)  # when each chunk of that was in place
     starved: deque[tuple[float, float]] = field(  # from when to when reads brought nothing for long, of late
@@ -172,6 +175,15 @@ class Life:
     failures: list[tuple[float, WorkerId, str]] = field(default_factory=list)  # of reads: when, from whom, which code
     poisoned: bool = False  # a fill ended badly that may have written
     is_torn: bool = False  # one that had
+
+    def begins(self, read: Read, now: float) -> None:
+        """Its open read is that one. It goes on with what is there if it fills the same memory with the same."""
+        self.read, self.read_for, self.fed_at, self.starved_at = read, self.call, now, -inf
+        filling = read.grant.version, read.grant.to_host
+        if self.filling != filling:
+            self.unfed_since = now
+        if self.filling != filling or not read.done:
+            self.filling, self.landed = filling, {}
 
     def has_in_place(self, held: Held | None) -> None:
         """The registered memory is that version, or other memory: it is nothing that a fill has spoiled."""
@@ -210,6 +222,14 @@ class Life:
         """All of the version is here, to read or to come back to."""
         return (self.held is not None and self.held.version == version) or version in self.copies
 
+    @property
+    def is_disowned(self) -> bool:
+        """Of what is in its registered memory, its worker has said since then that it has no such version."""
+        buffer = self.said.buffer if self.said is not None else None
+        if self.held is None or self.said_at <= self.held.since:
+            return False
+        return not isinstance(buffer, Holding | Withdrawing | Vacated) or buffer.version != self.held.version
+
     def whole_since(self, version: Version) -> float:
         """Since when it has had all of the version, in one memory or the other; never: for ever from now."""
         held = self.held.since if self.held is not None and self.held.version == version else inf
@@ -220,7 +240,7 @@ class Life:
         had = self.copies.get(version) if on_host else self.held
         if had is not None and had.version == version:
             return had.landed.get(chunk, had.since)
-        return self.landed.get(chunk, self.fed_at) if self.filling == (version, on_host) else self.fed_at
+        return self.landed.get(chunk, self.unfed_since) if self.filling == (version, on_host) else self.fed_at
 
     def root_of(self, version: Version) -> Digest:
         """The content that it has under that number."""

@@ -203,6 +203,7 @@ class Truth:
                     left = self.now, self.now + left_s
                     life.call = Call(verb, spec, root, *left, had, root_had, waits=waits)
                     life.call.claim, life.call.claimed, life.call.is_missed = claim, life.claim, missed is not None
+                    life.call.is_disowned = life.is_disowned
             case events.Cancelled():
                 if life.call is not None:
                     life.call.is_cancelled = True
@@ -305,10 +306,7 @@ class Truth:
         life.call = None
 
     def begins(self, life: Life, read: Read) -> None:
-        life.read, life.read_for, life.fed_at, life.starved_at = read, life.call, self.now, -inf
-        filling = read.grant.version, read.grant.to_host
-        if life.filling != filling or not read.done:
-            life.filling, life.landed = filling, {}
+        life.begins(read, self.now)
         self.note_known(life, read.grant.version, read.grant.root)
 
     def accepted(self, life: Life, read: Read, chunk: int) -> None:
@@ -320,7 +318,7 @@ class Truth:
         life.landed = {**life.landed, chunk: self.now}
         if self.now - life.fed_at >= self.plan.settings.stalled_s:
             life.starved.append((life.fed_at, self.now))
-        life.fed_at = self.now
+        life.fed_at = life.unfed_since = self.now
 
     def _note_stood_still(self, life: Life, read: Read, missing: int, *, is_left: bool = False) -> None:
         """Nothing came by its read for as long as a source is left for.
@@ -344,7 +342,7 @@ class Truth:
 
     def said(self, life: Life, report: Report) -> None:
         """A report goes out, wherever it gets."""
-        life.said = report
+        life.said, life.said_at = report, self.now
         if isinstance(report.buffer, Poisoned) and life.held is not None and life.held.is_of_stopped:
             life.held, life.poisoned = None, True
         reported, call = report.call, life.call
