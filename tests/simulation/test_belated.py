@@ -65,7 +65,8 @@ class Bench:
             assert life.held is not None
             self.reports += 1
             state = Withdrawing if life in self.withdrawing else Holding
-            self.truth.heard(life, Report(self.reports, buffer=state(life.held.version, life.held.root)))
+            held = life.held
+            self.truth.heard(life, Report(self.reports, buffer=state(held.version, held.root, held.published)))
 
     def withdraws(self, life: Life) -> None:
         """It asks whether it may give up what it has, and has it until it is told."""

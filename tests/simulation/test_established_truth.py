@@ -2,8 +2,10 @@
 
 import pytest
 
-from tensorhub.core.names import Version
+from tensorhub.core.messages import Empty, Holding, Report
+from tensorhub.core.names import Digest, Version
 from tensorhub.sim.plan import Misfortune
+from tensorhub.sim.truth.life import Held, Life
 
 from .test_belated import FORMER, NEWER, Bench
 
@@ -194,3 +196,39 @@ def test_who_died_long_before_the_server_stood_still_stays_dead(leases: float) -
     bench.strikes("pause-server", leases=leases)
     gets_third(bench)
     assert bench.truth.established.version("m") == THIRD
+
+
+class Twins(Bench):
+    """Two trainers have published the same content, and then the server has been started anew. A spot worker has it."""
+
+    def __init__(self) -> None:
+        self.begins(shards=1)
+        self.trainer, self.twin = self.life("trainer"), self.life("twin")
+        for each in (self.trainer, self.twin):
+            each.held = Held(FORMER, Digest(f"content {FORMER}"), self.world.now, published=True)
+            self.truth.published(each, FORMER, each.held.root)
+            self.says(each)
+        self.restarts()
+
+    def says(self, life: Life) -> None:
+        self.world.now += 0.1
+        self.reports += 1
+        held = life.held
+        buffer = Holding(held.version, held.root, held.published) if held is not None else Empty()
+        self.truth.heard(life, Report(self.reports, buffer=buffer))
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_whoever_has_published_it_too_and_had_gone_on_by_then_is_relied_on_like_any_other(is_shown: bool) -> None:
+    """Seed 4107950: the server knew of one publisher, and the other one lived and had not what spot workers had."""
+    bench = Twins()
+    if is_shown:
+        bench.says(bench.twin)
+    bench.twin.held = None
+    bench.says(bench.twin)
+    spot = bench.life("spot", reliable=False)
+    bench.gets(spot, FORMER)
+    for life in (bench.twin, bench.trainer, spot):
+        bench.says(life)
+    assert bench.truth.established.version("m") == FORMER
+    assert bench.truth.established.is_known("m", FORMER, bench.world.now + 1) == is_shown

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from ...core.messages import Withdrawing
+from ...core.messages import Holding, HostCopy, Vacated, Withdrawing
 from ...core.names import ReplicaName, Version
 from .life import Life
 
@@ -48,6 +48,7 @@ class Established:
         self._among_spot: dict[tuple[str, int], None] = {}  # shards that only spot workers have of it
         self._belated: dict[tuple[str, Version], dict[int, float]] = {}  # perhaps so: for which server, since when
         self._looked: dict[str, float] = {}  # when that was last asked
+        self._shown: dict[tuple[str, Version, ReplicaName], int] = {}  # who last told which server that it published it
 
     def version(self, model: str) -> Version | None:
         """The newest one of the model."""
@@ -107,6 +108,9 @@ class Established:
         """A server has taken in its report."""
         self.look(life.me.model)
         self._note_perhaps(life.me.model)
+        for had in (life.heard.buffer, *life.heard.copies) if life.heard is not None else ():
+            if isinstance(had, Holding | Withdrawing | Vacated | HostCopy) and had.published:
+                self._shown[life.me.model, had.version, life.me.replica] = self._truth.server_life
         newest = self._newest.get(life.me.model)
         if newest is None:
             return
@@ -173,9 +177,16 @@ class Established:
         until = known.since + truth.plan.settings.report_s + 8 * truth.plan.conditions.delay_s
         for life in [*truth.lives.values(), *truth.dead.values()]:
             is_other = life.hello.reliable and life.me.model == model and life.shard in self._among_spot
-            if is_other and (is_next or known.since <= life.started < until):
+            if is_other and (is_next or known.since <= life.started < until or self._has_gone_on(life, version)):
                 return False
         return True
+
+    def _has_gone_on(self, life: Life, version: Version) -> bool:
+        """It has a session, and its replica has published that version: this life of the server never heard so."""
+        truth, model, replica = self._truth, life.me.model, life.me.replica
+        if replica not in self._publishers(model, version) or not truth.may_be_in_session(life):
+            return False
+        return self._shown.get((model, version, replica)) != truth.server_life
 
     def _may_be_known(self, model: str, newest: Newest, by: int = 0, *, is_relied_on: bool = False) -> bool:
         """Each shard of a cut has somebody who has told a server of it, whether he was among the first or not.
