@@ -89,9 +89,9 @@ class Engine:
         self.weights.close()
 
     def _timed(self, load):
-        def timed():
+        def timed(*given):
             began = time.monotonic()
-            load()
+            load(*given)
             self.load_s = time.monotonic() - began
 
         return timed
