@@ -135,6 +135,12 @@ def test_a_strided_shard_of_many_pieces_is_as_many_boxes() -> None:
     ]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_names_a_tensor_of_which_there_is_nothing(rank: int) -> None:
+    assert boxes_of_placements("w", (0, 4), (2,), (rank,), [Sharded(0)]) == [Box("w", (0, 4), (0, 0), (0, 4))]
+    assert (boxes_of_placements("w", (1, 4), (2,), (rank,), [Sharded(0)]) == []) == (rank == 1)
+
+
 def pieces_of(indices: list[int], count: int) -> list[list[int]]:
     """As `torch.chunk` cuts: pieces of ceil(length / count), the last ones shorter or empty."""
     each = max(1, -(-len(indices) // count))

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Answer, Holding, LayoutInfo, Poisoned, Withdrawing
+from tensorhub.core.messages import Answer, Holding, LayoutInfo, Poisoned, Refusal, Withdrawing
 from tensorhub.core.names import Digest, Number, Ticket, Version
 from tensorhub.core.worker import events
 
@@ -126,3 +126,15 @@ def test_who_closes_waits_for_a_lease_however_often_its_line_breaks_before_anyth
     it.tell(events.Tick())
     assert it.wants(events.Left(drained=False))
     assert sum(isinstance(effect, events.Warn) for effect in it.wanted) == 1
+
+
+@pytest.mark.parametrize("retry_s", [0.0, 1.0])
+def test_who_closes_waits_for_no_server_that_has_refused_it_for_good(retry_s: float) -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("publish", 1, deadline=60.0, root=Digest("r")))
+    it.tell(events.Received(orders(2, answer=it.resolved(1))))
+    refusal = Refusal("refused", "no", retry_s=retry_s)
+    it.tell(events.Disconnected(), events.Connected(), events.Received(refusal), events.Disconnected())
+    assert isinstance(it.worker.buffer, Holding)
+    it.tell(events.Closing(300.0))
+    assert it.wants(events.Left(drained=False)) == (retry_s == 0.0)
