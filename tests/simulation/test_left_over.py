@@ -83,14 +83,14 @@ def test_where_all_of_its_shards_had_it_though_no_server_has_heard_so(was_late: 
         bench.is_told()
 
 
-@pytest.mark.parametrize("who", ["a server has said that it exists", "nobody has anything of the other one"])
-def test_not_where(who: str) -> None:
+@pytest.mark.parametrize("why", ["a server has said that it exists", "nobody has anything of the other one"])
+def test_not_where_that_was_known_or_there_is_no_other(why: str) -> None:
     bench = Halves()
     bench.publishes(bench.second[1])
     bench.first[0].held = None
     assert bench.second[1].held is not None
     bench.second[1].held.stopped_at = bench.second[0].heard_since - 0.01
-    if who == "a server has said that it exists":
+    if why == "a server has said that it exists":
         bench.truth.note_known(bench.second[1], FORMER, CONTENT)
     else:
         bench.first[1].held = None

@@ -61,8 +61,10 @@ class ClaimJudge(Judge):
 
     def withdraws(self, life: Life, version: Version, call: Call | None) -> None:
         """It serves a version no longer, or what a failed fill has left of one."""
-        if call is None or self.had_other_content(life, call) or call.is_disowned:
+        if call is None or self.had_other_content(life, call):
             return
+        if call.is_disowned and len(self.truth.made_as(life.me.model, version)) > 1:
+            return  # it was told before that it is not the version; others have published it, too
         if call.claim is not None and call.resolved is None and call.had == version:
             self.broken(
                 f"{life.name} withdraws before its claim of version {call.claim} is granted", "G8 loses nothing"
