@@ -124,3 +124,17 @@ def test_a_copy_beside_a_buffer_that_is_being_left_may_make_it_established() -> 
     assert town.server.state.models[TRAINER.model].newest_established == ONE
     town.says(other, buffer=Withdrawing(TWO, ROOT), copies=(HostCopy(1, TWO, ROOT, whole=True),))
     assert town.server.state.models[TRAINER.model].newest_established == TWO
+
+
+def test_a_spot_publisher_leaves_a_version_at_once_where_a_reliable_one_has_published_the_same() -> None:
+    """Nobody else has it any more, and both leave it: the reliable one makes the copy."""
+    town = Town()
+    for who in (TRAINER, SPOT):
+        town.joins(who, reliable=who != SPOT, buffer=Holding(ONE, ROOT, published=True), copies_left=1)
+    town.joins(KEEPER, buffer=Holding(ONE, ROOT))
+    town.says(KEEPER)
+    assert town.server.state.models[TRAINER.model].newest_established == ONE
+    for who in (TRAINER, SPOT):
+        town.says(who, buffer=Withdrawing(ONE, ROOT, published=True), copies_left=1)
+    assert (town.orders[TRAINER].offload, town.orders[TRAINER].drained) == (ONE, None)
+    assert (town.orders[SPOT].offload, town.orders[SPOT].drained) == (None, ONE)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tensorhub.core.messages import Filling, Holding, Withdrawing
+from tensorhub.core.messages import Filling, Holding, HostCopy, Withdrawing
 from tensorhub.core.names import Digest, Version
 from tensorhub.core.server.rules import heirs
 
 from .kit import worker
 from .town import Town
 
-ONE, OLD = Version(1), Digest("old")
+ONE, TWO, OLD, NEW = Version(1), Version(2), Digest("old"), Digest("new")
 LEAVERS, HEIR = [worker(f"leaver-{number}") for number in range(6)], worker("stays")
 
 
@@ -34,3 +34,15 @@ def test_a_worker_that_is_about_to_have_the_version_is_waited_for_while_it_can_b
     assert town.orders[leaver].drained is None
     town.loses_its_line(HEIR)
     assert town.orders[leaver].drained == ONE
+
+
+def test_who_has_room_is_the_heir_before_one_that_would_have_to_make_it() -> None:
+    """The other one would give up its copy of what alone has left its publisher."""
+    town, leaver, full = Town(), LEAVERS[0], worker("full")
+    assert full < HEIR, "by name alone it would be that one"
+    town.joins(leaver, buffer=Holding(TWO, NEW, published=True))
+    town.joins(full, buffer=Holding(ONE, OLD), copies=(HostCopy(1, ONE, OLD, whole=True),))
+    town.joins(HEIR, copies_left=1)
+    town.says(leaver, buffer=Withdrawing(TWO, NEW, published=True), closing=True)
+    assert town.orders[HEIR].fetch == TWO
+    assert (town.orders[full].fetch, town.orders[full].release) == (None, ())
