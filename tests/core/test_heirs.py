@@ -2,8 +2,8 @@
 
 import pytest
 
-from tensorhub.core.messages import Filling, Holding, HostCopy, Withdrawing
-from tensorhub.core.names import Digest, Version
+from tensorhub.core.messages import CallReport, Filling, Holding, HostCopy, Withdrawing
+from tensorhub.core.names import Digest, Number, Version
 from tensorhub.core.server.rules import heirs
 
 from .kit import worker
@@ -46,3 +46,15 @@ def test_who_has_room_is_the_heir_before_one_that_would_have_to_make_it() -> Non
     town.says(leaver, buffer=Withdrawing(TWO, NEW, published=True), closing=True)
     assert town.orders[HEIR].fetch == TWO
     assert (town.orders[full].fetch, town.orders[full].release) == (None, ())
+
+
+def test_a_copy_that_is_not_whole_makes_no_room_at_once_though_its_buffer_is_to_be_filled_with_it() -> None:
+    """The copy has to be filled first. The heir is one who drops a copy of what it holds."""
+    town, leaver, filling = Town(), LEAVERS[0], worker("fills")
+    town.joins(leaver, buffer=Holding(TWO, NEW, published=True))
+    town.joins(HEIR, buffer=Holding(ONE, OLD), copies=(HostCopy(1, ONE, OLD, whole=True),))
+    copy, call = HostCopy(1, ONE, OLD, done=1, chunks=4), CallReport(Number(1), "replicate", ONE)
+    town.joins(filling, copies=(copy,), call=call)
+    assert town.orders[HEIR].release == ()
+    town.says(leaver, buffer=Withdrawing(TWO, NEW, published=True), closing=True)
+    assert town.orders[HEIR].release == (1,)

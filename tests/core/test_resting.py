@@ -1,5 +1,7 @@
 """What a publisher is told to copy while its version rests, of which the transcripts show one case each."""
 
+import pytest
+
 from tensorhub.core.messages import Failure, Holding, HostCopy, Spec
 from tensorhub.core.names import Digest, Version
 from tensorhub.core.server.rules import resting
@@ -117,6 +119,15 @@ def test_without_more_room_the_copy_gives_way_to_what_a_reliable_worker_may_leav
     assert kept(town)
     town.joins(HEIR)
     assert not kept(town)
+
+
+@pytest.mark.parametrize("wish", [None, "latest"])
+def test_without_more_room_the_copy_gives_way_to_what_the_caller_wants_fetched_ahead_since(wish: Spec | None) -> None:
+    """The version is pinned, and its publisher holds it: the copy was made ahead of need."""
+    town = lone(copies=(COPY,), copies_left=0, pins=(ONE,))
+    town.says(SPOT, buffer=Holding(Version(2), Digest("s")))
+    town.says(TRAINER, **HELD, copies=(COPY,), copies_left=0, pins=(ONE,), prefetch=wish)
+    assert town.orders[TRAINER].release == (() if wish is None else (1,))
 
 
 def test_what_need_not_be_kept_is_not_copied() -> None:
