@@ -1,7 +1,9 @@
 """The CUDA copier without a device: torch's streams and events are replaced, the bytes move on the host."""
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tensorhub.memory import cuda
 from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import Piece
 from tensorhub.memory.staging import StagingRing
+from tensorhub.transport import captures
 
 
 class Device:
@@ -131,3 +134,54 @@ def test_storage_that_was_freed_is_not_copied_from(monkeypatch: pytest.MonkeyPat
         pass
     assert device.waited == copies + 1  # the piece before it was on its way
     assert stream.ring.free_count == 1
+
+
+class Driver:
+    """NVIDIA's, as far as captures of graphs go: whether a thread may copy while another one captures."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mode = 0  # of this thread; 0 is the strictest, which every thread begins with
+        monkeypatch.setattr(captures, "driver", lambda: self.exchange)
+
+    def exchange(self, mode: Any) -> int:
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+
+def test_all_that_the_device_does_is_allowed_beside_a_capture_and_nothing_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, driver = Device(monkeypatch), Driver(monkeypatch)
+    modes: dict[str, int] = {}
+
+    def noting(what: str, call: Callable[..., object]) -> Callable[..., object]:
+        def noted(*args: object, **options: object) -> object:
+            modes[what] = driver.mode
+            return call(*args, **options)
+
+        return noted
+
+    monkeypatch.setattr(torch, "empty", noting("pinned memory", torch.empty))
+    monkeypatch.setattr(torch.cuda, "Stream", noting("a stream", torch.cuda.Stream))
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", noting("a wait", torch.cuda.Event.synchronize))
+    _, pieces = pieces_on("cuda:0")
+    stream = cuda.CudaStream(pieces, StagingRing(200, 1))
+    with stream.reading(0, 100):
+        assert driver.mode == 0, "what is done with the bytes is the caller's"
+    assert modes == dict.fromkeys(("pinned memory", "a stream", "a wait"), captures.RELAXED)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError), stream.writing(0, 100):
+        pass
+    assert device.waited == 2
+    assert driver.mode == 0
+
+
+def test_a_capture_that_forbids_the_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refused)
+    with pytest.raises(UsageError, match="a CUDA graph is being captured in this process") as raised:
+        cuda.synchronize("cuda:1")
+    assert "cuda:1" in str(raised.value)
+    assert "before the capture or after it" in (raised.value.hint or "")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -390,6 +390,16 @@ def start_read(reader: Transport, source: str, key: str, target: Target) -> tupl
 
 def read_all(reader: Transport, source: str, key: str, target: Target) -> TensorHubError | None:
     return start_read(reader, source, key, target)[1].wait()
+
+
+@cache
+def read_once(kind: str) -> None:
+    """What the first read of a process opens for good is no test's: where there is a device, CUDA's descriptors."""
+    source, reader, right = KINDS[kind].make(DEADLINE_S), KINDS[kind].make(DEADLINE_S), content(4096)
+    source.export(full("first", right, 4096))
+    assert read_all(reader, source.endpoint, "first", Target(right, 4096)) is None
+    for transport in (source, reader):
+        transport.close()
 
 
 def leave_one_descriptor(process: subprocess.Popen[str]) -> None:

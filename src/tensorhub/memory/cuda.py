@@ -5,9 +5,10 @@ Rules:
    hold them up. So whoever reads or overwrites calls `Registration.settle` first: `build_manifest` and `FillSink` do.
 2. Each call waits for an event behind its own copies. Bytes received are in place, for every stream, when it returns.
 3. The ring is 64 MiB of pinned memory at most, taken at the first block, not at registration.
+4. The user's threads may capture CUDA graphs meanwhile: these copies neither fail for that nor spoil the capture. Only
+   `synchronize` would, so it is for calls of the user's, never for what others or this library itself begin.
 
-Imported only once a tensor on a CUDA device is registered. Never: launch a kernel, allocate device memory. Not during
-the capture of a CUDA graph, which forbids other threads what these copies need.
+Imported only once a tensor on a CUDA device is registered. Never: launch a kernel, allocate device memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +17,26 @@ from contextlib import ExitStack
 import torch
 
 from ..core.errors import TransferError, UsageError
+from ..transport.captures import beside_captures
 from .guarded import Freed
 from .host import Piece, host_view
 from .staging import Copy, StagedStream, StagingRing
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has finished everything launched so far."""
-    torch.cuda.synchronize(torch.device(device))
+    """Wait until the device has finished everything launched so far.
+
+    Raises `UsageError` while any thread captures a CUDA graph: no mode allows that wait, and the capture is spoiled.
+    """
+    try:
+        torch.cuda.synchronize(torch.device(device))
+    except RuntimeError as error:
+        if "captur" not in str(error):
+            raise
+        raise UsageError(
+            f"a CUDA graph is being captured in this process, and nobody may wait for {device} meanwhile",
+            hint="make such calls before the capture or after it, and capture again what this one has spoiled",
+        ) from error
 
 
 class CudaStream(StagedStream):
@@ -54,17 +67,19 @@ class CudaCopier:
         self._bytes = [_as_bytes(piece) if piece.device != "cpu" else None for piece in pieces]
         self._devices = [torch.device(piece.device) for piece in pieces]
         self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
-        for device in self._devices:
-            if device.type != "cpu":
-                for is_to_host in (True, False):
-                    if (device, is_to_host) not in self._streams:
-                        self._streams[device, is_to_host] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with beside_captures():
+            for device in self._devices:
+                if device.type != "cpu":
+                    for is_to_host in (True, False):
+                        if (device, is_to_host) not in self._streams:
+                            self._streams[device, is_to_host] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._staging: torch.Tensor | None = None
 
     def staging(self, size_bytes: int) -> memoryview:
         """Pinned host memory."""
         try:
-            self._staging = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            with beside_captures():
+                self._staging = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             raise TransferError(f"{size_bytes} B of pinned host memory could not be had: {error}") from error
         return host_view(self._staging.data_ptr(), size_bytes, self._staging)
@@ -100,7 +115,7 @@ class CudaCopier:
         for one in copies:
             by_device.setdefault(self._devices[one.piece], []).append(one)
         try:
-            with torch.no_grad(), ExitStack() as in_flight:
+            with torch.no_grad(), beside_captures(), ExitStack() as in_flight:
                 for device, its in by_device.items():
                     stream = self._streams[device, is_to_host]
                     with torch.cuda.stream(stream):

@@ -182,7 +182,6 @@ class HostCopies:
         gone: list[str] = []  # tensors whose memory is not there any more
 
         def copy() -> None:
-            held.registration.settle()
             judge = self._judge(content.registration, manifest)
             streams = held.registration.stream, content.registration.stream
             is_over, is_checked = self._is_closed.is_set, self._verify == "full"

@@ -41,6 +41,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from ..core.errors import TransportMissing
 from .base import ByteStream
+from .captures import beside_captures
 from .nixl_memory import Page, Place, do_overlap, places_of
 from .nixl_path import HOST
 from .scopes import scope
@@ -139,7 +140,7 @@ class Agent:
             config.useProgThread = True
             config.pthrDelay = _PROGRESS_DELAY_US
             config.syncMode = bindings.NIXL_THREAD_SYNC_RW
-            with _told(_QUIET if emulates else _QUIET | _NATIVE):
+            with beside_captures(), _told(_QUIET if emulates else _QUIET | _NATIVE):
                 self._native = bindings.nixlAgent(self.name, config)
                 self._native.createBackend(_BACKEND, options)
             self._seals = self._register([seals.place])
@@ -156,7 +157,8 @@ class Agent:
                 raise Broken(self.ended)
             self._inside += 1
         try:
-            yield
+            with beside_captures():
+                yield
         except self._errors as error:
             raise Broken(f"{type(error).__name__}: {error}") from error
         finally:
