@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -138,7 +140,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def until_touched(self) -> Iterator[None]:
         """A block that ends where a parameter is touched."""
         try:
-            with self, torch.no_grad():
+            with self, _WatchingCalls(self), torch.no_grad():
                 yield
         except _Touched:
             pass
@@ -149,12 +151,34 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket.__name__ == "copy_" and _is_same(args[0], args[1]):
             return args[0]
         if not func.is_view:
-            for each in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if isinstance(each, torch.Tensor) and not each.is_meta and each.numel():
-                    name = self._names.get(each.untyped_storage().data_ptr())
-                    if name is not None:
-                        self.touched[name] = func.overloadpacket.__name__
-                        raise _Touched(name)
+            self.look(func.overloadpacket.__name__, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def look(self, operation: str, given: object) -> None:
+        """Raises `_Touched` if what an operation is given is memory of a parameter."""
+        for each in torch.utils._pytree.tree_leaves(given):
+            if isinstance(each, torch.Tensor) and not each.is_meta and each.numel():
+                name = self._names.get(each.untyped_storage().data_ptr())
+                if name is not None:
+                    self.touched[name] = operation
+                    raise _Touched(name)
+
+
+class _WatchingCalls(TorchFunctionMode):
+    """Sees operations of other libraries when they are called: the dispatcher hides those that are "composite".
+
+    26 of the 50 in vLLM 0.32's library for CPUs are, among them the one that packs a linear layer.
+    """
+
+    def __init__(self, watching: _Watching) -> None:
+        super().__init__()
+        self._watching = watching
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: "Mapping[str, Any] | None" = None
+    ) -> Any:
+        if isinstance(func, OpOverload | OpOverloadPacket) and not str(func).startswith(("aten.", "prims.")):
+            self._watching.look(str(func), (args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
