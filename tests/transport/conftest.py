@@ -43,8 +43,9 @@ def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "kind" in request.fixturenames and request.getfixturevalue("kind").name.startswith("nixl"):
-        kit.read_once(request.getfixturevalue("kind").name)
+    kind = request.getfixturevalue("kind") if "kind" in request.fixturenames else None
+    if isinstance(kind, kit.Kind) and kind.name.startswith("nixl"):
+        kit.read_once(kind.name)
     threads, files = set(threading.enumerate()), kit.open_files()
     yield
     kit.until(lambda: set(threading.enumerate()) <= threads, "no thread is left")

@@ -68,7 +68,7 @@ def _by_runs(stream: ByteStream, row: list[int], room: Bytes) -> None:
         rank: Ints = np.arange(first, min(first + IOV_MAX, count * counts))
         places = place + rank % count * stride + rank // count * strides
         targets = room.ctypes.data + rank * run
-        start, stop = int(places.min()), int(places.max()) + run
+        start, stop = int(np.min(places)), int(np.max(places)) + run
         if is_bare(stream) or stop - start <= SLAB_BYTES:
             with stream.reading(start, stop) as views:
                 base = addresses_of(stream, views, start).whole(start, stop)
