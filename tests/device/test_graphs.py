@@ -12,11 +12,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
-UNSEEN = pytest.mark.xfail(
-    reason="NIXL's own thread may spoil the capture. On an H200 something did; since our own, which registers memory"
-    " for a reader, has been let beside captures this has not run on a device",
-    strict=False,
-)
 SIZE = 3_000_000
 CAPTURE = """
 def captured(meanwhile):
@@ -61,14 +56,7 @@ def test_a_graph_computes_with_each_new_version(join):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "way",
-    [
-        "tcp",
-        pytest.param("nixl", marks=[pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is here"), UNSEEN]),
-    ],
-)
-def test_a_graph_is_captured_while_another_process_reads(way, server):
+def test_a_graph_is_captured_while_another_process_reads(server):
     """An engine captures its graphs when it has just loaded its weights, which is when others load them from it."""
     story = """
 weights, tensors = join("trainer")
@@ -78,7 +66,29 @@ reader = Peer("rollout")
 is_captured = captured(lambda: reader.do("weights.replicate(1); assert is_right(tensors, 1)"))
 say(captured=is_captured, code=reader.ends())
 """
-    assert told(story, server, way) == {"captured": True, "code": 0}
+    assert told(story, server) == {"captured": True, "code": 0}
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is here")
+def test_who_reads_over_nixl_while_its_source_captures_has_all_and_leaves_it_a_source(server):
+    """Whether the capture lasts is not promised: NIXL has a thread of its own (docs/status.md)."""
+    story = """
+weights, tensors = join("trainer")
+write(tensors, 1)
+weights.publish(1)
+reader, late = Peer("rollout"), Peer("late")
+try:
+    say(captured=captured(lambda: reader.do("weights.replicate(1); assert is_right(tensors, 1)")))
+except RuntimeError as error:
+    say(captured=str(error).splitlines()[0])
+code = reader.ends()
+late.do("weights.replicate(1); assert is_right(tensors, 1)")
+say(codes=[code, late.ends()], right=is_right(tensors, 1))
+"""
+    found = told(story, server, "nixl")
+    assert (found["codes"], found["right"]) == ([0, 0], True)
+    assert found["captured"] is True or "captur" in found["captured"]
 
 
 @pytest.mark.processes

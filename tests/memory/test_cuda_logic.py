@@ -141,7 +141,7 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.mode = 0  # of this thread; 0 is the strictest, which every thread begins with
-        monkeypatch.setattr(captures, "driver", lambda: self.exchange)
+        monkeypatch.setattr(captures, "mode_exchange", lambda: self.exchange)
 
     def exchange(self, mode: Any) -> int:
         self.mode, mode._obj.value = mode._obj.value, self.mode

@@ -181,7 +181,7 @@ class HostCopies:
 
         gone: list[str] = []  # tensors whose memory is not there any more
 
-        def copy() -> None:
+        def copy() -> None:  # the device has been waited for when this was published, or filled
             judge = self._judge(content.registration, manifest)
             streams = held.registration.stream, content.registration.stream
             is_over, is_checked = self._is_closed.is_set, self._verify == "full"

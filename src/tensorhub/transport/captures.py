@@ -18,7 +18,7 @@ RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 @scope
 def beside_captures() -> Iterator[None]:
     """In this block the calling thread neither fails for another thread's capture nor spoils it."""
-    exchange = driver()
+    exchange = mode_exchange()
     mode = ctypes.c_int(RELAXED)
     has_changed = exchange is not None and exchange(ctypes.byref(mode)) == 0  # `mode` is now what it was before
     try:
@@ -29,7 +29,7 @@ def beside_captures() -> Iterator[None]:
 
 
 @cache
-def driver() -> Callable[[object], int] | None:
+def mode_exchange() -> Callable[[object], int] | None:
     """NVIDIA's function. It is too short to let the interpreter go for it. None where that driver is not."""
     try:
         found: Callable[[object], int] = ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode

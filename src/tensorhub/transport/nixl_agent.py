@@ -140,11 +140,12 @@ class Agent:
             config.useProgThread = True
             config.pthrDelay = _PROGRESS_DELAY_US
             config.syncMode = bindings.NIXL_THREAD_SYNC_RW
-            with beside_captures(), _told(_QUIET if emulates else _QUIET | _NATIVE):
-                self._native = bindings.nixlAgent(self.name, config)
-                self._native.createBackend(_BACKEND, options)
-            self._seals = self._register([seals.place])
-            self._register([scratch.place])
+            with beside_captures():
+                with _told(_QUIET if emulates else _QUIET | _NATIVE):
+                    self._native = bindings.nixlAgent(self.name, config)
+                    self._native.createBackend(_BACKEND, options)
+                self._seals = self._register([seals.place])
+                self._register([scratch.place])
         except self._errors as error:
             raise TransportMissing(f"NIXL cannot start its UCX back end: {error}", hint=_hint()) from error
 
