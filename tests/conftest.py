@@ -7,7 +7,7 @@ descriptors, memory, garbage) is its own process's or its own children's, so oth
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -26,8 +26,16 @@ for name in [name for name in os.environ if name.startswith("TENSORHUB_") and na
     del os.environ[name]  # here, so that subprocesses of tests do not see them either
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run what is marked as long, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Quick first, slow last; otherwise as collected. What replaces a part of the server wants it interpreted."""
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="long, and not asked for: --long (make closing does)"))
     if importlib.util.find_spec(COMPILED) is not None:
         for item in items:
             if item.get_closest_marker("replaces"):
@@ -39,6 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 2 if item.get_closest_marker(LAST) else 1
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is there before the first test stays, and no collection looks at it: with torch that takes half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
@@ -60,6 +80,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """What is there in such a test is held by somebody, and what is held in a circle stays."""
-    gc.disable()  # and no collection before: half a second where torch is loaded
+    gc.disable()
     yield
     gc.enable()

@@ -27,7 +27,7 @@ PRELOADED = [
 ]
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, *PRELOADED])
+_context.set_forkserver_preload([__name__, *PRELOADED, "frozen"])
 
 
 class Forked:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIDE_BY_SIDE = ["-n", "auto", "--dist", "loadgroup", "--no-loadscope-reorder"]
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # it never outlives this process
 CLOSING: Sequence[tuple[int, int, Sequence[str]]] = (  # times, load, tests
-    (3, 0, ()),
+    (3, 0, ("--long",)),
     (2, 6, ()),
     (20, 0, ("tests/processes", "tests/transport")),
 )
@@ -44,7 +44,7 @@ def load(processes: int) -> Iterator[None]:
 
 def repeat(times: int, beside: int, tests: Sequence[str], out: Path) -> Counter[str]:
     """Run them so often; returns how often each test failed."""
-    what = " ".join(tests) or "the whole suite"
+    what = "the whole suite" if set(tests) <= {"--long"} else " ".join(tests)
     failed: Counter[str] = Counter()
     with load(beside):
         for number in range(1, times + 1):

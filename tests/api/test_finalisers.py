@@ -27,11 +27,10 @@ class Engine:
 
 @pytest.fixture
 def collect_in_worker_thread():
-    """Collect there and nowhere else, once it is called; only what is new, so that it is quick whatever ran before."""
+    """Collect there and nowhere else, once it is called."""
+    gc.collect()
     gc.disable()
-    gc.freeze()
     yield lambda: loop_thread().loop.call_soon_threadsafe(gc.collect)
-    gc.unfreeze()
     gc.enable()
 
 

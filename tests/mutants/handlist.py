@@ -12,7 +12,7 @@ SCENARIOS = "tests/scenarios"
 ENDLESS_S = 1e9  # seeds are told until one fails, or there are no more
 
 
-def run_list(only: str, seeds: int, jobs: int, *, scenarios: bool) -> int:
+def run_list(only: str, seeds: range, jobs: int, *, scenarios: bool) -> int:
     """Those whose name contains the text. The exit status is 1 if nobody notices one of them."""
     tests = sorted(recorded.tests(jobs), key=lambda each: not each.name.startswith(SCENARIOS)) if scenarios else []
     chosen = [mutant for mutant in MUTANTS if only in mutant.name]
@@ -34,6 +34,6 @@ def run_list(only: str, seeds: int, jobs: int, *, scenarios: bool) -> int:
     return 1 if survivors else 0
 
 
-def _judge(mutant: Mutant, tests: list[Judge], seeds: int) -> object:
-    others = [Judge(f"seed {seed}") for seed in range(seeds)]
+def _judge(mutant: Mutant, tests: list[Judge], seeds: range) -> object:
+    others = [Judge(f"seed {seed}") for seed in seeds]
     return asdict(judging.judge(replaced(mutant.old, mutant.new), tests, others, ENDLESS_S))

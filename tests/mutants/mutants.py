@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         "a release is final at once",
         "                self.leaving[copy.version] = Leaving(next_report)\n",
-        "                self.leaving[copy.version] = Leaving(None)\n",
+        "                self.leaving[copy.version] = Leaving(0)\n",
         "a host copy goes only after the server that releases it has heard that it is about to go",
     ),
     Mutant(

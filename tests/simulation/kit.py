@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 FIXED = range(0, 61)
@@ -17,15 +18,24 @@ for seed in map(int, sys.argv[1:]):
 """
 
 
-def regressions() -> dict[int, str]:
-    """Seeds that once failed, and what was wrong."""
-    found = {}
+@dataclass(frozen=True)
+class Regression:
+    """A seed that once failed."""
+
+    seed: int
+    why: str  # it failed
+    is_long: bool  # seven seconds of a core, and more
+
+
+def regressions() -> list[Regression]:
+    """All that are kept in the file beside."""
+    found: dict[int, Regression] = {}
     for line in (HERE / "regressions.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             seed, _, why = line.partition(" ")
             assert int(seed) not in found, f"seed {seed} is there twice"
-            found[int(seed)] = why.strip()
-    return found
+            found[int(seed)] = Regression(int(seed), why.strip().removeprefix("LONG "), why.strip().startswith("LONG "))
+    return list(found.values())
 
 
 def histories(seeds: list[int], *, hash_seed: int) -> str:

@@ -20,7 +20,7 @@ from tensorhub.sim.truth.life import Call, Life
 pytestmark = pytest.mark.simulation
 
 PLANS = sorted((Path(__file__).parent / "plans").glob("*.txt"))
-SEEDS = [1, 5, 12, 28, 33]
+SEEDS = [1, 2, 5, 10, 28]
 MOST_LINES = 40
 
 

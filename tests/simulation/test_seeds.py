@@ -4,7 +4,7 @@ import pytest
 
 from tensorhub.sim.runner import run_seed
 
-from .kit import FIXED, histories, regressions
+from .kit import FIXED, Regression, histories, regressions
 
 pytestmark = pytest.mark.simulation
 
@@ -17,14 +17,17 @@ def test_every_promise_is_kept(seed: int) -> None:
     assert result.ok, f"tensorhub simulate --seed {seed}\n{result.error}"
 
 
-@pytest.mark.parametrize("seed", regressions())
-def test_what_failed_once_does_not_fail_again(seed: int) -> None:
-    result = run_seed(seed)
-    assert result.ok, f"tensorhub simulate --seed {seed}; it once found: {regressions()[seed]}\n{result.error}"
+@pytest.mark.parametrize(
+    "kept",
+    [pytest.param(each, id=str(each.seed), marks=[pytest.mark.long] * each.is_long) for each in regressions()],
+)
+def test_what_failed_once_does_not_fail_again(kept: Regression) -> None:
+    result = run_seed(kept.seed)
+    assert result.ok, f"tensorhub simulate --seed {kept.seed}; it once found: {kept.why}\n{result.error}"
 
 
 def test_every_regression_says_what_was_wrong() -> None:
-    assert [seed for seed, why in regressions().items() if len(why) < 20] == []
+    assert [each.seed for each in regressions() if len(each.why) < 20] == []
 
 
 def test_the_same_seed_is_the_same_history_under_any_hash_seed() -> None:
