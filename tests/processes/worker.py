@@ -5,7 +5,7 @@
 
 Each command runs in a thread of its own, so that a call under way can be looked at. The weights are shared memory that
 came as a file descriptor. A `Valve` on each side of the registered memory lets a test hold a transfer at a chunk, or
-slow it down: that is the only difference from a user's worker.
+slow it down. That, and sockets whose buffers have a size, are the only differences from a user's worker.
 
 It ends when stdin does; SIGUSR1 writes the stacks of all threads to stderr.
 """
@@ -13,6 +13,7 @@ It ends when stdin does; SIGUSR1 writes the stacks of all threads to stderr.
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import json
 import logging
@@ -28,8 +29,10 @@ import numpy as np
 
 import tensorhub
 from tensorhub.memory.registration import register
+from tensorhub.runtime import opening
 
 ENOUGH = 1 << 40
+BUFFER_BYTES = 1 << 20  # of a socket: what a killed source has sent is still read; the kernel may tune one to 32 MiB
 
 
 class Valve:
@@ -212,6 +215,9 @@ def main():
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(levelname)-8s %(message)s")
     descriptor, size = int(sys.argv[1]), int(sys.argv[2])
+    opening.TcpSettings = functools.partial(
+        opening.TcpSettings, send_buffer_bytes=BUFFER_BYTES, receive_buffer_bytes=BUFFER_BYTES
+    )
     process = WorkerProcess(mmap.mmap(descriptor, size) if size else mmap.mmap(-1, 1))
     writing = threading.Lock()
 
