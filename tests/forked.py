@@ -5,6 +5,7 @@ are processes as any other: with pipes, killed and stopped by others, and they e
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -27,7 +28,7 @@ PRELOADED = [
 ]
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, *PRELOADED, "frozen"])
+_context.set_forkserver_preload([__name__, *PRELOADED])
 
 
 class Forked:
@@ -114,6 +115,7 @@ def _live(
     program: Callable[[], object], words: list[str], env: dict[str, str], folder: str, *descriptors: Connection
 ) -> None:
     """In the child: become what `subprocess` would have started, run, and end as Python does."""
+    gc.freeze()  # no collection looks at what was loaded before, nor those at the end: with torch, most of a second
     for number, lent in enumerate(descriptors):
         os.dup2(lent.fileno(), number)
         lent.close()

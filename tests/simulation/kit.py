@@ -29,13 +29,13 @@ class Regression:
 
 def regressions() -> list[Regression]:
     """All that are kept in the file beside."""
-    found: dict[int, Regression] = {}
+    found: list[Regression] = []
     for line in (HERE / "regressions.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
-            seed, _, why = line.partition(" ")
-            assert int(seed) not in found, f"seed {seed} is there twice"
-            found[int(seed)] = Regression(int(seed), why.strip().removeprefix("LONG "), why.strip().startswith("LONG "))
-    return list(found.values())
+            seed, why = line.split(maxsplit=1)
+            assert all(int(seed) != each.seed for each in found), f"seed {seed} is there twice"
+            found.append(Regression(int(seed), why.removeprefix("LONG "), why.startswith("LONG ")))
+    return found
 
 
 def histories(seeds: list[int], *, hash_seed: int) -> str:

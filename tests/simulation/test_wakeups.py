@@ -13,12 +13,15 @@ from .wakeups import Judged
 
 SEEDS = range(9)
 EVERY = 29  # events: each that is judged takes two copies of the server, some 25 ms
+OFTEN = 9
 
 
-def judge(monkeypatch: pytest.MonkeyPatch, found: Callable[[], bool] = lambda: False) -> list[str]:
+def judge(
+    monkeypatch: pytest.MonkeyPatch, found: Callable[[], bool] = lambda: False, *, every: int = EVERY
+) -> list[str]:
     """What was missed, up to the seed after which enough was `found`."""
     monkeypatch.setattr(network, "Server", Judged)
-    monkeypatch.setattr(Judged, "every", EVERY)
+    monkeypatch.setattr(Judged, "every", every)
     monkeypatch.setattr(Judged, "events", 0)
     monkeypatch.setattr(Judged, "judged", 0)
     monkeypatch.setattr(Judged, "missed", [])
@@ -31,8 +34,9 @@ def judge(monkeypatch: pytest.MonkeyPatch, found: Callable[[], bool] = lambda: F
 
 
 @pytest.mark.replaces
-def test_whoever_has_something_new_to_hear_is_decided_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert judge(monkeypatch) == []
+@pytest.mark.parametrize("every", [EVERY, pytest.param(OFTEN, marks=pytest.mark.long)])
+def test_whoever_has_something_new_to_hear_is_decided_for(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    assert judge(monkeypatch, every=every) == []
 
 
 @pytest.mark.replaces
