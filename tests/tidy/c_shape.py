@@ -22,7 +22,7 @@ def c_violations(name: str, text: str) -> list[str]:
     lines = text.splitlines()
     wrong = []
     if len(lines) > MOST_LINES_OF_FILE:
-        wrong.append(f"{name}:1: {len(lines)} lines; at most {MOST_LINES_OF_FILE}, so find the seam and cut there")
+        wrong.append(f"{name}:1: {len(lines)} lines; at most {MOST_LINES_OF_FILE}")
     if not text.startswith("/* "):
         wrong.append(f"{name}:1: no comment: what is this file, in a sentence that a user understands?")
     for first, length in _functions(lines):

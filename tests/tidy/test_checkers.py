@@ -268,7 +268,7 @@ def test_only_the_runner_may_use_processes() -> None:
         '"""Doc."""\ndef f():\n    return 1',
         '"""Doc."""\nclass A:\n    pass',
         '"""Doc."""\nasync def f():\n    return 1',
-        '"""Doc."""\n' + "x = 1\n" * 400,
+        '"""Doc."""\n' + "x = 1\n" * 900,
         '"""Doc."""\ndef _f():\n' + "    x = 1\n" * 70,
         '"""Doc."""\nclass _A:\n    def f(self):\n' + "        x = 1\n" * 70,
     ],
@@ -428,7 +428,7 @@ def test_circles_let_pass(code: str) -> None:
     ("code", "says"),
     [
         ("int x;\n", "no comment"),
-        ("/* Long. */\n" + "int x;\n" * 400, "401 lines"),
+        ("/* Long. */\n" + "int x;\n" * 900, "901 lines"),
         ("/* Wide. */\n" + " " * 121 + "\n", "121 columns"),
         ("/* A long one. */\nint f(void) {\n" + "    x();\n" * 70 + "}\n", "a function of 72 lines"),
     ],
