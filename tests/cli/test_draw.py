@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import msgspec
 import pytest
@@ -33,6 +34,42 @@ def words(text: str) -> str:
 def test_it_fits(width: int, bars: bool) -> None:
     lines = drawn(busy(), width, bars=bars).splitlines()
     assert max(len(line) for line in lines) <= width
+
+
+WIDTHS = (80, 100, 120, 130, 160, 200, 250)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("host", ["node-a", "gpu-node-17.cluster.local"])
+def test_a_replica_that_does_nothing_takes_one_line(width: int, host: str) -> None:
+    names = ["trainer", *(f"rollout-{n}" for n in range(8))]
+    received = {"trainer": 33 << 30, "rollout-1": 14 << 30, "rollout-3": 2 << 30}
+    of_each: dict[str, object] = {"host": host, "site": "eu-west", "size_bytes": 14 << 30, "received_bytes": received}
+    replicas = tuple(
+        ReplicaView(n, 1, (worker(0, reliable=n == "trainer", copies_left=2, **of_each),), None) for n in names
+    )
+    status = Status("p", 1.0, 0.0, (ModelView("policy", 1, 7, 14 << 30, (), replicas),), (), {})
+    lines = drawn(status, width).splitlines()
+    rows = lines[next(n for n, line in enumerate(lines) if "──" in line) + 1 :]
+    assert [row.split()[0] for row in rows if row.strip()] == names
+    said = drawn(status, width)
+    assert host in said or width < 100
+    assert said.count("copies: 0 B of 28.0 GiB") == len(names) or width < 200
+
+
+@pytest.mark.parametrize("bars", [False, True])
+def test_no_unit_is_cut_from_its_number_and_wider_takes_no_more_lines(bars: bool) -> None:
+    told = {"transport": "tcp", "path": "4 streams", "rate_bytes_per_s": 3 << 30, "why": "local: it is on another host"}
+    calm = busy()
+    status = Status("p", 1.0, 0.0, calm.models, (transfer(0, 32, **told), *calm.transfers[1:]), {})
+    heights = []
+    for width in range(WIDTHS[0], WIDTHS[-1] + 1):
+        lines = drawn(status, width, bars=bars).splitlines()
+        assert max(map(len, lines)) <= width
+        cells = [cell for line in lines for cell in re.split(r"\s{2,}", line.strip())]
+        assert not [cell for cell in cells if re.match(r"(B|[KMGT]iB|s|min)\b", cell)], width
+        heights.append(len(lines))
+    assert all(height <= heights[0] for height in heights)
 
 
 @pytest.mark.parametrize("width", [80, 160])

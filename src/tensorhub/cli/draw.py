@@ -1,32 +1,39 @@
 """The reference server's picture of itself as a table for a terminal. Values in, something that rich can print out.
 
 For each model: which versions there are and who has them, then a line for each replica and its shards: what it has,
-what it is doing, whom it reads from and why from there. Wider terminals also see leases, where
-workers are, and where their bytes came from.
+what it is doing, whom it reads from and why from there. Wider terminals also see leases, where workers are, and where
+their bytes came from: as much of that as fits on one line.
 """
 
 import json
-from collections.abc import Collection, Sequence
-from typing import TypeVar, cast
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..core.snapshot import CallView, ModelView, ReplicaView, Status, Transfer
+from ..core.snapshot import CallView, ModelView, ReplicaView, Status, Transfer, WorkerView
 from ..transport.choose import scheme_of
 from .rows import Row, bytes_done, rows_of, transfers_of
 from .words import count_text, plain_text, shards_text, size_text, some_text, time_text
 
 T = TypeVar("T")
-WIDE = 120  # columns; from there on there is room for leases, hosts and bytes by source
+DOES = "does, and why"
+DOES_COLUMNS = 64  # a read's source, transport, bytes and rate
+GAP_COLUMNS = 2  # beside each cell
 MOST_NAMES = 6
 MOST_VERSIONS = 5
 BAR_COLUMNS = 14
+UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:B|[KMGTP]iB|s|min|h|d)\b)")
+NO_BREAK = "\ue000"  # stands for that space while lines are broken; no text has it, for `plain_text` escapes it
 
 STYLES = {"holding": "green", "filling": "cyan", "withdrawing": "yellow", "poisoned": "bold red", "empty": "dim"}
 
@@ -42,7 +49,7 @@ def draw_status(
 ) -> RenderableType:
     """The whole picture, or that of one model. `bars` draws progress as bars; `rates` (bytes/s) are by ticket."""
     status = _plain(status)
-    parts: list[RenderableType] = [_heading(status, server)]
+    parts: list[RenderableType] = [_Words(_heading(status, server))]
     if not status.models:
         what = f"No model {model!r} yet: a worker that opens it" if model else "No model yet: a worker that opens one"
         parts.append(Text(f"\n{what} against this server appears here.", style="dim"))
@@ -90,24 +97,16 @@ def _heading(status: Status, server: str) -> Text:
 def _model(status: Status, model: ModelView, width: int, bars: bool, rates: dict[int, float]) -> list[RenderableType]:
     facts = f"  {_latest(model)}, {count_text(model.shards, 'shard')}, {size_text(model.size_bytes)}"
     title = Text.assemble((model.name, "bold"), facts)
-    parts: list[RenderableType] = [title, *_versions(model)]
+    parts: list[RenderableType] = [_Words(title), *_versions(model)]
     if not model.replicas:
         return [*parts, Text("  no replica is here now", style="dim")]
-    is_wide = width >= WIDE
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
-    table.add_column("replica", overflow="fold", max_width=30)
-    table.add_column("shard", overflow="fold", max_width=12)
-    table.add_column("has", overflow="fold", max_width=19)
-    table.add_column("does, and why", ratio=1, overflow="fold")
-    table.add_column("readers", justify="right")
-    if is_wide:
-        table.add_column("lease", justify="right")
-        table.add_column("received", max_width=26, overflow="fold")
-        table.add_column("where", max_width=26, overflow="fold")
     transfers = transfers_of(status, model)
-    for replica in model.replicas:
-        _add_replica(table, replica, transfers, is_wide, bars, rates)
-    return [*parts, table]
+    lines = [
+        _Line(replica, row, is_first=number == 0)
+        for replica in model.replicas
+        for number, row in enumerate(rows_of(replica, transfers))
+    ]
+    return [*parts, _table(lines, width, bars, rates)]
 
 
 def _latest(model: ModelView) -> str:
@@ -147,7 +146,7 @@ def _versions(model: ModelView) -> list[RenderableType]:
             text.append(f"; pinned by {some_text(list(pinned_by), MOST_NAMES)}", style="not bold")
         if not version.is_complete:
             text.append("; being published", style="not bold yellow")
-        lines.append(Padding(text, (0, 0, 0, 2)))
+        lines.append(Padding(_Words(text), (0, 0, 0, 2)))
     if len(versions) > MOST_VERSIONS:
         lines.append(Padding(Text(f"and {len(versions) - MOST_VERSIONS:,} older ones", style="dim"), (0, 0, 0, 2)))
     return lines
@@ -158,46 +157,97 @@ def _some(names: Sequence[str], cut_off: Collection[str]) -> str:
     return some_text([f"{name} (cut off)" if name in cut_off else name for name in names], MOST_NAMES)
 
 
-# --- one replica ------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _add_replica(
-    table: Table,
-    replica: ReplicaView,
-    transfers: dict[tuple[str, int], list[Transfer]],
-    is_wide: bool,
-    bars: bool,
-    rates: dict[int, float],
-) -> None:
-    for number, row in enumerate(rows_of(replica, transfers)):
-        does: list[RenderableType] = []
-        if number == 0 and (doing := _call(replica.call)) is not None:
-            does.append(doing)
-        if number == 0 and (claims := sorted({each.claim for each in replica.workers if each.claim is not None})):
-            does.append(Text(f"is to publish {', '.join(map(str, claims))}", style="cyan"))
-        worker = row.worker
-        is_heard = worker is not None and worker.connected
-        does += [_reading(transfer, rates, is_heard=is_heard) for transfer in row.transfers]
-        cells: list[RenderableType] = [
-            _name(replica) if number == 0 else Text(""),
-            Text(shards_text(row.shards)),
-            _has(row, bars),
-            Group(*does) if does else Text(""),
-            Text(str(worker.readers) if worker is not None and worker.readers else ""),
-        ]
-        if is_wide:
-            cells += [_lease(row), _received(row), _where(row)]
-        table.add_row(*cells)
+class _Line(NamedTuple):
+    """Shards of one replica that say the same."""
+
+    replica: ReplicaView
+    row: Row
+    is_first: bool  # of its replica
 
 
-def _name(replica: ReplicaView) -> Text:
-    text = Text(replica.name)
-    if replica.workers and not any(worker.reliable for worker in replica.workers):
-        text.append(" (spot)", style="dim")
-    return text
+@dataclass(frozen=True)
+class _Words:
+    """A text whose lines break between words, and never between a number and its unit."""
+
+    text: Text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = self.text.copy()
+        whole.plain = UNIT_SPACE.sub(NO_BREAK, whole.plain)
+        for part in console.render(whole, options):
+            yield part._replace(text=part.text.replace(NO_BREAK, " "))
 
 
-def _has(row: Row, bars: bool) -> RenderableType:
+def _table(lines: Sequence[_Line], width: int, bars: bool, rates: dict[int, float]) -> Table:
+    does = [_does(line, rates) for line in lines]
+    columns: dict[str, list[Text]] = {
+        "replica": [_name(line) for line in lines],
+        "shard": [Text(shards_text(line.row.shards)) for line in lines],
+        "has": [_has(line.row) for line in lines],
+        "readers": [_readers(line.row) for line in lines],
+    }
+    # with bars it is drawn again and again: the columns stay the same when a read begins
+    least = DOES_COLUMNS if bars else min(DOES_COLUMNS, _width(DOES, [text for texts in does for text in texts]))
+    room = width - least - GAP_COLUMNS - sum(_width(*column) + GAP_COLUMNS for column in columns.items())
+    for header, cell in IF_IT_FITS:
+        cells = [cell(line.row) for line in lines]
+        before = _width(header, columns[header]) if header in columns else -GAP_COLUMNS
+        more = _width(header, cells) - before
+        if more <= room:
+            columns[header], room = cells, room - more
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
+    table.add_column("replica", overflow="fold", max_width=max(30, width // 4))
+    table.add_column("shard", overflow="fold", max_width=12)
+    table.add_column("has", overflow="fold")
+    table.add_column(DOES, ratio=1, overflow="fold")
+    table.add_column("readers", justify="right")
+    further = [header for header in ("lease", "received", "where") if header in columns]
+    for header in further:
+        table.add_column(header, justify="right" if header == "lease" else "left")
+    for number, line in enumerate(lines):
+        as_one = Text("; ").join(does[number])
+        texts = [as_one] if as_one.cell_len <= least + room else does[number]
+        has = columns["has"][number]
+        table.add_row(
+            columns["replica"][number],
+            columns["shard"][number],
+            _with_bar(has, line.row.worker) if bars else has,
+            Group(*map(_Words, texts)),
+            columns["readers"][number],
+            *(columns[header][number] for header in further),
+        )
+    return table
+
+
+def _width(header: str, cells: Sequence[Text]) -> int:
+    return max([cell_len(header), *(cell.cell_len for cell in cells)])
+
+
+def _does(line: _Line, rates: dict[int, float]) -> list[Text]:
+    does = list[Text]()
+    replica, worker = line.replica, line.row.worker
+    is_heard = worker is not None and worker.connected
+    if worker is not None and not is_heard:
+        does.append(Text(f"cut off, {time_text(worker.lease_left_s)} left", style="yellow"))
+    if line.is_first and (doing := _call(replica.call)) is not None:
+        does.append(doing)
+    if line.is_first and (claims := sorted({each.claim for each in replica.workers if each.claim is not None})):
+        does.append(Text(f"is to publish {', '.join(map(str, claims))}", style="cyan"))
+    return [*does, *(_reading(transfer, rates, is_heard=is_heard) for transfer in line.row.transfers)]
+
+
+def _name(line: _Line) -> Text:
+    if not line.is_first:
+        return Text("")
+    workers = line.replica.workers
+    is_spot = bool(workers) and not any(worker.reliable for worker in workers)
+    return Text.assemble(line.replica.name, (" (spot)", "dim") if is_spot else "")
+
+
+def _has(row: Row) -> Text:
     worker = row.worker
     if worker is None:
         return Text("missing", style="red")
@@ -206,11 +256,17 @@ def _has(row: Row, bars: bool) -> RenderableType:
     if worker.state == "filling":
         share = worker.done / worker.chunks if worker.chunks else 0.0
         text.append(f" {share:4.0%}")
-    if not worker.connected:
-        text.append(f"\ncut off, {time_text(worker.lease_left_s)} left", style="yellow")
-    if not bars or worker.state != "filling":
-        return text
-    return Group(text, ProgressBar(total=max(worker.chunks, 1), completed=worker.done, width=BAR_COLUMNS))
+    return text
+
+
+def _with_bar(has: Text, worker: WorkerView | None) -> RenderableType:
+    if worker is None or worker.state != "filling":
+        return has
+    return Group(has, ProgressBar(total=max(worker.chunks, 1), completed=worker.done, width=BAR_COLUMNS))
+
+
+def _readers(row: Row) -> Text:
+    return Text(str(row.worker.readers) if row.worker is not None and row.worker.readers else "")
 
 
 def _call(call: CallView | None) -> Text | None:
@@ -247,7 +303,7 @@ def _reading(transfer: Transfer, rates: dict[int, float], *, is_heard: bool = Tr
     if transfer.path:
         text.append(f"; {transfer.path}", style="dim")
     if transfer.why:
-        text.append(f"\n  not by {transfer.why}", style="yellow")
+        text.append(f"; not by {transfer.why}", style="yellow")
     return text
 
 
@@ -255,22 +311,42 @@ def _lease(row: Row) -> Text:
     return Text(time_text(row.worker.lease_left_s) if row.worker is not None else "")
 
 
-def _received(row: Row) -> Text:
+def _received(row: Row, most: int) -> Text:
     received = row.worker.received_bytes if row.worker is not None else {}
     most_first = sorted(received.items(), key=lambda item: (-item[1], item[0]))
-    return Text(some_text([f"{size_text(size)} from {source}" for source, size in most_first], 3))
+    return Text(some_text([f"{size_text(size)} from {source}" for source, size in most_first], most))
+
+
+def _host(row: Row) -> Text:
+    return Text(row.worker.host if row.worker is not None else "", style="dim")
 
 
 def _where(row: Row) -> Text:
     if row.worker is None:
         return Text("")
-    places = [place for place in (row.worker.site, row.worker.host) if place]
-    if row.worker.endpoints:  # by what it can be read: where exactly is for programs
-        places.append(", ".join(dict.fromkeys(scheme_of(endpoint) for endpoint in row.worker.endpoints)))
-    worker = row.worker
+    # by what it can be read: where exactly is for programs
+    transports = dict.fromkeys(scheme_of(endpoint) for endpoint in row.worker.endpoints)
+    places = [place for place in (row.worker.site, row.worker.host, *transports) if place]
+    return Text(", ".join(places), style="dim")
+
+
+def _where_and_copies(row: Row) -> Text:
+    text, worker = _where(row), row.worker
+    if worker is None or not worker.size_bytes:
+        return text
     copies = len(worker.copies) + len(worker.copies_filling)
-    if worker.size_bytes:  # what it may cost in host memory to keep versions
-        most = (copies + worker.copies_left) * worker.size_bytes
-        used = f"{size_text(copies * worker.size_bytes)} of {size_text(most)}"
-        places.append(f"copies: {used}" if most else f"copies: no room for one of {size_text(worker.size_bytes)}")
-    return Text("\n".join(places), style="dim")
+    most = (copies + worker.copies_left) * worker.size_bytes  # what it may cost in host memory to keep versions
+    used = f"{size_text(copies * worker.size_bytes)} of {size_text(most)}"
+    said = f"copies: {used}" if most else f"copies: no room for one of {size_text(worker.size_bytes)}"
+    return text.append(f", {said}" if text else said)
+
+
+# What else is known of a row, the most useful first. A later one of the same column says more than an earlier one.
+IF_IT_FITS: tuple[tuple[str, Callable[[Row], Text]], ...] = (
+    ("lease", _lease),
+    ("where", _host),
+    ("received", lambda row: _received(row, 1)),
+    ("where", _where),
+    ("where", _where_and_copies),
+    ("received", lambda row: _received(row, 3)),
+)
