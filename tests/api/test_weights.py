@@ -363,6 +363,47 @@ def test_check_names_the_tensors_that_were_changed_while_published(join):
     trainer.check()
 
 
+def test_of_tensors_that_share_a_chunk_check_says_that_at_least_one_was_changed(join):
+    """`big` fills chunks 0 to 3 and shares chunk 4 with 32 small ones; 64 more fill chunk 5, and tied ones the last."""
+    tensors = {"big": np.zeros(4 * 4096 + 2048, np.uint8)}
+    tensors |= {f"layer.{i}.bias": np.zeros(64, np.uint8) for i in range(96)}
+    tensors["embed"] = tensors["head"] = np.zeros(2 * 4096, np.uint8)
+    trainer, _ = join("t", tensors=tensors, chunk_bytes=4096)
+    trainer.publish(1)
+
+    def said():
+        with pytest.raises(tensorhub.NotDrained) as caught:
+            trainer.check()
+        return str(caught.value).partition(" but ")[2]
+
+    some = "'big', 'layer.0.bias', 'layer.1.bias', 'layer.2.bias', 'layer.3.bias' and 28 more"
+    in_chunk_4 = f"at least one of the 33 tensors in chunk 4 was changed since: {some}"
+    tensors["layer.7.bias"][3] = 1
+    assert said() == in_chunk_4
+    tensors["layer.50.bias"][3] = 1
+    assert said().startswith(
+        f"{in_chunk_4}; at least one of the 64 tensors in chunk 5 was changed since: 'layer.32.bias'"
+    )
+    tensors["big"][0] = 1  # which may be all that changed in chunk 4
+    assert said().startswith("these tensors were changed since: 'big'; at least one of the 64 tensors in chunk 5")
+    assert "chunk 4" not in said()
+    tensors["head"][-1] = 1
+    assert said().startswith("these tensors were changed since: 'big', 'embed', 'head'; at least")
+
+
+def test_of_many_changed_chunks_that_tensors_share_a_few_are_named(join):
+    tensors = {f"w{i}": np.zeros(300, np.uint8) for i in range(140)}  # four in each chunk of 1000 B: none has one alone
+    trainer, _ = join("t", tensors=tensors, chunk_bytes=1000)
+    trainer.publish(1)
+    for each in tensors.values():
+        each[:] = 1
+    with pytest.raises(
+        tensorhub.NotDrained, match=r"in chunk 2 .*; and at least one in each of 39 more chunks"
+    ) as caught:
+        trainer.check()
+    assert len(str(caught.value)) < 600
+
+
 def test_readers_find_out_too_and_say_so(join):
     trainer, source = join("t", 1.0)
     reader, _ = join("r")

@@ -173,6 +173,24 @@ def tensors_of(layout: Layout, manifest: Manifest, chunks: Iterable[int]) -> lis
     ]
 
 
+def changed_of(layout: Layout, manifest: Manifest, chunks: Iterable[int]) -> tuple[list[str], dict[int, list[str]]]:
+    """Names of tensors that changed for certain if these chunks did, and the names in each other chunk.
+
+    A tensor that takes all of a chunk has changed with it. Of those that share a chunk, at least one has.
+    """
+    inside: dict[int, list[str]] = {chunk: [] for chunk in chunks}
+    certain: dict[str, None] = {}
+    for spec in layout.tensors:
+        first, stop = spec.offset_bytes, spec.offset_bytes + spec.size_bytes
+        for chunk in range(first // manifest.chunk_bytes, -(-stop // manifest.chunk_bytes) if stop > first else 0):
+            if chunk in inside:
+                inside[chunk].append(spec.name)
+                start, end = manifest.chunk_range(chunk)
+                if first <= start and end <= stop:
+                    certain[spec.name] = None
+    return list(certain), {chunk: names for chunk, names in inside.items() if certain.keys().isdisjoint(names)}
+
+
 def freed(registration: Registration, offsets: Sequence[int]) -> list[str]:
     """Names of the tensors that have no memory any more, of which these bytes could not be copied."""
     found = dict.fromkeys(registration.moved())

@@ -8,7 +8,7 @@ from functools import partial
 from ..core.errors import TensorHubError, error_from_code
 from ..core.manifest import Manifest
 from ..core.names import Digest, Version
-from ..memory.digests import changed_chunks, tensors_of
+from ..memory.digests import changed_chunks, changed_of
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
 from ..memory.tiles.across import Across
@@ -85,8 +85,11 @@ class Content:
             self.progress.fail(str(why))
 
 
-def changed_tensors(registration: Registration, known: Known) -> list[str]:
-    """Names of the tensors whose bytes now differ. Blocks; raises `UsageError` if that cannot be told."""
+def changed_tensors(registration: Registration, known: Known) -> tuple[list[str], dict[int, list[str]]]:
+    """Names of the tensors whose bytes now differ, and by chunk the names of those of which at least one does.
+
+    Blocks; raises `UsageError` if that cannot be told.
+    """
     if isinstance(known, TiledVersion):
-        return known.names(known.changed(registration), registration)
-    return tensors_of(registration.layout, known, changed_chunks(registration, known))
+        return known.names(known.changed(registration), registration), {}
+    return changed_of(registration.layout, known, changed_chunks(registration, known))

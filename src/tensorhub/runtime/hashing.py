@@ -26,6 +26,7 @@ from .loops import in_thread
 
 T = TypeVar("T")
 
+CHUNKS_SHOWN = 3  # of those that several tensors share, in an error
 HELD_HINT = "unpublish(), then publish a higher number; mutating(version=...) does both"
 
 
@@ -48,7 +49,7 @@ async def hashed(
     if isinstance(held, TiledVersion):
         if held.is_whole:
             return await by(deadline, what, partial(again, held, registration))
-        changed = await by(deadline, what, partial(changed_tensors, registration, held))  # as far as that can be told
+        changed, _ = await by(deadline, what, partial(changed_tensors, registration, held))  # as far as can be told
         if changed:
             text = f"{me} holds that version, but these tensors were changed since: {some(changed)}"
             raise VersionConflict(text, hint=HELD_HINT)
@@ -65,12 +66,21 @@ async def hashed(
 async def check_unchanged(
     me: WorkerId, version: Version, registration: Registration, known: Known, deadline: float
 ) -> None:
-    """Raises `NotDrained` naming the tensors that are not any more what the version held says of them."""
+    """Raises `NotDrained` naming the tensors that are not any more what the version held says of them.
+
+    Where small tensors share a chunk and its digest differs, it says that at least one of them was changed.
+    """
     what = f"check() of version {version} of {me}"
-    names = await by(deadline, what, partial(changed_tensors, registration, known))
+    names, shared = await by(deadline, what, partial(changed_tensors, registration, known))
     changed = dict.fromkeys([*registration.moved(), *names])
-    if changed:
-        text = f"{me} holds version {version}, but these tensors were changed since: {some(list(changed))}"
+    said = [f"these tensors were changed since: {some(list(changed))}"] if changed else []
+    for chunk in sorted(shared)[:CHUNKS_SHOWN]:
+        count = len(shared[chunk])
+        said.append(f"at least one of the {count} tensors in chunk {chunk} was changed since: {some(shared[chunk])}")
+    if len(shared) > CHUNKS_SHOWN:
+        said.append(f"and at least one in each of {len(shared) - CHUNKS_SHOWN} more chunks")
+    if said:
+        text = f"{me} holds version {version}, but {'; '.join(said)}"
         raise NotDrained(text, hint="unpublish() before changing tensors, or use mutating(version=...)")
 
 

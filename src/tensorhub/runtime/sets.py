@@ -190,7 +190,7 @@ async def _hold_again(client: Client, held: Version, known: Known | None, deadli
         if registration is None or known is None or not known.digests:
             raise
         what = f"mutating() of {client.me}: hashing what it had withdrawn"
-        if await by(deadline, what, partial(changed_tensors, registration, known)):
+        if any(await by(deadline, what, partial(changed_tensors, registration, known))):
             raise
         await client.operate("replicate", held, deadline, is_again=True)
 
