@@ -220,6 +220,69 @@ def test_a_tensor_stored_in_too_different_an_order_of_dimensions_is_named_at_onc
             reader.replicate(timeout=60)
 
 
+def test_a_mismatch_of_order_strides_or_ties_names_boxes_and_those_cure_it(server):
+    forms = {
+        "tied": lambda v: dict.fromkeys(("a", "b"), np.full((2, 3), v, np.float32)),
+        "apart": lambda v: {name: np.full((2, 3), v, np.float32) for name in ("a", "b")},
+        "other order": lambda v: {name: np.full((2, 3), v, np.float32) for name in ("b", "a")},
+        "transposed": lambda v: {name: np.full((3, 2), v, np.float32).T for name in ("a", "b")},
+    }
+    for model, (there, here) in enumerate(itertools.permutations(forms, 2)):
+        published, filled = forms[there](1), forms[here](0)
+        with (
+            tensorhub.open(f"m{model}", replica="t", server=server.address) as trainer,
+            tensorhub.open(f"m{model}", replica="r", server=server.address, call_timeout=20) as reader,
+        ):
+            trainer.register(published)
+            reader.register(filled)
+            trainer.publish(1)
+            with pytest.raises(tensorhub.LayoutMismatch) as caught:
+                reader.replicate()
+            assert any("boxes={} on both sides" in note for note in caught.value.__notes__), (there, here)
+            trainer.unpublish()
+            trainer.register(published, boxes={})
+            reader.register(filled, boxes={})
+            trainer.publish(2)
+            assert reader.replicate() == 2
+            assert all((filled[name] == 1).all() for name in "ab")
+
+
+@pytest.mark.parametrize("boxes", [None, {}])
+@pytest.mark.parametrize("wrapped", ["trainer", "rollout"])
+@pytest.mark.parametrize("kind", ["compiled", "data parallel", "one layer compiled"])
+def test_names_that_a_wrapper_has_changed_are_said_and_what_the_hint_says_cures_it(server, kind, wrapped, boxes):
+    plain = {name: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for name in ("trainer", "rollout")}
+    model, word = plain[wrapped], "_orig_mod."
+    if kind == "compiled":
+        model = torch.compile(model)
+    elif kind == "data parallel":
+        model, word = torch.nn.DataParallel(model), "module."  # as DistributedDataParallel, which needs a process group
+    else:
+        model[1] = torch.compile(model[1])
+    given = plain | {wrapped: model}
+    with (
+        tensorhub.open("m", replica="t", server=server.address) as trainer,
+        tensorhub.open("m", replica="r", server=server.address, call_timeout=20) as rollout,
+    ):
+        trainer.register(given["trainer"], boxes=boxes)
+        rollout.register(given["rollout"], boxes=boxes)
+        trainer.publish(1)
+        with pytest.raises(tensorhub.LayoutMismatch, match=f"have '{word}' in addition") as caught:
+            rollout.replicate()
+        trainer.unpublish()
+        inside = getattr(model, word[:-1], None)
+        bare = {name.replace(word, ""): tensor for name, tensor in model.state_dict().items()}
+        if boxes is None:
+            hint = (
+                f"register what is inside, model.{word[:-1]}" if inside is not None else f"name.replace('{word}', '')"
+            )
+            assert hint in caught.value.__notes__[0]
+        worker = trainer if wrapped == "trainer" else rollout
+        worker.register(bare if inside is None else inside, boxes=boxes)
+        trainer.publish(2)
+        assert rollout.replicate() == 2
+
+
 def test_boxes_that_cannot_be(join):
     weights, _ = join()
     for boxes, text in (

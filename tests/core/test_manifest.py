@@ -14,6 +14,7 @@ from tensorhub.core.manifest import (
     chunk_count,
     decode_layout,
     decode_manifest,
+    difference_hint,
     layout_difference,
 )
 from tensorhub.core.messages import Holding, LayoutInfo, Orders
@@ -59,6 +60,55 @@ def test_the_first_difference_names_the_tensor(what: str) -> None:
 def test_a_tensor_more_on_the_other_side() -> None:
     text = layout_difference(layout(W), layout(W, B), here="in a", there="in b")
     assert text == "tensor 'b': bfloat16[4] exists in b but not in a"
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said", "hint"),
+    [
+        ("w x.b", "module.w module.x.b", "names there have 'module.' in addition", "inside, model.module, or"),
+        ("_orig_mod.w _orig_mod.b", "w b", "names here have '_orig_mod.' in addition", "inside, model._orig_mod, or"),
+        ("w 0.b", "w 0._orig_mod.b", "names there have '_orig_mod.' in addition", "replace('_orig_mod.', '')"),
+        ("w 0.b", "module.w module.0._orig_mod.b", "have '_orig_mod.' and 'module.' in", "inside, model.module, or"),
+        ("_orig_mod.module.w", "w", "have '_orig_mod.' and 'module.' in", "inside, model._orig_mod.module, or"),
+        ("module._orig_mod.w", "w", "have '_orig_mod.' and 'module.' in", "inside, model.module._orig_mod, or"),
+        (
+            "base_model.model.model.w",
+            "model.w",
+            "here have 'base_model.model.' in",
+            "inside, model.base_model.model, or",
+        ),
+        ("model.w model.head", "model.model.w model.model.head", "there have 'model.' in", "inside, model.model, or"),
+        ("a.w a.extra", "w", "names here have 'a.' in addition", "inside, model.a, or"),
+        (
+            "_orig_mod.w",
+            "module.w",
+            "names here have '_orig_mod.' in addition, and names there have 'module.'",
+            "; reg",
+        ),
+        ("w", "v", "", "register the same tensors"),
+        ("a.w v", "w v", "", "register the same tensors"),
+        ("_orig_mod.w", "_orig_mod.v", "", "register the same tensors"),
+        ("_orig_mod.w", "v", "", "register the same tensors"),
+    ],
+)
+def test_what_all_names_of_one_side_have_in_addition_is_said(mine: str, theirs: str, said: str, hint: str) -> None:
+    ours, others = (layout(*(changed(W, name=name) for name in names.split())) for names in (mine, theirs))
+    text = layout_difference(ours, others) or ""
+    assert said in text
+    assert ("in addition" in text) == bool(said)
+    assert hint in difference_hint(ours, others)
+
+
+def test_where_only_order_strides_or_ties_differ_boxes_are_the_hint() -> None:
+    mine, apart = layout(W, B), changed(B, offset_bytes=8)
+    for what in ("strides", "order", "sharing"):
+        theirs = DIFFERENCES[what][0]
+        assert difference_hint(mine, theirs).startswith("register(..., boxes={} on both sides)")
+        assert "which say what each shard has" in difference_hint(mine, theirs, shards=2)  # {}: each has all of it
+    for what in ("dtype", "shape", "name", "fewer"):
+        assert "boxes" not in difference_hint(mine, DIFFERENCES[what][0])
+    assert "memory of its own" in difference_hint(layout(W, apart), mine), "boxes would refuse to fill that"
+    assert "boxes={}" in difference_hint(mine, layout(W, apart))
 
 
 specs = st.builds(

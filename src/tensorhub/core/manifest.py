@@ -10,7 +10,9 @@ Two workers may exchange a shard only if their layout digests are equal. What tw
 if their root digests are equal: the root covers the layout, the digest of every chunk and the metadata.
 """
 
+from collections.abc import Collection, Set
 from hashlib import blake2b
+from itertools import pairwise
 
 import msgspec
 
@@ -21,6 +23,7 @@ from .names import BOXED, PARTIAL, Digest
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what others made up raises one of these
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
 MAX_SIZE = 2**62  # of anything in a layout: above every memory, and twice it still fits 64 bits
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # which torch puts into names
 Buffer = bytes | bytearray | memoryview | msgspec.Raw
 
 
@@ -89,7 +92,8 @@ def layout_difference(mine: Layout, theirs: Layout, *, here: str = "here", there
         if a.name != b.name:
             names = {spec.name for spec in theirs.tensors}
             if a.name not in names:
-                return f"tensor {a} exists {here} but not {there} (there, tensor {index} is {b})"
+                text = f"tensor {a} exists {here} but not {there} (there, tensor {index} is {b})"
+                return text + _names_said(mine, theirs, here, there)[0]
             return f"order differs: tensor {index} is {a.name!r} {here} and {b.name!r} {there}"
         for what in ("dtype", "shape", "strides"):
             x, y = getattr(a, what), getattr(b, what)
@@ -102,6 +106,79 @@ def layout_difference(mine: Layout, theirs: Layout, *, here: str = "here", there
         where, other = (here, there) if more is mine.tensors else (there, here)
         return f"tensor {more[len(fewer)]} exists {where} but not {other}"
     return None if mine == theirs else "the layouts differ in their total size"
+
+
+def difference_hint(mine: Layout, theirs: Layout, *, shards: int = 1) -> str:
+    """What makes `mine` able to hold what was published as `theirs`, both of them without boxes."""
+    ours, others = ({spec.name: (spec.dtype, spec.shape) for spec in each.tensors} for each in (mine, theirs))
+    if ours == others and _shares_in_part(mine):
+        return "give each tensor of the reader memory of its own; only whole tensors may be tied"
+    if ours == others:
+        boxes = "boxes={}" if shards == 1 else "boxes={...}, which say what each shard has,"
+        return f"register(..., {boxes} on both sides): then order, strides and ties may differ"
+    same = "register the same tensors in the same order on both sides; register(..., dtype=) publishes in another dtype"
+    return _names_said(mine, theirs, "here", "there")[1] or same
+
+
+def _shares_in_part(layout: Layout) -> bool:
+    """Two of its tensors share some of their memory, and not all of it."""
+    places = sorted({(spec.offset_bytes, spec.size_bytes) for spec in layout.tensors if spec.size_bytes})
+    return any(start + size > following for (start, size), (following, _) in pairwise(places))
+
+
+def _names_said(mine: Layout, theirs: Layout, here: str, there: str) -> tuple[str, str]:
+    return names_difference([s.name for s in mine.tensors], [s.name for s in theirs.tensors], here=here, there=there)
+
+
+def names_difference(mine: Collection[str], theirs: Collection[str], *, here: str, there: str) -> tuple[str, str]:
+    """What the names of one side have in addition, as to append it to a message, and a hint; both empty if nothing.
+
+    That is what wrappers put there (`torch.compile`: "_orig_mod."), and a prefix of all names of one side.
+    """
+    sides = [dict.fromkeys(mine), dict.fromkeys(theirs)]
+    wraps = [[word for word in WRAPPERS if any(word in name for name in names)] for names in sides]
+    extra = [[word for word in wraps[n] if word not in wraps[1 - n]] for n in (0, 1)]
+    for n in (0, 1):
+        for word in extra[n]:
+            sides[n] = dict.fromkeys(name.replace(word, "") for name in sides[n])
+    for n in (0, 1):
+        prefix = _prefix(sides[n].keys(), sides[1 - n].keys())
+        if prefix:
+            extra[n].append(prefix)
+            sides[n] = dict.fromkeys(name.removeprefix(prefix) for name in sides[n])
+            break
+    if not any(extra) or sides[0].keys().isdisjoint(sides[1]):
+        return "", ""
+    said, hints = [], []
+    for words, where, names in zip(extra, (here, there), (mine, theirs), strict=True):
+        if words:
+            said.append(f"names {where} have {' and '.join(map(repr, words))} in addition")
+            hints += _hints_without(words, names)
+    return f"; {', and '.join(said)}", "; ".join(hints)
+
+
+def _prefix(names: Set[str], others: Set[str]) -> str:
+    """What all of these names begin with, if others are the same without it."""
+    for name in sorted(names - others):
+        at = name.find(".") + 1
+        while at:
+            if name[at:] in others:
+                return name[:at] if all(each.startswith(name[:at]) for each in names) else ""
+            at = name.find(".", at) + 1
+    return ""
+
+
+def _hints_without(words: Collection[str], names: Collection[str]) -> list[str]:
+    """How to register without these words: what is inside of a wrapper, or under other names."""
+    front, others = "", list(words)
+    while found := [word for word in others if all(name.startswith(front + word) for name in names)]:
+        front += found[0]
+        others.remove(found[0])
+    hints = [f"register what is inside, model.{front[:-1]}, or a mapping from names without {front!r}"] if front else []
+    for word in others:
+        bare = f"{{name.replace({word!r}, ''): tensor for name, tensor in model.state_dict().items()}}"
+        hints.append(f"register({bare})")
+    return hints
 
 
 class Manifest(msgspec.Struct, frozen=True):

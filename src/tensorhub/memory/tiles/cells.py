@@ -11,6 +11,7 @@ import numpy as np
 
 from ...core.boxes import refuse_difference
 from ...core.errors import LayoutMismatch
+from ...core.manifest import names_difference
 from .arrays import Bools, Ints, ints, ranks_of, row_major, starts_of, volumes
 from .grid import Grid
 from .table import BoxTable
@@ -121,9 +122,11 @@ def numbers_in(table: BoxTable, grid: Grid, here: str, there: str) -> Ints:
     missing = [tensor for tensor, n in zip(table.tensors, found, strict=True) if n < 0]
     if missing:
         more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+        names = [tensor.name for tensor in table.tensors]
+        said, hint = names_difference(names, grid.index, here=here, there=there)
         raise LayoutMismatch(
-            f"tensor {missing[0]} exists {here}, and {there} neither whole nor in part{more}",
-            hint="the boxes of all shards of a replica cover the same tensors on both sides",
+            f"tensor {missing[0]} exists {here}, and {there} neither whole nor in part{more}{said}",
+            hint=hint or "the boxes of all shards of a replica cover the same tensors on both sides",
         )
     for tensor, n in zip(table.tensors, found, strict=True):
         if grid.tensors[n] != tensor:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...core.boxes import GlobalTensor, refuse_difference
 from ...core.errors import LayoutMismatch
+from ...core.manifest import names_difference
 from .arrays import Bools, Ints
 from .cells import spans_of, tensor_of, tiles_of
 from .grid import Cutting, Grid
@@ -43,7 +44,7 @@ def check_coverage(
 
 
 def _check_named(grid: Grid, wanted: Iterable[GlobalTensor], who: str) -> None:
-    missing = []
+    missing, wanted = [], tuple(wanted)
     for tensor in wanted:
         known = grid.index.get(tensor.name)
         if known is None:
@@ -52,9 +53,12 @@ def _check_named(grid: Grid, wanted: Iterable[GlobalTensor], who: str) -> None:
             refuse_difference(grid.tensors[known], tensor, here=f"in {who}", there="in what was published")
     if missing:
         more = f", nor {len(missing) - 1} other tensors of it" if len(missing) > 1 else ""
+        names = [tensor.name for tensor in wanted]
+        said, hint = names_difference(grid.index, names, here=f"in {who}", there="in what was published")
         raise LayoutMismatch(
-            f"tensor {missing[0]} of the version is in no box of {who}{more}",
-            hint="register all tensors of the model, for what is left out keeps old weights; or say partial=True",
+            f"tensor {missing[0]} of the version is in no box of {who}{more}{said}",
+            hint=hint
+            or "register all tensors of the model, for what is left out keeps old weights; or say partial=True",
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...errors import UsageError
-from ...manifest import layout_difference
+from ...manifest import difference_hint, layout_difference
 from ...messages import MAX_PARTS, Failure
 from ...names import Digest, is_tiled
 from ..catalog import Model
@@ -68,9 +68,10 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
         text = f"{member.worker} was opened with shards={line.shards}, {name} is cut in {', '.join(map(str, others))}"
         hint = "open as many shards on both sides, or say with boxes what each of them has"
         return Failure("layout-mismatch", text, hint)
-    text = difference or f"the tensors of {member.worker} differ from those of {name}"
-    hint = "register the same tensors in the same order on both sides; register(..., dtype=) publishes in another dtype"
-    return Failure("layout-mismatch", text, hint)
+    if difference is None:
+        text = f"the tensors of {member.worker} differ from those of {name}"
+        return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")
+    return Failure("layout-mismatch", *difference)
 
 
 def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failure | None:
@@ -86,12 +87,15 @@ def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failur
     return Failure("layout-mismatch", text, "publish it from fewer ranks, each with more of it")
 
 
-def _difference(state: State, record: VersionRecord, member: Member, layout: Digest) -> str | None:
+def _difference(state: State, record: VersionRecord, member: Member, layout: Digest) -> tuple[str, str] | None:
+    """In words, and what to do."""
     mine, theirs = state.layouts.get(member.report.layout), state.layouts.get(layout)
     if mine is None or theirs is None:
         return None
     here, there = f"in {member.worker}", f"in version {record.version}"
     try:
-        return layout_difference(mine.decode(), theirs.decode(), here=here, there=there)
+        ours, others = mine.decode(), theirs.decode()
     except UsageError:
         return None  # what is no layout differs too, but no word of it is repeated
+    text = layout_difference(ours, others, here=here, there=there)
+    return (text, difference_hint(ours, others, shards=member.line.shards)) if text is not None else None
