@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from tensorhub.demo.checks import judge
-from tensorhub.demo.events import AnyEvent
-from tensorhub.demo.report import Report, show, write_report
+from tensorhub.demo.events import AnyEvent, Generated
+from tensorhub.demo.plots import centred_means
+from tensorhub.demo.progress import Progress
+from tensorhub.demo.report import HEADINGS, LEGEND, Report, html, introduction, show, write_report
 from tensorhub.demo.summary import Summary, summarise
 
 from .story import STEPS, good_run
@@ -45,6 +47,46 @@ def test_the_page_says_what_held_and_who_did_what(written: Path) -> None:
     assert 'class="no"' not in page
     for words in ("was killed", "joined late", "rollout-2", "none from the trainer", "seed 3"):
         assert words in page
+
+
+def test_the_page_begins_with_what_it_is_about(written: Path) -> None:
+    first = re.findall(r"<p>(.*?)</p>", written.read_text(encoding="utf-8"))[0]
+    assert first.startswith("TensorHub hands the weights of a model")
+    assert first.endswith(
+        "In this run a trainer published its weights after each step and 3 rollouts updated to them, while rollout-1"
+        " was killed, the reference server was killed, the reference server was restarted, rollout-2 joined late."
+    )
+    assert re.findall(r"[.] ", first) == [". "], "two sentences"
+    kept = summarise(good_run(), steps=STEPS, seed=3, updates=False, seconds=12.0)
+    assert "3 rollouts kept the first ones, while" in introduction(kept)
+
+
+def test_each_column_says_what_it_is(written: Path) -> None:
+    page = written.read_text(encoding="utf-8")
+    for heading in HEADINGS[1:]:
+        assert f"<th>{heading}</th>" in page
+        assert f"{heading}: " in LEGEND
+    assert f'<p class="detail">{LEGEND}</p>' in page
+
+
+def test_the_report_and_the_live_table_show_one_version_of_each_rollout() -> None:
+    """Also of a rollout that was killed between an update and the batch that it would have made."""
+    events = [event for event in good_run() if not (isinstance(event, Generated) and event.time > 1.5)]
+    progress = Progress(STEPS)
+    progress.take(events)
+    told = {rollout.name: rollout.held_version for rollout in summary_of(events).rollouts}
+    assert told == {name: row.version for name, row in progress.rollouts.items()}
+    assert told["rollout-1"] == 2
+    row = next(line for line in re.findall(r"<tr>.*?</tr>", html(summary_of(events), [], {})) if "rollout-1" in line)
+    assert re.findall(r"<td>(.*?)</td>", row)[3] == "2"
+
+
+def test_a_moving_mean_is_centred_on_its_points() -> None:
+    line = [float(n) for n in range(9)]
+    assert centred_means(line, 2) == line, "of a straight line it is that line, also at the ends"
+    step = [0.0] * 5 + [1.0] * 5
+    assert centred_means(step, 2) == [0.0, 0.0, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0]
+    assert centred_means([], 2) == []
 
 
 def test_faults_are_marked_in_the_figures(written: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TypeVar
 
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ SIZE_INCHES = (8.0, 3.4)
 TRAINER_COLOUR = "#333333"
 ROLLOUT_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 FAULT_COLOUR = "#cc0000"
-MEAN_OVER = 5  # steps
+MEAN_OVER = 5  # steps, the middle one at its place
 MIB = 1 << 20
 
 E = TypeVar("E")
@@ -51,9 +52,7 @@ class _Plots:
             )
         trained = self._all(Trained)
         rewards = [event.reward for event in trained]
-        means = [
-            sum(part) / len(part) for part in (rewards[max(0, i - MEAN_OVER + 1) : i + 1] for i in range(len(rewards)))
-        ]
+        means = centred_means(rewards, MEAN_OVER // 2)
         axes.plot(self._times(trained), means, c=TRAINER_COLOUR, lw=1.6, label=f"mean of {MEAN_OVER} steps")
         axes.set_ylim(-0.03, 1.03)
         self._mark_faults(axes)
@@ -151,6 +150,12 @@ class _Plots:
             axes.axvline(fault.seconds, color=FAULT_COLOUR, lw=0.8, ls="--", zorder=0)
             text = axes.text(fault.seconds, 1.0, words, transform=inside, rotation=90, va="top", ha=side)
             text.set(fontsize=7, color=FAULT_COLOUR)
+
+
+def centred_means(values: Sequence[float], reach: int) -> list[float]:
+    """The mean of each value and of as many on both sides of it: `reach`, and fewer towards the ends."""
+    reaches = [min(reach, i, len(values) - 1 - i) for i in range(len(values))]
+    return [fmean(values[i - each : i + each + 1]) for i, each in enumerate(reaches)]
 
 
 def _axes(ylabel: str, *, xlabel: str = "seconds") -> tuple[Figure, Axes]:

@@ -10,13 +10,25 @@ from rich.console import Console
 from rich.table import Table
 
 from .checks import Check
-from .events import AnyEvent
+from .events import SERVER, AnyEvent
 from .plots import figures
 from .summary import RolloutSummary, Summary, bytes_from
 from .task import LETTERS
 
 MIB = 1 << 20
-HEADINGS = ("rollout", "fate", "versions", "last", "samples", "stall", "most", "trainer MiB", "peers MiB")
+COLUMNS = {
+    "rollout": "",
+    "fate": "what became of it",
+    "versions run": "how many versions it generated samples with",
+    "version": "held at its end",
+    "samples": "how many it generated",
+    "stall": "how long an update kept it from generating (median)",
+    "longest stall": "the longest of these",
+    "trainer MiB": "what it read from the trainer",
+    "peers MiB": "what it read from other rollouts",
+}
+HEADINGS = tuple(COLUMNS)
+LEGEND = "; ".join(f"{heading}: {meaning}" for heading, meaning in COLUMNS.items() if meaning) + "."
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -56,9 +68,11 @@ def html(summary: Summary, checks: Sequence[Check], drawn: dict[str, str]) -> st
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>TensorHub demo</title><style>{STYLE}</style>'
-        f"<h1>An RL run over TensorHub</h1><p>{escape(_sentence(summary))}</p><p>{escape(_effective(summary))}</p>"
+        f"<h1>An RL run over TensorHub</h1><p>{escape(introduction(summary))}</p>"
+        f"<p>{escape(_sentence(summary))}</p><p>{escape(_effective(summary))}</p>"
         f"<ul>{''.join(_check_item(check) for check in checks)}</ul>"
-        f"<table>{''.join(_row(row, 'th' if row is HEADINGS else 'td') for row in rows)}</table>{body}</html>\n"
+        f"<table>{''.join(_row(row, 'th' if row is HEADINGS else 'td') for row in rows)}</table>"
+        f'<p class="detail">{escape(LEGEND)}</p>{body}</html>\n'
     )
 
 
@@ -74,11 +88,28 @@ def show(console: Console, summary: Summary, checks: Sequence[Check], page: Path
     console.print(_sentence(summary), highlight=False, soft_wrap=True)
     console.print(_effective(summary), highlight=False, soft_wrap=True)
     console.print(table)
+    console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
     console.print()
     for check in checks:
         mark = "[green]✓[/]" if check.holds else "[red]✗[/]"
         console.print(f"{mark} {check.sentence}  [dim]{check.detail}[/]", highlight=False, soft_wrap=True)
     console.print(f"\nreport: {page}  (and report.json, events/, logs/ beside it)", highlight=False, soft_wrap=True)
+
+
+def introduction(summary: Summary) -> str:
+    """Two sentences: what TensorHub is, and what happened in this run."""
+    late = [rollout.name for rollout in summary.rollouts if rollout.fate == "joined late"]
+    names = {SERVER: "the reference server"}
+    faults = [f"{names.get(e.process, e.process)} was {e.what}" for e in summary.faults if e.process not in late]
+    faults += [f"{name} joined late" for name in late]
+    meanwhile = f", while {', '.join(faults)}" if faults else ""
+    rollouts = len(summary.rollouts)
+    took = "updated to them" if summary.updates else "kept the first ones"
+    return (
+        "TensorHub hands the weights of a model that is being trained to the workers that use them; each worker reads "
+        "them from the memory of a worker that has them, and no store lies between. "
+        f"In this run a trainer published its weights after each step and {rollouts} rollouts {took}{meanwhile}."
+    )
 
 
 def _sentence(summary: Summary) -> str:
@@ -114,7 +145,7 @@ def _cells(rollout: RolloutSummary) -> tuple[str, ...]:
         rollout.name,
         rollout.fate,
         str(rollout.versions_run),
-        "–" if rollout.last_version is None else str(rollout.last_version),
+        "–" if rollout.held_version is None else str(rollout.held_version),
         f"{rollout.samples:,}",
         _milliseconds(rollout.stall.median_s),
         _milliseconds(rollout.stall.most_s),

@@ -6,8 +6,9 @@ from statistics import fmean, median
 import msgspec
 
 from .events import SERVER, TRAINER, AnyEvent, Fault, Generated, Kept, Made, Published, Refilled, Trained, Updated
+from .progress import RECENT, Progress
 
-START_STEPS, END_STEPS = 5, 10  # over which the reward at the start and at the end is averaged
+START_STEPS, END_STEPS = 5, RECENT  # over which the reward at the start and at the end is averaged
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -25,6 +26,7 @@ class RolloutSummary(msgspec.Struct, frozen=True):
     name: str
     fate: str  # "to the end", "was killed", "joined late"
     first_version: int | None
+    held_version: int | None  # at its end, as the live table shows it
     last_version: int | None  # that it ran
     versions_run: int
     samples: int
@@ -121,7 +123,9 @@ def summarise(
     rewards = [event.reward for event in events if isinstance(event, Trained)]
     replicas = sorted({event.process for event in events if isinstance(event, Updated)})
     compared, wrong = compare_hashes(events)
-    rollouts = [_rollout(name, events) for name in replicas]
+    progress = Progress(steps)
+    progress.take(events)
+    rollouts = [_rollout(name, events, progress.rollouts[name].version) for name in replicas]
     return Summary(
         steps=steps,
         seed=seed,
@@ -172,7 +176,7 @@ def ran_unproved(events: Sequence[AnyEvent]) -> list[str]:
     return found
 
 
-def _rollout(name: str, events: Sequence[AnyEvent]) -> RolloutSummary:
+def _rollout(name: str, events: Sequence[AnyEvent], held_version: int | None) -> RolloutSummary:
     mine = [event for event in events if event.process == name]
     updated = [event for event in mine if isinstance(event, Updated)]
     generated = [event for event in mine if isinstance(event, Generated)]
@@ -183,6 +187,7 @@ def _rollout(name: str, events: Sequence[AnyEvent]) -> RolloutSummary:
         name=name,
         fate="was killed" if "killed" in faults else "joined late" if "started late" in faults else "to the end",
         first_version=updated[0].version if updated else None,
+        held_version=held_version,
         last_version=generated[-1].version if generated else None,
         versions_run=len({event.version for event in generated}),
         samples=sum(event.samples for event in generated),
