@@ -23,9 +23,9 @@ from tensorhub.core.messages import (
     Orders,
     Report,
 )
-from tensorhub.core.names import Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
+from tensorhub.core.names import MAX_NAME, Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
 from tensorhub.core.server.groups import GroupCall, Replica
-from tensorhub.core.server.rules.admission import MAX_NAME, MAX_SHARDS
+from tensorhub.core.server.rules.admission import MAX_SHARDS
 from tensorhub.core.sums import add_up
 from tensorhub.core.version_spec import HIGHEST_VERSION
 from tensorhub.core.worker import events
@@ -38,7 +38,7 @@ HIGHEST = 2**62
 SOURCES, RECEIVED = 1_500, 2**50
 ROOT = Digest("f" * 64)
 ENDLESS = "\N{GRINNING FACE}" * 50_000
-NAME = "\N{GRINNING FACE}" * MAX_NAME
+NAME = "n" * MAX_NAME
 LONGEST = worker_id(NAME, NAME, MAX_SHARDS - 1)
 FAILURE = Failure("corrupt-transfer", ENDLESS, ENDLESS)
 

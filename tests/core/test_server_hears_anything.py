@@ -127,7 +127,9 @@ reports = st.builds(
     receipts=st.dictionaries(st.integers(0, 4), st.sampled_from(["", "x"]), max_size=2),
     cross_site_bytes=st.dictionaries(st.integers(0, 4), st.integers(0, 100), max_size=2),
     roster=st.none()
-    | st.builds(Roster, numbers.map(Number), st.integers(-1, 4), st.sampled_from(["", "x", "0"]), st.text(max_size=3)),
+    | st.builds(
+        Roster, numbers.map(Number), st.integers(-1, 4), st.sampled_from(["", "x", "0"]), st.sampled_from(["", "é"])
+    ),
 )
 lives = st.sampled_from(["1", "2"])
 

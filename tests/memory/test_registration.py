@@ -412,7 +412,9 @@ def test_bad_mappings_and_names() -> None:
         ({}, "the mapping is empty"),
         ([("w", torch.ones(1))], "not a list"),
         ({1: torch.ones(1)}, "names are strings, but 1 is a int"),
-        ({"\ud800": torch.ones(1)}, "not valid Unicode"),
+        ({"\ud800": torch.ones(1)}, "unprintable"),
+        ({"w\x1b[2J": torch.ones(1)}, "unprintable"),
+        ({"w" * 5_000: torch.ones(1)}, "more than 4000"),
     ]:
         with pytest.raises(UsageError, match=words):
             register(tensors)  # type: ignore[arg-type]

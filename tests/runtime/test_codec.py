@@ -7,21 +7,37 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from tensorhub.core.errors import UsageError
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import (
     MAX_REPORT_BYTES,
+    Across,
+    Answer,
     CallReport,
+    Failure,
     Filling,
+    Grant,
+    Hello,
     Holding,
+    HostCopy,
     LayoutInfo,
+    LayoutWanted,
     Orders,
+    Part,
     Poisoned,
+    Reading,
     Refusal,
     Report,
+    Roster,
+    TicketFailure,
 )
-from tensorhub.core.names import Digest, Number, Version
+from tensorhub.core.names import NAME_RULE, Digest, Number, Ticket, Version, worker_id
+from tensorhub.core.server import Server
+from tensorhub.core.settings import Settings
 from tensorhub.runtime.codec import Malformed, decode_to_server, decode_to_worker, encode
+from tensorhub.runtime.config import check_name
 
 from .kit import hello
 
@@ -90,6 +106,111 @@ def test_only_a_layout_may_be_long_and_only_of_somebody_known():
     report = encode(Report(1, received_bytes={f"replica-{i}": i for i in range(10_000)}))
     with pytest.raises(Malformed, match="at most"):
         decode_to_server(report)
+
+
+def texts_of(value):
+    """Where a text may stand in a decoded value: each of them as a path of field names, keys and places."""
+    match value:
+        case str():
+            yield ()
+        case dict():
+            yield from (("key", key) for key in value if key == "trainer")  # the others are names of fields
+            yield from ((key, *rest) for key, each in value.items() if key != "type" for rest in texts_of(each))
+        case list():
+            yield from ((at, *rest) for at, each in enumerate(value) for rest in texts_of(each))
+
+
+def with_text(value, path, text):
+    """The same value, with another text there."""
+    if not path:
+        return text
+    if path[0] == "key":
+        return {text if key == path[1] else key: each for key, each in value.items()}
+    changed = value.copy()
+    changed[path[0]] = with_text(value[path[0]], path[1:], text)
+    return changed
+
+
+ME = worker_id("m", "r", 0)
+FAILURE = Failure("corrupt-transfer", "why", "what to do")
+GRANT = Grant(Ticket(3), Version(1), Digest("ab"), ME, ("tcp://h:1",), "the nearest")
+WORDY = [  # each kind of message with a text in each place that has one
+    replace(hello(token="t"), endpoints=("tcp://h:1",), site="s", host="h", place="p", companions=("draft",)),
+    Report(
+        1,
+        buffer=Holding(Version(3), Digest("ab")),
+        layout=Digest("l"),
+        call=CallReport(5, "update", "latest", root=Digest("r"), metadata=Digest("m"), grid=Digest("g")),
+        reading=Reading(Ticket(1), ME, Version(1), transport="tcp", path="4 streams", why="not on one host"),
+        failures=(TicketFailure(Ticket(1), ME, "source-lost", "it fell silent"),),
+        received_bytes={"trainer": 7},
+        copies=(HostCopy(1, Version(1), Digest("r"), layout=Digest("l")),),
+        copy_error=FAILURE,
+        prefetch="latest",
+        newest_receipt="n",
+        receipts={1: "x"},
+        ceiling_receipt="c",
+        roster=Roster(Number(1), 1, "d", "r"),
+        across=Across(Version(1), root=Digest("r"), parts=(Part(Ticket(1), ME),)),
+        missed=FAILURE,
+    ),
+    Orders(
+        *(Number(2), Number(1), 4, 10.0, 9.0, 1.0),
+        answer=Answer(1, error=FAILURE, waiting=FAILURE),
+        grant=GRANT,
+        newest_receipt="n",
+        receipts={1: "x"},
+        ceiling_receipt="c",
+        conflict=Digest("ab"),
+        roster=Roster(Number(1), 1, "d", "r"),
+        across=(GRANT,),
+    ),
+    Refusal("shard-taken", "another one lives", "give it another name"),
+    LayoutWanted(Digest("l")),
+]
+UNFIT = {"ESC": "\x1b[2J", "OSC": "\x1b]0;x\x07", "lines": "a\nb", "DEL": "a\x7f", "bidi": "a\u202eb", "C1": "\x9b2J"}
+UNFIT |= {"zero width": "a\u200bb", "long": "x" * 5_000}
+
+
+@pytest.mark.parametrize("text", UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize("message", WORDY, ids=lambda m: type(m).__name__)
+def test_no_text_of_any_message_can_reach_a_terminal_raw(message, text):
+    """In either direction, wherever it stands; and no error for it shows it raw."""
+    decode = decode_to_server if isinstance(message, Hello | Report) else decode_to_worker
+    assert decode(encode(message)) == message
+    told = msgspec.msgpack.decode(encode(message))
+    places = list(texts_of(told))
+    assert len(places) >= sum(isinstance(getattr(message, name), str) for name in message.__struct_fields__)
+    for path in [*places, ("type",)]:
+        with pytest.raises(Malformed) as raised:
+            decode(msgspec.msgpack.encode(with_text(told, path, text)))
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 4_100
+
+
+def test_words_in_any_language_pass():
+    said = Refusal("shard-taken", 'größer, 重み, \U0001f600, "a\\b"', "x" * 2_000)
+    assert decode_to_worker(encode(said)) == said
+
+
+def test_errors_travel_as_one_printable_line():
+    """The sender sees to it, so that its peer takes the message."""
+    failure = Failure("error", "\x1b[2J first\nsecond\u202e" + "x" * 5_000, "look\x07").bounded()
+    orders = replace(TO_WORKER[0], answer=Answer(1, error=failure))
+    assert decode_to_worker(encode(orders)) == orders
+    assert failure.message.startswith("\\x1b[2J first\\nsecond\\u202e")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", ".a", "größer", "x" * 201, "a\n", "-a"])
+def test_server_and_client_take_the_same_names(name):
+    with pytest.raises(UsageError):
+        check_name(name, "model")
+    server = Server(settings=Settings(), now=0.0, first_number=1, fresh=True)
+    for words in ({"model": name}, {"replica": name}):
+        ((_, refusal),) = server.handle(hello(**words), sender="line", now=0.0)
+        assert (refusal.code, refusal.hint) == ("usage", NAME_RULE)
+    with pytest.raises(Malformed):
+        decode_to_server(encode(replace(hello(), companions=(name,))))
 
 
 def test_a_message_for_the_other_side_is_malformed():

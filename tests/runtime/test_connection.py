@@ -120,6 +120,7 @@ def answering(reply: bytes | None):
         (b"", "it closed the connection"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers there is no reference server"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok", "its answer broke off"),
+        (b"HTTP/1.1 418 x\r\nContent-Length: 5\r\n\r\n\x1b[2J\n", "HTTP 418 \\x1b[2J"),
     ],
 )
 def test_what_is_wrong_is_said_in_plain_words(reply, says):

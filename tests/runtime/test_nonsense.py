@@ -76,7 +76,7 @@ class Liar:
         return choice([0, 1, 10**6, 2**62]) if self.dice.random() < 0.1 else self.dice.randrange(6)
 
     def word(self) -> str:
-        return self.dice.choice(["", "a", "latest", "latest-1", "x" * 300, "\x00", "publish", "é"])
+        return self.dice.choice(["", "a", "latest", "latest-1", "x" * 300, "\\", "publish", "é"])
 
     def digest(self) -> str:
         return self.dice.choice(["", "d1", "d2"])

@@ -89,7 +89,18 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     # what both halves may import, and whoever is outside
     CORE: (
-        *("names", "errors", "metadata", "manifest", "settings", "messages", "sums", "version_spec", "snapshot"),
+        *(
+            "names",
+            "errors",
+            "decoding",
+            "metadata",
+            "manifest",
+            "settings",
+            "messages",
+            "sums",
+            "version_spec",
+            "snapshot",
+        ),
         *("boxes", "placements", "tile_manifest"),
     ),
 }

@@ -89,6 +89,8 @@ def answer_to(transport: TcpTransport, words: bytes) -> tuple[int, Refusal]:
         (greeting(hello("", "k", 0, True), length=tcp_wire.MAX_GREETING_BYTES + 1), "malformed"),
         (greeting(hello("", "k", 0, True), length=2**32 - 1), "malformed"),
         (greeting(["hello", 1, 2, 3, 4]), "malformed"),
+        (greeting(["\x1b[2J", 1]), "malformed"),
+        (greeting(hello("", "\x1b[2J", 0, True)), "malformed"),
         (greeting({"a": 1}), "malformed"),
         (greeting(nested("hello", "", "k", 0, 5000, *[False] * 5)), "malformed"),
         (greeting(["hello", msgspec.Raw(b"\xa1\xff"), "k", 0, 5000, False]), "malformed"),
@@ -103,7 +105,7 @@ def test_a_stranger_is_refused_in_words(tcp: Tcp, words: bytes, code: str) -> No
     source.export(full("k", content(CHUNK), CHUNK))
     version, refusal = answer_to(source, words)
     assert (version, refusal.code) == (VERSION, code)
-    assert refusal.message
+    assert refusal.message.isprintable()
     target = Target(content(CHUNK), CHUNK)
     assert read_all(tcp(), source.endpoint, "k", target) is None
 
@@ -342,6 +344,10 @@ MANIFEST = HEADER.pack(tcp_wire.MANIFEST, 1, 0) + b"m"
         ([greeting(Welcome(7, CHUNK, 2 * CHUNK), version=VERSION + 1)], f"version {VERSION}"),
         ([greeting(hello("", "k", 0, True))], "Welcome or Refusal"),
         ([greeting(Refusal("an unheard-of code", "a reason of tomorrow"))], "a reason of tomorrow"),
+        ([greeting(Refusal("busy", "\x1b]0;owned\x07\nWARNING all is well"))], "\\x1b]0;owned\\x07\\nWARNING"),
+        ([greeting(Refusal("busy", "x" * 5_000))], "5000 characters"),
+        ([greeting(["\x1b[2J", 1])], "\\x1b[2J"),
+        ([WELCOME, MANIFEST, framed(tcp_wire.GONE, Refusal("gone", "a\u202eb"))], "a\\u202eb"),
         ([greeting(nested("welcome", 7, CHUNK, 2 * CHUNK))], "malformed"),
         ([WELCOME], "closed"),
         ([WELCOME, HEADER.pack(tcp_wire.MANIFEST, tcp_wire.MAX_MANIFEST_BYTES + 1, 0)], "limit"),
@@ -365,6 +371,7 @@ def test_a_false_source_is_lost_and_writes_nothing_wrong(tcp: Tcp, words: list[b
         error = read_all(tcp(streams=1), endpoint, "k", target)
     assert isinstance(error, SourceLost)
     assert says in str(error)
+    assert str(error).isprintable()
     assert target.order == []
     assert not any(target.buffer)
 

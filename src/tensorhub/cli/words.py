@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from ..core.errors import printable
+
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def plain_text(text: str) -> str:
     """As it is, but for what a terminal would obey in place of showing it: `\\x1b`. Line ends stay."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def size_text(size_bytes: float) -> str:

@@ -23,7 +23,8 @@ from math import prod
 
 import msgspec
 
-from .errors import LayoutMismatch, UsageError
+from .decoding import MAX_TEXT
+from .errors import LayoutMismatch, UsageError, shortened
 from .manifest import Layout, TensorSpec
 from .names import plain
 
@@ -133,9 +134,12 @@ def boxes_of(layout: Layout, given: Mapping[str, Sequence[Box]] | None = None) -
 def checked(box: Box, tensor: TensorSpec) -> Box:
     """The box with nothing left out. Raises `UsageError`, naming tensor and part, if it cannot lie in this tensor."""
     numbers = (*box.global_shape, *box.at, *box.size, *(box.strides or ()), box.offset)
-    is_named = isinstance(box.name, str) and isinstance(box.dtype, str)
+    is_named = all(isinstance(text, str) and text.isprintable() for text in (box.name, box.dtype))
+    is_named = is_named and len(box.name) <= MAX_TEXT
     if not is_named or not all(type(number) is int for number in numbers):
-        raise UsageError(f"tensor {tensor.name!r}: a box is made of a name and integers, but this one is {box!r}")
+        raise UsageError(
+            f"tensor {tensor.name!r}: a box is made of a name and integers, but this one is {shortened(repr(box), 500)}"
+        )
     dimensions = len(box.global_shape)
     lengths = (len(box.at), len(box.size), dimensions if box.strides is None else len(box.strides))
     if lengths != (dimensions,) * 3 or dimensions > MAX_DIMENSIONS:

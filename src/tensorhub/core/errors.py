@@ -26,8 +26,16 @@ Errors are told apart by class, or on the wire by `code`; never by their text.
 """
 
 
+def printable(text: str) -> str:
+    """The text as one line that no terminal obeys: ESC becomes `\\x1b`, a line's end `\\n`."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def shortened(text: str, most: int) -> str:
-    """The text, or its beginning and an ellipsis: names and other people's words make an error as long as they like."""
+    """The text in printable characters, or its beginning and an ellipsis: words of others may be of any length."""
+    text = printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

@@ -16,11 +16,11 @@ from itertools import pairwise
 
 import msgspec
 
+from .decoding import Undecodable, decoded
 from .errors import UsageError
 from .metadata import decode_metadata
 from .names import BOXED, PARTIAL, Digest
 
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what others made up raises one of these
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
 MAX_SIZE = 2**62  # of anything in a layout: above every memory, and twice it still fits 64 bits
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # which torch puts into names
@@ -75,8 +75,8 @@ _layout_decoder = msgspec.msgpack.Decoder(Layout)
 def decode_layout(data: Buffer) -> Layout:
     """A layout from a worker's bytes. Raises `UsageError` if it is malformed or says what no worker could mean."""
     try:
-        layout = _layout_decoder.decode(data)
-    except UNDECODABLE as error:
+        layout = decoded(_layout_decoder, data)
+    except Undecodable as error:
         raise UsageError(f"malformed layout: {error}") from error
     sizes = [layout.size_bytes, *(n for t in layout.tensors for n in (t.offset_bytes, t.size_bytes, *t.shape))]
     if not all(0 <= size <= MAX_SIZE for size in sizes):
@@ -225,8 +225,8 @@ _decoder = msgspec.msgpack.Decoder(Manifest)
 def decode_manifest(data: bytes) -> Manifest:
     """A manifest from a peer's bytes. Raises `UsageError` if it is malformed or contradicts itself."""
     try:
-        manifest = _decoder.decode(data)
-    except UNDECODABLE as error:
+        manifest = decoded(_decoder, data)
+    except Undecodable as error:
         raise UsageError(f"malformed manifest: {error}") from error
     if manifest.chunk_bytes < 1 or manifest.size_bytes < 0:
         raise UsageError(f"manifest with chunks of {manifest.chunk_bytes} B and {manifest.size_bytes} B in all")

@@ -5,6 +5,7 @@ lives. Numbers (sessions, tickets, order numbers) all come from one counter of t
 over its restarts too, so any two of them can be compared and the greater is the later one.
 """
 
+import re
 from typing import NamedTuple, NewType
 
 ModelName = NewType("ModelName", str)
@@ -14,6 +15,16 @@ Version = NewType("Version", int)
 Number = NewType("Number", int)  # 0 is "none yet"; every other one was handed out by a reference server
 Ticket = NewType("Ticket", int)
 Digest = NewType("Digest", str)
+
+
+MAX_NAME = 200  # characters of a model's or replica's name
+NAME_RULE = f"use 1 to {MAX_NAME} letters, digits and . _ + = : -, not beginning with a sign"
+_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._+=:-]{{0,{MAX_NAME - 1}}}\Z")
+
+
+def is_name(text: str) -> bool:
+    """A model or a replica may be called so."""
+    return _NAME.match(text) is not None
 
 
 def plain(text: str) -> str:

@@ -12,8 +12,9 @@ from hashlib import blake2b
 
 import msgspec
 
+from .decoding import Undecodable, decoded
 from .errors import UsageError
-from .manifest import DIGEST_BYTES, UNDECODABLE
+from .manifest import DIGEST_BYTES
 from .metadata import decode_metadata
 from .names import TILED, Digest
 
@@ -48,8 +49,8 @@ _decoder = msgspec.msgpack.Decoder(TileManifest)
 def decode_tile_manifest(data: bytes) -> TileManifest:
     """A manifest from a peer's bytes. Raises `UsageError` if it is malformed or contradicts itself."""
     try:
-        manifest = _decoder.decode(data)
-    except UNDECODABLE as error:
+        manifest = decoded(_decoder, data)
+    except Undecodable as error:
         raise UsageError(f"malformed manifest of tiles: {error}") from error
     expected = 0 if manifest.algorithm == "none" else manifest.tile_count * DIGEST_BYTES
     if manifest.tile_count < 0 or len(manifest.digests) != expected:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from ..core.errors import UsageError
+from ..core.decoding import MAX_TEXT
+from ..core.errors import UsageError, shortened
 from ..core.names import plain
 
 if TYPE_CHECKING:
@@ -68,10 +69,9 @@ def _describe(name: object, tensor: object) -> Described:
         raise UsageError(
             f"tensor names are strings, but {name!r} is a {type(name).__name__}", hint="register(dict[str, Tensor])"
         )
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"tensor name {name!r} is not valid Unicode: {error.reason}") from error
+    if not name.isprintable() or len(name) > MAX_TEXT:
+        text = f"tensor name {shortened(repr(name), 200)} has unprintable characters, or more than {MAX_TEXT}"
+        raise UsageError(f"{text}; nothing was registered", hint="name it in printable characters")
     name = plain(name)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from ..core.decoding import Undecodable, decoded
 from ..core.errors import UsageError
 from ..core.messages import (
     MAX_COMPANIONS,
@@ -33,11 +34,12 @@ from ..core.messages import (
     ToServer,
     ToWorker,
 )
+from ..core.names import is_name
 from ..core.version_spec import parse_spec
 
 MOST_NUMBER = 2**62  # of anything counted: above every clock in microseconds, and twice it still fits 64 bits
 MOST_ENDPOINTS = 16
-MOST_WORD = 300  # characters of a name, a host
+MOST_WORD = 300  # characters of a host, a site
 MOST_ENDPOINT = 2400  # characters of an endpoint: it may have several addresses
 
 _encoder = msgspec.msgpack.Encoder()
@@ -63,8 +65,8 @@ def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
     if not is_known and len(data) > MAX_REPORT_BYTES:
         raise Malformed(f"a first message of {len(data)} B, where at most {MAX_REPORT_BYTES} B are due")
     try:
-        message = _to_server.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        message = decoded(_to_server, data)
+    except Undecodable as error:
         raise Malformed(str(error)) from error
     limit = MAX_LAYOUT_BYTES if isinstance(message, LayoutInfo) else MAX_REPORT_BYTES
     if len(data) > limit:
@@ -80,8 +82,8 @@ def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
 def decode_to_worker(data: bytes) -> ToWorker | LayoutWanted:
     """A message from the server."""
     try:
-        return _to_worker.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return decoded(_to_worker, data)
+    except Undecodable as error:
         raise Malformed(str(error)) from error
 
 
@@ -113,7 +115,7 @@ def _nonsense_of_set(hello: Hello) -> str:
         return f"more than {MAX_COMPANIONS} companions"
     if len({hello.model, *hello.companions}) != 1 + len(hello.companions):
         return "a model twice in its set"
-    return "a companion with too long a name" if any(len(each) > MOST_WORD for each in hello.companions) else ""
+    return "" if all(map(is_name, hello.companions)) else "a companion with a name that is none"
 
 
 def _is_too_much(across: Across) -> bool:

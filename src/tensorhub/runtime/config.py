@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
 from ..core.messages import PREFETCH
-from ..core.names import plain
+from ..core.names import NAME_RULE, is_name, plain
 from ..core.settings import Settings
 from ..transport.choose import PREFERENCE
 
@@ -29,7 +29,6 @@ Verify = Literal["full", "none"]
 Algorithm = Literal["xxh3-128", "multilinear-128"]
 T = TypeVar("T")
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=:-]{0,199}\Z")
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}\Z")
 _SIZE = re.compile(r"(\d{1,15})\s*(|B|KiB|MiB|GiB)\Z")
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -37,11 +36,9 @@ _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 def check_name(value: object, what: str) -> str:
     """A model's or replica's name. Raises `UsageError` that names the argument."""
-    if isinstance(value, str) and _NAME.match(value):
+    if isinstance(value, str) and is_name(value):
         return plain(value)
-    raise UsageError(
-        f"{what}={value!r} is no name", hint="use 1 to 200 letters, digits and . _ + = : -, not beginning with a sign"
-    )
+    raise UsageError(f"{what}={value!r} is no name", hint=NAME_RULE)
 
 
 def check_integer(value: object, what: str, *, least: int, most: int) -> int:

@@ -27,6 +27,7 @@ from math import inf
 
 import aiohttp
 
+from ..core.errors import printable
 from ..core.messages import Hello, LayoutInfo, LayoutWanted, Refusal, Report
 from ..core.worker.events import Connected, Disconnected, Received
 from ..transport import shortages
@@ -86,7 +87,7 @@ def why_away(error: Exception) -> str:
             number = system.errno or 0  # that of a name which is not found is below 0, and not the system's
             return os.strerror(number) if number > 0 else system.strerror or str(system)
         case _:
-            return str(error) or type(error).__name__
+            return printable(str(error)) or type(error).__name__
 
 
 def unreached(address: str, why: str, *, hint: str = START, within: str = "") -> tuple[str, str]:

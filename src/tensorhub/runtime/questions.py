@@ -12,6 +12,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from ..core.decoding import Decoder, Undecodable, decoded
 from ..core.errors import (
     DeadlineExceeded,
     Refused,
@@ -20,8 +21,9 @@ from ..core.errors import (
     UsageError,
     VersionUnavailable,
     error_from_code,
+    printable,
 )
-from ..core.manifest import UNDECODABLE, Layout, decode_layout
+from ..core.manifest import Layout, decode_layout
 from ..core.messages import Spec
 from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status
@@ -63,8 +65,8 @@ async def fetch_status(options: Options, *, model: str, deadline: float) -> Stat
         params = {"model": model} if model else {}
         try:
             async with asyncio.timeout_at(deadline):
-                return _status.decode(await _get(http, options, "/v1/status", params))
-        except (_Away, TimeoutError, *UNDECODABLE) as error:
+                return decoded(_status, await _get(http, options, "/v1/status", params))
+        except (_Away, TimeoutError, Undecodable) as error:
             raise _unreachable(options, str(error)) from error
 
 
@@ -167,7 +169,7 @@ class _Asked:
         self,
         path: str,
         question: Question,
-        decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T],
+        decoder: Decoder[T],
         is_final: Callable[[T], bool],
     ) -> T | None:
         """The final answer, or the last one before the deadline, if any came."""
@@ -178,13 +180,13 @@ class _Asked:
                     left_s = self._deadline - time.monotonic() - answer_s
                     asked = {**question, "timeout": f"{min(LONG_POLL_S, max(0.0, left_s)):.3f}"}
                     try:
-                        found = decoder.decode(await _get(http, self._options, path, asked))
+                        found = decoded(decoder, await _get(http, self._options, path, asked))
                         self.why, attempt = "", 0
                         if is_final(found):
                             return found
                         if left_s <= 0.0:
                             await asyncio.sleep(answer_s / 2)  # what is missing is known; it may come yet
-                    except (_Away, *UNDECODABLE) as error:
+                    except (_Away, Undecodable) as error:
                         self.why, attempt = str(error), attempt + 1
                         await asyncio.sleep(retry_delay_s(attempt, random.random()))
         except TimeoutError:
@@ -227,7 +229,7 @@ async def _get(http: aiohttp.ClientSession, options: Options, path: str, params:
 
 
 def _error(status: int, body: bytes, options: Options) -> Exception:
-    text = body[:500].decode(errors="replace").strip()
+    text = printable(body[:500].decode(errors="replace").strip())
     if status == 401:
         if options.token:
             text, hint = "has another token than the one given", "give the --token of `tensorhub serve`"

@@ -23,8 +23,8 @@ from functools import partial
 
 import msgspec
 
+from ..core.decoding import Undecodable, decoded
 from ..core.errors import SourceLost, TensorHubError, TransportMissing
-from ..core.manifest import UNDECODABLE
 from . import nixl_path, tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import OnEnd, Sink
@@ -164,8 +164,8 @@ class NixlStream(Stream):
         if kind != MEMORY:
             raise Garbled(f"a frame of kind {kind} where the addresses were due")
         try:
-            memory = _memories.decode(self.wire.receive_body(length, MAX_MEMORY_BYTES))
-        except UNDECODABLE as error:
+            memory = decoded(_memories, self.wire.receive_body(length, MAX_MEMORY_BYTES))
+        except Undecodable as error:
             raise Garbled(f"malformed addresses: {error}") from error
         if memory.size_bytes != self._size_bytes:
             raise Garbled(f"addresses of {memory.size_bytes} B for content of {self._size_bytes} B")

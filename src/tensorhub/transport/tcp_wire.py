@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from ..core.manifest import UNDECODABLE
+from ..core.decoding import MAX_TEXT, Undecodable, decoded
+from ..core.errors import shortened
 from . import tcp_farewell, tcp_vectors, views
 from .base import MOST_MANIFEST_BYTES
 from .forks import tracked
@@ -61,7 +62,6 @@ MAX_WANT_BYTES = 64 * 1024
 MAX_GONE_BYTES = 16 * 1024
 MAX_MANIFEST_BYTES = MOST_MANIFEST_BYTES
 MAX_CHUNK_BYTES = 1 << 30
-MAX_TEXT = 4000  # characters of a reason that we send
 
 _WORDS_BYTES = 16384
 _AT_ONCE = struct.pack("@ii", 1, 0)  # struct linger
@@ -99,6 +99,10 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
 
     code: str
     message: str
+
+    def bounded(self) -> "Refusal":
+        """As it may travel."""
+        return Refusal(self.code, shortened(self.message, MAX_TEXT))
 
 
 Greeting = Hello | Welcome | Refusal
@@ -310,7 +314,7 @@ class Wire:
     # -- greetings -----------------------------------------------------------------------------------------------------
 
     def send_greeting(self, greeting: Greeting) -> None:
-        body = _encode(greeting)
+        body = _encode(greeting.bounded() if isinstance(greeting, Refusal) else greeting)
         self.send([GREETING.pack(MAGIC, VERSION, 0, len(body)), body])
 
     def receive_greeting(self, within_s: float) -> Greeting:
@@ -323,8 +327,8 @@ class Wire:
         if length > MAX_GREETING_BYTES:
             raise Garbled(f"a greeting of {length} B, where {MAX_GREETING_BYTES} B are the limit")
         try:
-            return _greetings.decode(self._receive(length, deadline))
-        except UNDECODABLE as error:
+            return decoded(_greetings, self._receive(length, deadline))
+        except Undecodable as error:
             raise Garbled(f"malformed greeting: {error}") from error
 
     # -- frames --------------------------------------------------------------------------------------------------------
@@ -369,8 +373,8 @@ class Wire:
     def decode_want(body: bytes | bytearray, chunk_count: int) -> list[tuple[int, int]]:
         """The ranges of a request."""
         try:
-            ranges = _ranges.decode(body)
-        except UNDECODABLE as error:
+            ranges = decoded(_ranges, body)
+        except Undecodable as error:
             raise Garbled(f"malformed request: {error}") from error
         for start, stop in ranges:
             if not 0 <= start < stop <= chunk_count:
@@ -378,7 +382,7 @@ class Wire:
         return ranges
 
     def send_gone(self, code: str, message: str) -> None:
-        self.send_frame(GONE, payload=[_encode(Refusal(code, message[:MAX_TEXT]))])
+        self.send_frame(GONE, payload=[_encode(Refusal(code, message).bounded())])
 
     def receive_gone(self, length: int) -> Refusal:
         return self.decode_gone(self.receive_body(length, MAX_GONE_BYTES))
@@ -387,6 +391,6 @@ class Wire:
     def decode_gone(body: bytes | bytearray) -> Refusal:
         """A farewell's body."""
         try:
-            return _refusals.decode(body)
-        except UNDECODABLE as error:
+            return decoded(_refusals, body)
+        except Undecodable as error:
             raise Garbled(f"malformed farewell: {error}") from error

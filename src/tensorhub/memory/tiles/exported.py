@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ...core.decoding import Undecodable, decoded
 from ...core.errors import CorruptTransfer, LayoutMismatch, UsageError
-from ...core.manifest import DIGEST_BYTES, UNDECODABLE
+from ...core.manifest import DIGEST_BYTES
 from ...core.names import Digest
 from ...core.tile_manifest import TileManifest, decode_tile_manifest
 from ...transport.base import Export
@@ -71,7 +72,7 @@ def decode_cut(data: bytes, expected: Digest) -> Cut:
         table = decode_table(found.layout, manifest.layout)
         grid = decode_grid(found.grid, manifest.grid)
         tile_count = spans_of(table, grid, here="in its boxes", there="in its grid").tile_count
-    except (*UNDECODABLE, UsageError, LayoutMismatch) as error:
+    except (UsageError, LayoutMismatch) as error:
         raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
     if layout_digest(table) != manifest.layout or grid_digest(grid) != manifest.grid:
         raise CorruptTransfer("the source's boxes or grid are not written as workers write them")
@@ -88,9 +89,9 @@ def check_cut(data: bytes, expected: Digest) -> None:
 
 def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
     try:
-        found = _decoder.decode(data)
+        found = decoded(_decoder, data)
         manifest = decode_tile_manifest(found.manifest)
-    except (*UNDECODABLE, UsageError) as error:
+    except (Undecodable, UsageError) as error:
         raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
     if manifest.root() != expected:
         raise CorruptTransfer(f"the source's content has root digest {manifest.root()}, the server named {expected}")

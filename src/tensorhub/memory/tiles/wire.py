@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ...core.boxes import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_EXTENT, GlobalTensor, item_bytes
+from ...core.decoding import MAX_TEXT
 from ...core.errors import UsageError
 from ...core.manifest import DIGEST_BYTES
 from ...core.names import Digest
@@ -208,6 +209,8 @@ def _unpack_tensors(packed: _Tensors) -> tuple[GlobalTensor, ...]:
     if any(not 0 <= number < len(packed.kinds) for number in kind):
         raise UsageError("malformed table of tensors: a kind that is none")
     names = packed.names
+    if not "".join(names).isprintable() or max(map(len, names), default=0) > MAX_TEXT:
+        raise UsageError("malformed table of tensors: a name with unprintable characters, or one that is too long")
     if any(one >= other for one, other in pairwise(names)):
         raise UsageError("malformed table of tensors: names that are not sorted, or twice there")
     return tuple(GlobalTensor(name, *packed.kinds[number]) for name, number in zip(names, kind, strict=True))

@@ -6,6 +6,7 @@ way, and must not be heard after something else was made of the worker's next re
 """
 
 from ...messages import PROTOCOL, Hello, Refusal, Report
+from ...names import NAME_RULE, is_name
 from .. import facts
 from ..catalog import Model
 from ..groups import Replica
@@ -13,7 +14,6 @@ from ..membership import Member
 from ..state import State
 
 MAX_SHARDS = 4096
-MAX_NAME = 200  # characters of a model's or replica's name
 AT_ONCE_S = 0.01
 
 
@@ -23,9 +23,8 @@ def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refu
         text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
         return Refusal("refused", text, "install the same TensorHub on both sides")
     for what, name in (("model", hello.model), ("replica", hello.replica)):
-        if not name or len(name) > MAX_NAME or not name.isprintable() or "/" in name:
-            text = f"{what} name {name[:60]!r} is empty, too long, or has a slash or unprintable characters"
-            return Refusal("usage", text)
+        if not is_name(name):
+            return Refusal("usage", f"{what}={name[:60]!r} is no name", NAME_RULE)
     if not 1 <= hello.shards <= MAX_SHARDS or not 0 <= hello.shard < hello.shards:
         text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MAX_SHARDS} of them"
         return Refusal("usage", text)
