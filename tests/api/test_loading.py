@@ -6,10 +6,13 @@ import threading
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import tensorhub
 from runtime.kit import eventually, in_threads
 from tensorhub import aio
+from tensorhub.core.manifest import Layout, TensorSpec
+from tensorhub.runtime import answers, filling
 
 SAID = {"step": 3}
 
@@ -139,6 +142,36 @@ def test_what_cannot_be_verified_is_refused_unless_that_is_wanted(server, join):
     assert (tensorhub.load("m@1", server=server.address, verify="none")["w"] == 4.0).all()
     view = tensorhub.connect(server.address)
     eventually(lambda: [replica.name for replica in view.replicas("m")] == ["t"], "the loaders have left")
+
+
+@pytest.mark.parametrize("boxes", [None, {}], ids=["a layout", "boxes"])
+def test_what_a_publisher_says_of_its_tensors_is_checked_before_memory_is_laid_out(server, join, monkeypatch, boxes):
+    trainer, _ = join("t")
+    trainer.register({"w": np.zeros(4, np.float32)}, boxes=boxes)
+    trainer.publish(1)
+    describe, cuts_of = answers.describe, answers.cuts_of
+    monkeypatch.setattr(filling, "allocate", lambda layout: pytest.fail(f"memory for {layout}"))
+    if boxes is None:
+        evil = Layout((TensorSpec("w", "object", (4,), (1,), 0, 16),), 16).encode()
+        monkeypatch.setattr(answers, "describe", lambda *given: replace(describe(*given), layout=evil))
+    else:
+        monkeypatch.setattr(answers, "cuts_of", lambda *given: replace(cuts_of(*given), boxes=(b"nonsense",)))
+    for ask in (
+        lambda: tensorhub.load("m@latest", server=server.address, timeout=20),
+        lambda: tensorhub.connect(server.address, timeout=20).layout("m", "latest"),
+    ):
+        with pytest.raises(tensorhub.CorruptTransfer, match="m/t"):
+            ask()
+
+
+def test_a_server_that_contradicts_itself_is_no_index_error(server, join, monkeypatch):
+    trainer, _ = join("t")
+    trainer.register({"w": np.zeros(4, np.float32)}, boxes={})
+    trainer.publish(1)
+    cuts_of = answers.cuts_of
+    monkeypatch.setattr(answers, "cuts_of", lambda *given: replace(cuts_of(*given), boxes=()))
+    with pytest.raises(tensorhub.ServerUnreachable, match="names boxes that it does not send"):
+        tensorhub.load("m@latest", server=server.address, timeout=20)
 
 
 def test_coroutines_load_too(server, join):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tensorhub.core.boxes import Box, GlobalTensor, boxes_of, checked, item_bytes, part_text, refuse_difference, whole
+from tensorhub.core.boxes import Box, GlobalTensor, boxes_of, checked, part_text, refuse_difference, whole
 from tensorhub.core.errors import LayoutMismatch, UsageError
-from tensorhub.core.manifest import Layout, TensorSpec
+from tensorhub.core.manifest import Layout, TensorSpec, item_bytes
 from tensorhub.core.placements import (
     Placement,
     Replicated,

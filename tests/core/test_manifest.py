@@ -1,5 +1,7 @@
 """What a shard is made of, and how two layouts differ, in words."""
 
+from math import prod
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -12,9 +14,11 @@ from tensorhub.core.manifest import (
     Manifest,
     TensorSpec,
     chunk_count,
+    contiguous_strides,
     decode_layout,
     decode_manifest,
     difference_hint,
+    item_bytes,
     layout_difference,
 )
 from tensorhub.core.messages import Holding, LayoutInfo, Orders
@@ -24,6 +28,7 @@ from tensorhub.core.settings import Settings
 
 from .kit import called, hello, report, worker
 
+DTYPES = ["float32", "bfloat16", "bool", "complex64", "float8_e4m3fn", "float4_e2m1fn_x2"]
 W = TensorSpec("w", "float32", (2, 3), (3, 1), 0, 24)
 B = TensorSpec("b", "bfloat16", (4,), (1,), 24, 8)
 
@@ -168,7 +173,9 @@ def test_chunks_of_one_byte_and_a_shard_of_none_are_no_contradiction() -> None:
         assert decode_manifest(found.encode()) == found
 
 
-@pytest.mark.parametrize("wrong", [{"digests": b"short"}, {"chunk_bytes": 0}, {"size_bytes": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"digests": b"short"}, {"chunk_bytes": 0}, {"size_bytes": -1}, {"chunk_bytes": 1 << 31}]
+)
 def test_one_that_contradicts_itself_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="manifest with"):
         decode_manifest(changed_manifest(**wrong).encode())
@@ -180,14 +187,55 @@ def test_bytes_from_a_stranger_are_refused(data: bytes) -> None:
         decode_manifest(data)
 
 
-@given(layouts)
-def test_a_layout_travels(found: Layout) -> None:
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), max_size=4))
+def test_a_layout_travels(tensors: list[tuple[str, list[int]]]) -> None:
+    specs, at = [], 0
+    for number, (dtype, shape) in enumerate(tensors):
+        size_bytes = prod(shape) * item_bytes(dtype)
+        specs.append(
+            TensorSpec(f"t{number}", dtype, tuple(shape), contiguous_strides(shape), size_bytes and at, size_bytes)
+        )
+        at += size_bytes
+    found = layout(*specs, size_bytes=at)
     assert decode_layout(found.encode()) == found
     info = LayoutInfo.of(found)
     assert (info.digest(), info.decode()) == (found.digest(), found)
 
 
+def one(shape: tuple[int, ...], strides: tuple[int, ...], size_bytes: int, **more: object) -> bytes:
+    """A shard of one tensor."""
+    spec = changed(TensorSpec("w", "float32", shape, strides, 0, size_bytes), **more)
+    return layout(spec, size_bytes=size_bytes).encode()
+
+
 NO_LAYOUTS = {
+    "objects": one((2,), (1,), 16, dtype="object"),
+    "objects by another name": one((2,), (1,), 16, dtype="O8"),
+    "a dtype and more": one((2,), (1,), 8, dtype="float32\x1b[2J"),
+    "two dtypes": one((2,), (1,), 8, dtype="float32,float32"),
+    "elements too wide": one((1,), (1,), 64, dtype="float512"),
+    "fewer bytes than elements": one((1000,), (1,), 4),
+    "more bytes than elements": one((1,), (1,), 4000),
+    "no stride": one((2,), (), 8),
+    "a stride more": one((2,), (1, 1), 8),
+    "a step backwards": one((2,), (-1,), 8),
+    "a stride out of its memory": one((2, 2), (1 << 40, 1), 16),
+    "elements in one place": one((2, 2), (0, 1), 16),
+    "elements that overlap": one((2, 2), (1, 1), 16),
+    "gaps": one((2,), (2,), 8),
+    "a stride of a single element": one((1,), (1 << 61,), 4),
+    "strides beyond 64 bits": one((0, 1 << 40, 1 << 40), (1 << 62, 1 << 40, 1), 0),
+    "more elements than any memory": one((1 << 40, 1 << 40), (1 << 40, 1), 1 << 62),
+    "a product that wraps around": one((1 << 32, 1 << 32), (1 << 32, 1), 0),
+    "many dimensions": one((1,) * 65, (1,) * 65, 4),
+    "a place behind the end": layout(W, changed(B, offset_bytes=1 << 61)).encode(),
+    "a place for no bytes": layout(W, B, TensorSpec("e", "int8", (0,), (1,), 3, 0)).encode(),
+    "a hole": layout(W, changed(B, offset_bytes=26), size_bytes=34).encode(),
+    "a longer stream": layout(W, B, size_bytes=1 << 62).encode(),
+    "a shorter stream": layout(W, B, size_bytes=25).encode(),
+    "one name twice": layout(W, B, changed(B, offset_bytes=32), size_bytes=40).encode(),
+    "a name for a terminal": one((2,), (1,), 8, name="\x1b]0;owned\x07"),
+    "a name for a book": one((2,), (1,), 8, name="w" * 5_000),
     "a negative size": layout(TensorSpec("w", "int8", (1,), (1,), 0, -5)).encode(),
     "a negative place": layout(TensorSpec("w", "int8", (1,), (1,), -1, 5)).encode(),
     "a huge shape": layout(TensorSpec("w", "int8", (2**63,), (1,), 0, 5)).encode(),
@@ -200,8 +248,9 @@ NO_LAYOUTS = {
 
 @pytest.mark.parametrize("data", NO_LAYOUTS.values(), ids=NO_LAYOUTS)
 def test_what_no_worker_could_register_is_refused(data: bytes) -> None:
-    with pytest.raises(UsageError, match="layout"):
+    with pytest.raises(UsageError, match="layout") as raised:
         decode_layout(data)
+    assert str(raised.value).isprintable()
 
 
 def test_a_layout_that_is_none_is_a_mismatch_of_which_nothing_is_repeated() -> None:

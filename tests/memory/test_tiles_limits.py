@@ -17,6 +17,7 @@ from tensorhub.memory.tiles.exported import Cut, decode_cut
 from tensorhub.memory.tiles.grid import Cutting, Grid
 from tensorhub.memory.tiles.table import BoxTable, table_of_columns
 from tensorhub.memory.tiles.tiled import Offer, grid_for, tiled_version, version_from
+from tensorhub.memory.tiles.whole import whole_layout
 from tensorhub.memory.tiles.wire import decode_grid, decode_table, encode_grid, encode_table
 
 MIB = 1 << 20
@@ -147,9 +148,9 @@ def test_more_tensors_than_any_shard_has_are_refused(monkeypatch):
 
 
 def test_long_names_of_a_peer_are_not_kept(monkeypatch):
-    monkeypatch.setattr(wire, "MOST_KEPT_BYTES", 10_000)
+    monkeypatch.setattr(wire, "MOST_KEPT_BYTES", 1_000)
     wire._tensors_of.cache_clear()
-    for length, kept in ((100, 1), (20_000, 0)):
+    for length, kept in ((100, 1), (4_000, 0)):
         tensors = (GlobalTensor("n" * length, "uint8", (4,)),)
         decode_table(encode_table(table_of_columns(tensors, 4, np.array([[0, 0, 0, 4, 1]]))))
         assert wire._tensors_of.cache_info().currsize == kept
@@ -246,3 +247,36 @@ def test_readers_cannot_make_a_grid_that_does_not_travel(monkeypatch, caplog):
     monkeypatch.setattr(tiled, "MOST_CUTS", 50)
     assert encode_grid(grid_for([mine], [theirs])) == known
     assert "all readers are left out of account" in caplog.text
+
+
+def table_bytes(names: list[str], dtype: str, shape: list[int], size_bytes: int, *columns: int) -> bytes:
+    """A table whose tensors are all alike, with one row."""
+    tensors = msgspec.msgpack.encode([names, [[dtype, shape]], bytes(4 * len(names))])
+    return wire._deflated(msgspec.msgpack.encode([tensors, size_bytes, np.array(columns, "<i8").tobytes()]), "it")
+
+
+IMPOSSIBLE = {
+    "objects": table_bytes(["w"], "object", [4], 16, 0, 0, 0, 4, 1),
+    "a dtype and more": table_bytes(["w"], "float32\x1b[2J", [4], 16, 0, 0, 0, 4, 4),
+    "strides of no elements that pass 64 bits": table_bytes(["w"], "int8", [0, 1 << 40, 1 << 40], 0),
+    "a sum that passes 64 bits": table_bytes(["w"], "int8", [2], 1 << 62, 0, 1 << 62, 0, 2, 1 << 62),
+    "a name for a terminal": table_bytes(["\x1b]0;owned\x07"], "int8", [4], 4, 0, 0, 0, 4, 1),
+    "a name for a book": table_bytes(["w" * 5_000], "int8", [4], 4, 0, 0, 0, 4, 1),
+    "more than all memory": table_bytes([f"w{n}" for n in range(40)], "float32", [1 << 57], 4, 0, 0, 0, 1, 0),
+}
+
+
+@pytest.mark.parametrize("data", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_boxes_that_cannot_be_make_no_layout(data: bytes) -> None:
+    """`load` lays memory out as they say."""
+    with pytest.raises(UsageError, match=r"table of|tensors of this version have|workers can exchange") as raised:
+        whole_layout([data])
+    assert str(raised.value).isprintable()
+
+
+def test_a_grid_of_fewer_dimensions_than_its_tensors_is_malformed() -> None:
+    tensors = wire._pack_tensors((GlobalTensor("w", "float32", (4, 4, 4)),))
+    columns = (wire._bytes_of(np.array(numbers, "<i8")) for numbers in ([0], [2], [0, 4]))
+    data = wire._deflated(msgspec.msgpack.encode(wire._Grid(tensors, 1, *columns)), "it")
+    with pytest.raises(UsageError, match="malformed grid: 1 dimensions"):
+        decode_grid(data)

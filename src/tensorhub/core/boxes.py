@@ -17,7 +17,6 @@ Rules:
 Never: look at memory, know a version, or cast: a box has the dtype of the tensor that it lies in.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -25,13 +24,10 @@ import msgspec
 
 from .decoding import MAX_TEXT
 from .errors import LayoutMismatch, UsageError, shortened
-from .manifest import Layout, TensorSpec
+from .manifest import MAX_DIMENSIONS, MAX_ELEMENTS, Layout, TensorSpec, contiguous_strides, item_bytes
 from .names import plain
 
 MAX_EXTENT = 1 << 40  # of one dimension: a name, a dimension and a place in it are sorted as one number of 64 bits
-MAX_ELEMENTS = 1 << 58  # of one tensor: its bytes still fit 62 bits
-MAX_DIMENSIONS = 64  # numpy's limit
-_bits = re.compile(r"[a-z]+(\d+)(?:x(\d+))?")
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -70,28 +66,6 @@ class GlobalTensor(msgspec.Struct, frozen=True, array_like=True):
 def part_text(at: Sequence[int], size: Sequence[int]) -> str:
     """A part as one would index it: "[0:4096, 1024:1536]"."""
     return "[" + ", ".join(f"{start}:{start + count}" for start, count in zip(at, size, strict=True)) + "]"
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of one element, by the dtype's name; elements of less than a byte, and packs of them, count as one byte."""
-    if dtype == "bool":
-        return 1
-    found = _bits.match(dtype)
-    if found is None:
-        raise UsageError(f"dtype {dtype!r} is not one that workers can exchange")
-    bits = int(found[1]) * int(found[2] or 1)
-    if not 0 < bits <= 128:
-        raise UsageError(f"dtype {dtype!r} is not one that workers can exchange: it has {bits} bits")
-    return -(-bits // 8)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor of this shape whose last dimension runs fastest, in elements."""
-    strides, following = [], 1
-    for extent in reversed(shape):
-        strides.append(following)
-        following *= max(extent, 1)
-    return tuple(reversed(strides))
 
 
 def whole(tensor: TensorSpec) -> Box:

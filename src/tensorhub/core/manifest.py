@@ -10,19 +10,26 @@ Two workers may exchange a shard only if their layout digests are equal. What tw
 if their root digests are equal: the root covers the layout, the digest of every chunk and the metadata.
 """
 
-from collections.abc import Collection, Set
+import re
+from collections.abc import Collection, Sequence, Set
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
+from math import prod
 
 import msgspec
 
 from .decoding import Undecodable, decoded
-from .errors import UsageError
+from .errors import UsageError, shortened
 from .metadata import decode_metadata
 from .names import BOXED, PARTIAL, Digest
 
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
 MAX_SIZE = 2**62  # of anything in a layout: above every memory, and twice it still fits 64 bits
+MAX_ELEMENTS = 1 << 58  # of one tensor: its bytes still fit 62 bits
+MAX_DIMENSIONS = 64  # numpy's limit
+MAX_CHUNK_BYTES = 1 << 30
+_dtype = re.compile(r"[a-z]+(\d+)(?:x(\d+))?(?:_[a-z0-9]+)*\Z")
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # which torch puts into names
 Buffer = bytes | bytearray | memoryview | msgspec.Raw
 
@@ -73,15 +80,100 @@ _layout_decoder = msgspec.msgpack.Decoder(Layout)
 
 
 def decode_layout(data: Buffer) -> Layout:
-    """A layout from a worker's bytes. Raises `UsageError` if it is malformed or says what no worker could mean."""
+    """A layout from a worker's bytes. Raises `UsageError` if it is none that `register` makes: see `_wrong_with`."""
     try:
         layout = decoded(_layout_decoder, data)
     except Undecodable as error:
         raise UsageError(f"malformed layout: {error}") from error
-    sizes = [layout.size_bytes, *(n for t in layout.tensors for n in (t.offset_bytes, t.size_bytes, *t.shape))]
-    if not all(0 <= size <= MAX_SIZE for size in sizes):
-        raise UsageError("layout with a size out of range")
+    wrong = _wrong_with(layout)
+    if wrong:
+        raise UsageError(f"malformed layout: {wrong}")
     return layout
+
+
+def _wrong_with(layout: Layout) -> str:
+    """What keeps memory from being laid out so; empty where nothing does."""
+    for spec in layout.tensors:
+        what = _wrong_with_tensor(spec)
+        if what:
+            return f"tensor {shortened(repr(spec.name), 200)} has {what}"
+    if len({spec.name for spec in layout.tensors}) < len(layout.tensors):
+        return "two tensors of one name"
+    end = 0
+    for spec in sorted(layout.tensors, key=lambda spec: spec.offset_bytes):
+        if spec.offset_bytes > end:
+            return f"no tensor where its bytes {end} to {spec.offset_bytes} are"
+        end = max(end, spec.offset_bytes + spec.size_bytes)
+    return "" if end == layout.size_bytes else f"tensors of {end} B in {layout.size_bytes} B"
+
+
+def _wrong_with_tensor(spec: TensorSpec) -> str:
+    numbers = (*spec.shape, *spec.strides, spec.offset_bytes, spec.size_bytes)
+    if min(numbers) < 0 or max(numbers) > MAX_SIZE or len(spec.shape) > MAX_DIMENSIONS:
+        return "a number out of range"
+    if prod(max(extent, 1) for extent in spec.shape) > MAX_ELEMENTS:
+        return f"the shape {list(spec.shape)}, which is too large"
+    try:
+        size_bytes = prod(spec.shape) * item_bytes(spec.dtype)
+    except UsageError as error:
+        return str(error)
+    if spec.size_bytes != size_bytes or (spec.offset_bytes and not size_bytes):
+        return f"{spec.size_bytes} B, where {spec.dtype}{list(spec.shape)} takes {size_bytes} B"
+    if spec.strides != dense_strides(spec.shape, spec.strides):
+        return f"the strides {list(spec.strides)}, with which {list(spec.shape)} fills no range of memory"
+    return ""
+
+
+@lru_cache(maxsize=64)
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element, by the dtype's name; elements of less than a byte, and packs of them, count as one byte."""
+    if dtype == "bool":
+        return 1
+    found = _dtype.match(dtype)
+    if found is None:
+        raise UsageError(f"dtype {dtype!r} is not one that workers can exchange")
+    bits = int(found[1]) * int(found[2] or 1)
+    if not 0 < bits <= 128:
+        raise UsageError(f"dtype {dtype!r} is not one that workers can exchange: it has {bits} bits")
+    return -(-bits // 8)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor of this shape whose last dimension runs fastest, in elements."""
+    strides, following = [], 1
+    for extent in reversed(shape):
+        strides.append(following)
+        following *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides as they go into a layout; None if the elements do not fill one range of memory exactly.
+
+    Where a stride means nothing (a dimension of size 1, a tensor without elements) it is a contiguous tensor's.
+    """
+    if len(strides) != len(shape):
+        return None
+    expected = 1
+    for axis in range(len(shape) - 1, -1, -1):  # contiguous, as nearly all are
+        if strides[axis] != expected or shape[axis] < 2:
+            break
+        expected *= shape[axis]
+    else:
+        return tuple(strides)
+    if 0 not in shape:
+        expected = 1
+        for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+            if stride != expected:
+                return None
+            expected *= size
+    canonical = list(strides)
+    following = 1
+    for axis in range(len(shape) - 1, -1, -1):
+        if shape[axis] == 1 or 0 in shape:
+            canonical[axis] = following
+        following = canonical[axis] * max(shape[axis], 1)
+    return tuple(canonical)
 
 
 def layout_difference(mine: Layout, theirs: Layout, *, here: str = "here", there: str = "there") -> str | None:
@@ -228,7 +320,7 @@ def decode_manifest(data: bytes) -> Manifest:
         manifest = decoded(_decoder, data)
     except Undecodable as error:
         raise UsageError(f"malformed manifest: {error}") from error
-    if manifest.chunk_bytes < 1 or manifest.size_bytes < 0:
+    if not 1 <= manifest.chunk_bytes <= MAX_CHUNK_BYTES or not 0 <= manifest.size_bytes <= MAX_SIZE:
         raise UsageError(f"manifest with chunks of {manifest.chunk_bytes} B and {manifest.size_bytes} B in all")
     expected = 0 if manifest.algorithm == "none" else manifest.chunk_count * DIGEST_BYTES
     if len(manifest.digests) != expected:

@@ -12,8 +12,9 @@ from itertools import product
 
 import msgspec
 
-from .boxes import Box, contiguous_strides
+from .boxes import Box
 from .errors import UsageError
+from .manifest import contiguous_strides
 
 
 class Replicated(msgspec.Struct, frozen=True):

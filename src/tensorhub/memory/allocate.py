@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..core.errors import Unavailable, UsageError
-from ..core.manifest import Layout, TensorSpec
+from ..core.manifest import Layout, TensorSpec, item_bytes
+from .describe import NUMPY_KINDS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .registration import type_of_tensor
 
 MOST_ALIGNED = 16  # B: no element is wider
+QUANTIZED = ("qint8", "qint32", "quint8", "quint4x2", "quint2x4")  # of torch: `register` refuses them
 
 
 def allocate(layout: Layout) -> "dict[str, type_of_tensor]":
@@ -28,7 +30,7 @@ def allocate(layout: Layout) -> "dict[str, type_of_tensor]":
     make = _torch_block if find_spec("torch") is not None else _numpy_block
     try:
         found = {name: tensor for block in _blocks(layout.tensors) for name, tensor in make(block)}
-    except (MemoryError, RuntimeError) as error:  # torch has no error of its own for that
+    except (MemoryError, RuntimeError, ValueError) as error:  # of torch, and of numpy for more than there are addresses
         text = f"{len(layout.tensors)} tensors of {layout.size_bytes} B could not be allocated: {error}"
         raise Unavailable(text, hint="free memory, or load where there is more") from error
     return {spec.name: found[spec.name] for spec in layout.tensors}
@@ -77,7 +79,7 @@ def _torch_dtype(spec: TensorSpec) -> "torch.dtype":
     import torch
 
     dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != item_bytes(spec.dtype) or spec.dtype in QUANTIZED:
         raise UsageError(f"tensor {spec} has a dtype that this torch does not know", hint="install a newer torch")
     return dtype
 
@@ -98,7 +100,9 @@ def _numpy_dtype(spec: TensorSpec) -> "np.dtype[np.generic]":
     import numpy as np
 
     try:
-        return np.dtype(spec.dtype)
-    except TypeError as error:
-        text = f"tensor {spec} has a dtype that numpy does not know"
-        raise UsageError(text, hint="install torch") from error
+        found = np.dtype(spec.dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if found.name != spec.dtype or found.itemsize != item_bytes(spec.dtype) or found.kind not in NUMPY_KINDS:
+        raise UsageError(f"tensor {spec} has a dtype that numpy does not know", hint="install torch")
+    return found

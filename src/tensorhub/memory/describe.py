@@ -21,6 +21,7 @@ import msgspec
 
 from ..core.decoding import MAX_TEXT
 from ..core.errors import UsageError, shortened
+from ..core.manifest import dense_strides
 from ..core.names import plain
 
 if TYPE_CHECKING:
@@ -197,35 +198,20 @@ def _numpy_dtype(name: str, dtype: "np.dtype[np.generic]") -> str:
 
 def _dense_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides as they go into the layout, or a refusal if the elements do not fill one range exactly."""
-    expected = 1
-    for axis in range(len(shape) - 1, -1, -1):  # contiguous, as nearly all are
-        if strides[axis] != expected or shape[axis] < 2:
+    found = dense_strides(shape, strides)
+    if found is None:
+        _refuse_sparse_memory(name, shape, strides)
+    return found
+
+
+def _refuse_sparse_memory(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> NoReturn:
+    what, expected = "there are gaps between its elements", 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != expected:
+            if stride < expected:
+                what = "it runs backwards" if stride < 0 else "several of its elements share memory"
             break
-        expected *= shape[axis]
-    else:
-        return strides
-    if 0 not in shape:
-        expected = 1
-        for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
-            if stride != expected:
-                _refuse_sparse_memory(name, shape, strides, overlaps=abs(stride) < expected)
-            expected *= size
-    canonical = list(strides)
-    following = 1
-    for axis in range(len(shape) - 1, -1, -1):
-        if shape[axis] == 1 or 0 in shape:
-            canonical[axis] = following
-        following = canonical[axis] * max(shape[axis], 1)
-    return tuple(canonical)
-
-
-def _refuse_sparse_memory(name: str, shape: tuple[int, ...], strides: tuple[int, ...], *, overlaps: bool) -> NoReturn:
-    if any(stride < 0 for stride, size in zip(strides, shape, strict=True) if size > 1):
-        what = "it runs backwards"
-    elif overlaps:
-        what = "several of its elements share memory"
-    else:
-        what = "there are gaps between its elements"
+        expected *= size
     _refuse(
         name,
         f"of shape {list(shape)} has strides {list(strides)}: {what}",

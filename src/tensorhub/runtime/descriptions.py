@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
 
-from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError
+from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError, UsageError
 from ..core.manifest import Layout, decode_manifest
 from ..core.messages import Spec
 from ..core.metadata import Json, decode_metadata
@@ -73,15 +73,20 @@ async def layouts_of(options: Options, model: str, spec: Spec, deadline: float) 
 async def whole_layout_of(options: Options, model: str, laid: Laid, deadline: float) -> Layout:
     """All global tensors of a version that was published with boxes, whole, one after the other.
 
-    Raises `SourceLost` where no replica that has it is there in all its shards.
+    Raises `SourceLost` where no replica that has it is there in all its shards, `CorruptTransfer` where none of those
+    that are has boxes that can be.
     """
-    found = await fetch_cuts(options, model, deadline)
+    found, wrong = await fetch_cuts(options, model, deadline), ""
     for replica in laid.cut_by:
         mine = {view.shard: view for view in found.shards if view.replica == replica}
         if mine and len(mine) == next(iter(mine.values())).shards:
-            return await in_thread(
-                partial(whole_layout, [found.boxes[each.boxes] for each in mine.values()]), name="layout"
-            )
+            boxes = [found.boxes[each.boxes] for each in mine.values()]
+            try:
+                return await in_thread(partial(whole_layout, boxes), name="layout")
+            except UsageError as error:  # another replica may be what it says
+                wrong = wrong or f"{model}/{replica} has sent boxes that cannot be: {error}"
+    if wrong:
+        raise CorruptTransfer(wrong, hint="load another version, and look at its publisher")
     text = f"no replica that has version {laid.version} of {model} is there with all its shards"
     raise SourceLost(text, hint="retry: one that is about to come or go is there, or gone, by then")
 

@@ -14,6 +14,7 @@ import msgspec
 
 from ..core.decoding import Decoder, Undecodable, decoded
 from ..core.errors import (
+    CorruptTransfer,
     DeadlineExceeded,
     Refused,
     ServerUnreachable,
@@ -28,7 +29,7 @@ from ..core.messages import Spec
 from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status
 from ..core.version_spec import HIGHEST_VERSION, parse_spec
-from .config import Options
+from .config import MOST_SHARDS, Options
 from .connection import CONNECT_S, STATUSES, retry_delay_s, unreached, why_away
 from .resolving import http_session
 
@@ -145,7 +146,14 @@ async def wait_for_description(
         if found.failure.code == VersionUnavailable.code and isinstance(spec, int):
             hint = HERE  # nobody waits here for a number, as replicate() may
         raise error_from_code(found.failure.code, found.failure.message, hint=hint or None)
-    return found, decode_layout(found.layout)
+    try:
+        if not 1 <= found.shards <= MOST_SHARDS:
+            raise UsageError(f"a shard of {found.shards}")
+        return found, decode_layout(found.layout)
+    except UsageError as error:
+        holders = ", ".join(source.worker for source in found.sources[:3]) or "nobody that is left"
+        text = f"shard {shard} of version {found.version} of {model} is no layout: {error}; it is held by {holders}"
+        raise CorruptTransfer(text, hint="load another version, and look at its publisher") from error
 
 
 async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: str = "") -> CutsView:
@@ -154,6 +162,8 @@ async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: 
     found = await asked.until("/v1/cuts", {"model": model, "replica": replica}, _cuts, lambda _: True)
     if found is None:
         raise _unreachable(options, asked.why)
+    if not all(0 <= view.boxes < len(found.boxes) for view in found.shards):
+        raise _unreachable(options, "it names boxes that it does not send")
     return found
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.boxes import Box, GlobalTensor, boxes_of, item_bytes, part_text
-from ...core.manifest import Layout, TensorSpec
+from ...core.boxes import Box, GlobalTensor, boxes_of, part_text
+from ...core.manifest import Layout, TensorSpec, item_bytes
 from .arrays import Ints, group_starts, ints, spans, volumes
 
 

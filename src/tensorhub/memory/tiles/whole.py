@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.boxes import GlobalTensor, contiguous_strides
+from ...core.boxes import GlobalTensor
 from ...core.errors import UsageError
-from ...core.manifest import Layout, TensorSpec
+from ...core.manifest import MAX_SIZE, Layout, TensorSpec, contiguous_strides
 from .table import BoxTable
 from .wire import decode_table
 
@@ -38,6 +38,8 @@ def whole_layout(tables: Sequence[bytes]) -> Layout:
         strides = contiguous_strides(tensor.shape)
         specs.append(TensorSpec(name, tensor.dtype, tensor.shape, strides, here, tensor.size_bytes))
         at += tensor.size_bytes if here == at else 0
+    if at > MAX_SIZE:
+        raise UsageError(f"the tensors of this version have {at} B")
     return Layout(tuple(specs), at)
 
 

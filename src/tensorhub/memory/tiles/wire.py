@@ -13,10 +13,10 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from ...core.boxes import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_EXTENT, GlobalTensor, item_bytes
+from ...core.boxes import MAX_EXTENT, GlobalTensor
 from ...core.decoding import MAX_TEXT
 from ...core.errors import UsageError
-from ...core.manifest import DIGEST_BYTES
+from ...core.manifest import DIGEST_BYTES, MAX_DIMENSIONS, MAX_ELEMENTS, item_bytes
 from ...core.names import Digest
 from .arrays import Ints, starts_of
 from .grid import MAX_SEGMENTS, Grid
@@ -28,7 +28,7 @@ MAX_PLAIN_BYTES = 128 << 20  # uncompressed: 16 times the largest that is known,
 MAX_RATIO = 128  # uncompressed to compressed: tables of real models have 5 to 17, regular ones of 8 dimensions up to 62
 MAX_TENSORS = 1 << 20  # of one table or grid: 15 times as many as that shard has
 MOST_KEPT, MOST_KEPT_BYTES = 1 << 17, 6 << 20  # tensors of a table, and their names, that are kept for the next one
-MAX_STREAM_BYTES = 1 << 62
+MAX_STREAM_BYTES = 1 << 61  # twice it, and an element, still fit 63 bits
 
 
 class _Tensors(msgspec.Struct, frozen=True, array_like=True):
@@ -143,7 +143,7 @@ def decode_grid(data: bytes, expected: Digest | None = None) -> Grid:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UsageError(f"malformed grid: {error}") from error
     tensors, dimensions = _unpack_tensors(found.tensors), found.dimensions
-    if dimensions != max((len(tensor.shape) for tensor in tensors), default=1) and dimensions != 1:
+    if dimensions != (max((len(tensor.shape) for tensor in tensors), default=1) or 1):
         raise UsageError(f"malformed grid: {dimensions} dimensions")
     kinds = len(counts) // max(1, dimensions)
     is_good = dimensions >= 1 and len(counts) == kinds * dimensions and len(kind) == len(tensors)
@@ -200,10 +200,11 @@ def _unpack_tensors(packed: _Tensors) -> tuple[GlobalTensor, ...]:
         raise UsageError("malformed table of tensors: its columns do not fit each other")
     _check_count(len(packed.names), max((len(shape) for _, shape in packed.kinds), default=0))
     for dtype, shape in packed.kinds:
-        size = float(item_bytes(dtype))  # raises for a dtype that is none
-        for extent in shape:
-            size *= extent if 0 <= extent <= MAX_EXTENT else MAX_ELEMENTS * 2.0
-        if len(shape) > MAX_DIMENSIONS or size > MAX_ELEMENTS * 16.0:
+        item_bytes(dtype)  # raises for a dtype that is none
+        size = 1.0
+        for extent in shape:  # one of 0 makes the others no smaller: strides are made of them
+            size *= max(extent, 1) if 0 <= extent <= MAX_EXTENT else MAX_ELEMENTS * 2.0
+        if len(shape) > MAX_DIMENSIONS or size > MAX_ELEMENTS:
             raise UsageError(f"malformed table of tensors: shape {list(shape)}")
     kind = np.frombuffer(packed.kind, "<i4").tolist()
     if any(not 0 <= number < len(packed.kinds) for number in kind):
