@@ -1,6 +1,8 @@
 """Workers on hosts with several networks."""
 
+import ast
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -24,6 +26,40 @@ def test_all_addresses_of_a_source_are_used(join, caplog) -> None:
     late, array = join("late", size=5_000_000, transports="tcp")
     assert late.replicate() == 1, "from a rollout, at one of its addresses or both"
     assert (array == 3.0).all()
+
+
+LINK_LOCAL = """
+import numpy as np, tensorhub
+ends = []
+with tensorhub.serve("fe80::1%one") as server:
+    assert server.address.startswith("[fe80::1%one]:"), server.address
+    for host in (None, "fe80::2%two", "two", "fe80::1%one,[fe80::2%two]"):
+        model = f"m{len(ends)}"
+        with tensorhub.open(model, replica="t", server=server.address, transports="tcp", host=host) as t:
+            with tensorhub.open(model, replica="r", server=server.address, transports="tcp", host=host) as r:
+                t.register({"w": np.ones(4)})
+                r.register({"w": (array := np.zeros(4))})
+                t.publish(1)
+                assert r.replicate(1, timeout=20) == 1 and array.all()
+                found = [each for each in tensorhub.connect(server.address).status().models if each.name == model]
+                ends.append(found[0].replicas[0].workers[0].endpoints[0])
+print([":".join(part.rpartition(":")[0] for part in end.removeprefix("tcp://").split(",")) for end in ends])
+"""
+
+
+def test_an_address_of_one_link_keeps_its_zone_all_the_way() -> None:
+    """Server, workers and what peers are told, in a network that has no other addresses."""
+    links = ["ip link add one type veth peer name two"] + [
+        f"ip addr add fe80::{at}/64 dev {name} nodad && ip link set {name} up" for at, name in ((1, "one"), (2, "two"))
+    ]
+    script = " && ".join(["ip link set lo up", *links, f"exec {sys.executable} -c '{LINK_LOCAL}'"])
+    made = subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True)
+    if made.returncode:
+        pytest.skip("network namespaces need root")
+    done = subprocess.run(["unshare", "-n", "sh", "-c", script], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, two = "[fe80::1%one]", "[fe80::2%two]"
+    assert ast.literal_eval(done.stdout) == [one, two, two, f"{one}:{two}"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1,192.0.2.1", "no-such-interface0"])

@@ -56,10 +56,27 @@ def test_an_empty_variable_is_none():
         ("head-node", "head-node:7450"),
         ("http://head:1/", "head:1"),
         ("[::1]:8", "[::1]:8"),
+        ("[fe80::1%eth0]:8", "[fe80::1%eth0]:8"),
+        ("http://[fe80::1%25eth0]", "[fe80::1%eth0]:7450"),
     ],
 )
 def test_ways_to_write_an_address(given, address):
     assert worker_options({}, server=given).server == address
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("::1:7450", "[::1]:7450"),
+        ("::1", "[::1]:7450"),
+        ("http://fd00::5:99/", "[fd00::5]:99"),
+        ("fe80::1%eth0:8", "[fe80::1%eth0]:8"),
+    ],
+)
+def test_an_address_without_its_brackets_is_refused_with_them(given, meant):
+    with pytest.raises(UsageError, match="is no address") as raised:
+        worker_options({}, server=given)
+    assert raised.value.hint == f"an IPv6 address stands in brackets: {meant}"
 
 
 BAD = {

@@ -327,6 +327,25 @@ def test_an_address_with_colons_is_shown_as_it_is_to_be_given():
         assert f"`tensorhub status --server {first.address}`" in str(raised.value.hint)
 
 
+@pytest.mark.parametrize("host", ["::", "[::]", ""])
+def test_all_interfaces_are_those_of_both_families(host):
+    with tensorhub.serve(host) as running:
+        port = running.address.rpartition(":")[2]
+        for address in ("127.0.0.1", "[::1]"):
+            assert tensorhub.connect(f"{address}:{port}").status().protocol == PROTOCOL
+        with pytest.raises(tensorhub.UsageError, match="that port is in use"):
+            tensorhub.serve(host, port=int(port))
+
+
+def test_where_ipv6_is_switched_off_that_is_said(monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with pytest.raises(tensorhub.UsageError, match="IPv6 is switched off on this machine") as raised:
+        tensorhub.serve("::")
+    assert "0.0.0.0" in raised.value.hint
+    with tensorhub.serve("") as running:
+        assert tensorhub.connect(running.address).status().protocol == PROTOCOL
+
+
 def test_a_closed_server_says_so():
     server = tensorhub.serve()
     server.close()

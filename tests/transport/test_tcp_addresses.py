@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.core.errors import SourceLost, UsageError
+from tensorhub.transport import tcp_addresses
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
 from tensorhub.transport.tcp_settings import TcpSettings
@@ -79,6 +80,24 @@ def test_what_peers_are_told(host: str, advertise: str | None, endpoint: str | N
 def test_what_makes_no_sense_is_refused_by_name(settings: TcpSettings, what: str) -> None:
     with pytest.raises(UsageError, match=what):
         TcpTransport(settings)
+
+
+def test_all_interfaces_are_those_of_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    (listener,) = listeners(TcpSettings(host="::"))
+    with listener:
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), timeout=kit.DEADLINE_S).close()
+    ways = {socket.AF_INET: "10.0.0.5", socket.AF_INET6: "fd00::5"}
+    monkeypatch.setattr(tcp_addresses, "_outward_address", lambda family, target: ways[family])
+    assert advertised_endpoint(TcpSettings(host="::"), [7]) == "tcp://[fd00::5]:7,10.0.0.5:7"
+    ways[socket.AF_INET6] = ""
+    assert advertised_endpoint(TcpSettings(host="::"), [7]) == "tcp://10.0.0.5:7"
+    ways[socket.AF_INET] = ""
+    assert advertised_endpoint(TcpSettings(host="::"), [7]) == "tcp://[::1]:7"
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with pytest.raises(UsageError, match="IPv6 is switched off"):
+        listeners(TcpSettings(host="::"))
 
 
 def test_where_one_address_is_not_of_this_machine_nothing_is_listened_on() -> None:

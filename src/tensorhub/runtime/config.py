@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from ipaddress import IPv6Address
 from math import isfinite
 from numbers import Integral
 from typing import Literal, TypeVar
@@ -83,15 +84,30 @@ def parse_token(value: object, what: str) -> str:
 def parse_address(value: object, what: str) -> str:
     """`host:port` of a reference server; the port may be left out, `http://` may stand before it."""
     text = parse_text(value, what)
+    bracketed = _bracketed(text.removeprefix("http://").rstrip("/"))
+    if bracketed:
+        raise UsageError(f"{what}={text!r} is no address", hint=f"an IPv6 address stands in brackets: {bracketed}")
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
-        host, port = parts.hostname or "", DEFAULT_PORT if parts.port is None else parts.port
+        host, port = (parts.hostname or "").replace("%25", "%"), DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
         raise UsageError(f"{what}={text!r} is no address: {error}", hint="use host:port") from error
     is_bare = parts.path in ("", "/") and not parts.query and not parts.username
     if parts.scheme != "http" or not _HOST.match(host) or not port or not is_bare:
         raise UsageError(f"{what}={text!r} is no address", hint="use host:port, for example 127.0.0.1:7450")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _bracketed(text: str) -> str:
+    """An IPv6 address without brackets, perhaps with a port, as it is to be given; empty for all else."""
+    host, _, port = text.rpartition(":")
+    for address, its_port in ((host, port), (text, str(DEFAULT_PORT))):
+        try:
+            if its_port.isdecimal() and IPv6Address(address):
+                return f"[{address}]:{its_port}"
+        except ValueError:
+            pass
+    return ""
 
 
 def parse_seconds(value: object, what: str) -> float:

@@ -23,6 +23,7 @@ from ..transport.base import Transport
 from ..transport.choose import PREFERENCE
 from ..transport.local import LocalSettings, LocalTransport
 from ..transport.tcp import TcpTransport
+from ..transport.tcp_addresses import host_of
 from ..transport.tcp_settings import TcpSettings
 from ..transport.threads import Thread, start
 from .client import Client, living
@@ -221,7 +222,7 @@ def _address_towards(server: str) -> str:
         for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)
-                return str(probe.getsockname()[0])
+                return host_of(probe.getsockname())
     return "127.0.0.1"
 
 

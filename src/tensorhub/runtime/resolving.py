@@ -11,6 +11,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from ..core.errors import Unavailable
+from ..transport.tcp_addresses import host_of
 from .loops import in_thread
 
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -43,9 +44,7 @@ def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[Resolve
     for kind, _, proto, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, family=family, flags=socket.AI_ADDRCONFIG
     ):
-        where = str(address[0])
-        if len(address) == 4 and address[3]:  # of one link only: its number belongs to the address
-            where, _ = socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+        where = host_of(address)
         found.append(
             ResolveResult(hostname=host, host=where, port=int(address[1]), family=kind, proto=proto, flags=_NUMERIC)
         )

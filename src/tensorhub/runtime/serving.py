@@ -21,6 +21,7 @@ from ..core.errors import Closed, TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.snapshot import Status
 from ..transport.signals import block_sigpipe
+from ..transport.tcp_addresses import check_all_interfaces
 from ..transport.threads import Thread, start
 from .config import check_integer, parse_text, parse_token
 from .descriptors import check_limit, raise_limit
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 STOP_S = 0.5  # for open requests, and for what a request goes on to send; workers are told goodbye within one second
 IDLE_S = 75.0  # between two requests on a connection: more than the minute after which a proxy may cut it
 START_S = 30.0
+BACKLOG = 1024
 GARBAGE_AFTER = 50_000  # new objects: some tens of megabytes
 
 
@@ -72,12 +74,27 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
     await runner.setup()
     shell.accepted.server = runner.server
     try:
-        await web.TCPSite(runner, host or None, port, backlog=1024).start()
+        await _site(runner, host, port).start()
+    except TensorHubError:
+        await runner.cleanup()
+        raise
     except OSError as error:
         await runner.cleanup()
         raise _not_to_be_had(f"{shown}:{port}", error) from error
     bound = runner.addresses[0][1]
     return RunningServer(shell, runner, f"{shown}:{bound}")
+
+
+def _site(runner: web.AppRunner, host: str, port: int) -> web.BaseSite:
+    """Where to listen: all interfaces are one socket, so that both families have one port."""
+    if host not in ("", "::"):
+        return web.TCPSite(runner, host, port, backlog=BACKLOG)
+    if host:
+        check_all_interfaces(f"cannot listen on [::]:{port}")
+    if not socket.has_dualstack_ipv6():
+        return web.TCPSite(runner, "0.0.0.0", port, backlog=BACKLOG)
+    everywhere = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    return web.SockSite(runner, everywhere, backlog=BACKLOG)
 
 
 def _not_to_be_had(address: str, error: OSError) -> UsageError:

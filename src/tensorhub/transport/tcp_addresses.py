@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
@@ -26,7 +27,7 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 _BACKLOG = 1024  # a full queue drops the SYN and costs its sender a second; with 16, strangers filled it within 20 ms
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _IFREQ = struct.Struct("16s2xH4s16x")  # struct ifreq with a sockaddr_in
-_GLOBAL = "00"  # scope, in /proc/net/if_inet6
+_GLOBAL, _LINK = "00", "20"  # scopes, in /proc/net/if_inet6
 
 Address = tuple[str, int]  # host and port
 
@@ -54,7 +55,8 @@ def format_endpoint(*addresses: Address) -> str:
 def advertised_endpoint(settings: TcpSettings, ports: Sequence[int]) -> str:
     """Where peers reach listeners on these ports, one for each host that was asked for."""
     if settings.advertise is None:
-        return format_endpoint(*[(_reachable(host), port) for host, port in zip(_hosts(settings), ports, strict=True)])
+        both = zip(_hosts(settings), ports, strict=True)
+        return format_endpoint(*[(reachable, port) for host, port in both for reachable in _reachable(host)])
     found: list[Address] = []
     for at, text in enumerate(settings.advertise.split(",")):
         wrong = f"tcp transport: advertise={settings.advertise!r} "
@@ -85,12 +87,17 @@ def listeners(settings: TcpSettings) -> list[socket.socket]:
 def addresses_of(listening: Sequence[socket.socket]) -> tuple[str, ...]:
     """What those are bound to that listen on a network."""
     networks = (socket.AF_INET, socket.AF_INET6)
-    return tuple(str(listener.getsockname()[0]) for listener in listening if listener.family in networks)
+    return tuple(host_of(listener.getsockname()) for listener in listening if listener.family in networks)
+
+
+def host_of(address: tuple[Any, ...]) -> str:
+    """The host of a socket's address, in numbers. One of a single link has its zone: `fe80::1%eth0`."""
+    return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def _hosts(settings: TcpSettings) -> list[str]:
     """The hosts that were asked for, as something to bind to."""
-    named = [each.strip() for each in settings.host.split(",")]
+    named = [each.strip().strip("[]") for each in settings.host.split(",")]
     hosts = [_address_of_interface(name) or name for name in named]
     if len(hosts) > 1:
         wrong = f"tcp transport: host={settings.host!r} "
@@ -113,10 +120,11 @@ def _address_of_interface(name: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return _ipv4_address_of(probe, name)
     with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            address, _, _, scope, _, device = line.split()
-            if device == name and scope == _GLOBAL:
-                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+        lines = list(map(str.split, Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()))
+        for scope, zone in ((_GLOBAL, ""), (_LINK, f"%{name}")):
+            for address, _, _, found, _, device in lines:
+                if (device, found) == (name, scope):
+                    return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)) + zone
     text = f"tcp transport: no address of network interface {name} was found"
     raise UsageError(text, hint="is it up? `ip address` shows it; or name the address itself")
 
@@ -128,29 +136,41 @@ def _ipv4_address_of(probe: socket.socket, name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _reachable(host: str) -> str:
+def _reachable(host: str) -> list[str]:
+    """Where peers reach a listener there. Who listens on all interfaces has an address of each family."""
     if host not in _WILDCARDS:
-        return host
-    return _outward_address(socket.AF_INET6 if host == "::" else socket.AF_INET)
+        return [host]
+    ways = {socket.AF_INET: "192.0.2.1"}
+    if host == "::":
+        ways = {socket.AF_INET6: "2001:db8::1"} | ways
+    found = [address for family, target in ways.items() if (address := _outward_address(family, target))]
+    return found or ["::1" if host == "::" else "127.0.0.1"]
 
 
-def _outward_address(family: socket.AddressFamily) -> str:
-    """The address that the default route leaves from; loopback on a host without one. Sends nothing."""
-    target, loopback = ("2001:db8::1", "::1") if family == socket.AF_INET6 else ("192.0.2.1", "127.0.0.1")
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return loopback
+def _outward_address(family: socket.AddressFamily, target: str) -> str:
+    """The address that the default route leaves from; empty on a host without one. Sends nothing."""
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))
+        return host_of(probe.getsockname())
+    return ""
+
+
+def check_all_interfaces(what: str) -> None:
+    """Raises `UsageError` where `::` cannot mean all interfaces, IPv4 too."""
+    if not socket.has_dualstack_ipv6():
+        raise UsageError(f"{what}: IPv6 is switched off on this machine", hint="0.0.0.0 means all interfaces with IPv4")
 
 
 def _listener(settings: TcpSettings, host: str) -> socket.socket:
+    if host == "::":
+        check_all_interfaces("tcp transport: host='::'")
     found = socket.getaddrinfo(host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # whatever the system's default is
         tune(listener, settings)  # the receive buffer must be known before the first SYN
         listener.bind(address)
         listener.listen(_BACKLOG)
