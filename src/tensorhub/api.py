@@ -67,6 +67,7 @@ def open(
     """
     began = time.monotonic()
     options = worker_options(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
+    thread = loop_thread()  # before there is a coroutine, which nobody would await if there can be none
     opening = aio.open(
         model,
         replica=replica,
@@ -87,7 +88,6 @@ def open(
         call_timeout=call_timeout,
     )
     what = f"open of {model}/{replica}[{shard}]"
-    thread = loop_thread()
     opened = thread.wait(opening, deadline=began + options.connect_s, what=what, undo=aio.Weights._leave)
     try:
         return Weights(opened)

@@ -25,7 +25,7 @@ import msgspec
 from .decoding import MAX_TEXT
 from .errors import LayoutMismatch, UsageError, shortened
 from .manifest import MAX_DIMENSIONS, MAX_ELEMENTS, Layout, TensorSpec, contiguous_strides, item_bytes
-from .names import plain
+from .names import plain, plain_number
 
 MAX_EXTENT = 1 << 40  # of one dimension: a name, a dimension and a place in it are sorted as one number of 64 bits
 
@@ -107,6 +107,7 @@ def boxes_of(layout: Layout, given: Mapping[str, Sequence[Box]] | None = None) -
 
 def checked(box: Box, tensor: TensorSpec) -> Box:
     """The box with nothing left out. Raises `UsageError`, naming tensor and part, if it cannot lie in this tensor."""
+    box = _plain_box(box)
     numbers = (*box.global_shape, *box.at, *box.size, *(box.strides or ()), box.offset)
     is_named = all(isinstance(text, str) and text.isprintable() for text in (box.name, box.dtype))
     is_named = is_named and len(box.name) <= MAX_TEXT
@@ -132,6 +133,15 @@ def checked(box: Box, tensor: TensorSpec) -> Box:
         what, hint = wrong
         raise UsageError(f"tensor {tensor.name!r}: box {box} {what}", hint=hint)
     return complete
+
+
+def _plain_box(box: Box) -> Box:
+    """The same in Python's own integers, where it has those of numpy."""
+    shape, at, size, strides = (
+        tuple(map(plain_number, each)) for each in (box.global_shape, box.at, box.size, box.strides or ())
+    )
+    told = msgspec.structs.replace(box, global_shape=shape, at=at, size=size, offset=plain_number(box.offset))
+    return told if box.strides is None else msgspec.structs.replace(told, strides=strides)
 
 
 def _wrong_in_global(box: Box, tensor: TensorSpec) -> tuple[str, str] | None:

@@ -32,6 +32,12 @@ def plain(text: str) -> str:
     return str.__str__(text)
 
 
+def plain_number(value: object) -> object:
+    """A number of numpy's or torch's, also as an array of no dimension, as Python's own; anything else as it is."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "shape", None) == () else value
+
+
 class WorkerId(NamedTuple):
     """One shard of one replica of one model. Sorts by name, which is how every tie is broken."""
 

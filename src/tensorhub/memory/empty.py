@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import HostMemoryFull, UsageError
@@ -132,13 +133,13 @@ def empty_like(tensor: "type_of_array") -> "type_of_array":
 
 
 def _sizes(shape: object) -> tuple[int, ...]:
-    given = (shape,) if isinstance(shape, int) else shape
+    given = (shape,) if isinstance(shape, Integral) else shape
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(given) > MOST_DIMENSIONS:
         raise UsageError(f"shape={shape!r} is no number of elements, nor a sequence of such")
     for size in given:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
             raise UsageError(f"shape={shape!r}: {size!r} is no number of elements")
-    return tuple(given)
+    return tuple(map(int, given))
 
 
 def _torch_dtype(dtype: object) -> "torch.dtype":

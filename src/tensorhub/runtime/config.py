@@ -8,15 +8,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from decimal import Decimal
 from ipaddress import IPv6Address
-from math import isfinite
-from numbers import Integral
+from math import isfinite, nan
+from numbers import Integral, Real
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
 from ..core.messages import PREFETCH
-from ..core.names import NAME_RULE, is_name, plain
+from ..core.names import NAME_RULE, is_name, plain, plain_number
 from ..core.settings import Settings
 from ..transport.choose import PREFERENCE
 
@@ -44,8 +45,9 @@ def check_name(value: object, what: str) -> str:
 
 def check_integer(value: object, what: str, *, least: int, most: int) -> int:
     """An integer from `least` to `most`. Raises `UsageError` that names the argument."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most:
-        return int(value)
+    number = plain_number(value)
+    if isinstance(number, Integral) and not isinstance(number, bool) and least <= int(number) <= most:
+        return int(number)
     raise UsageError(f"{what}={value!r} is not an integer from {least} to {most}")
 
 
@@ -53,7 +55,7 @@ def check_place(model: object, replica: object, shard: object, shards: object) -
     """Names of a model and a replica, and a shard of so many. Raises `UsageError` that names the argument."""
     names = check_name(model, "model"), check_name(replica, "replica")
     shards = check_integer(shards, "shards", least=1, most=MOST_SHARDS)
-    if isinstance(shard, int) and shards == 1 and shard > 0:
+    if isinstance(shard, Integral) and shards == 1 and int(shard) > 0:
         raise UsageError(
             f"shard={shard} of a replica of 1 shard", hint="shards= says how many there are, on each of them"
         )
@@ -112,10 +114,7 @@ def _bracketed(text: str) -> str:
 
 def parse_seconds(value: object, what: str) -> float:
     """A positive number of seconds."""
-    try:
-        seconds = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else float("nan")
-    except (ValueError, OverflowError):
-        seconds = float("nan")
+    seconds = _number(value) if not isinstance(value, str) else _number_in(value)
     if not isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
         text = f"{what}={value!r} is not a number of seconds above 0 and up to {MOST_SECONDS:.0f}"
         hint = 'a call takes some milliseconds at least; to take a version without a wait there is update("prefetched")'
@@ -125,18 +124,42 @@ def parse_seconds(value: object, what: str) -> float:
 
 def parse_fraction(value: object, what: str) -> float:
     """A part of a whole, from 0 to 1."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+    part = _number(value)
+    if not 0 <= part <= 1:
         raise UsageError(f"{what}={value!r} is not a number from 0 to 1")
-    return float(value)
+    return part
+
+
+def _number(value: object) -> float:
+    """Any real number: a float, an integer, a fraction, a decimal, numpy's or torch's. What is none is NaN."""
+    number = plain_number(value)
+    try:
+        return float(number) if isinstance(number, Real | Decimal) and not isinstance(number, bool) else nan
+    except (ValueError, OverflowError):
+        return nan
+
+
+def _number_in(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return nan
 
 
 def parse_chunk_bytes(value: object, what: str) -> int:
     """Bytes, as a number or with a unit: 4194304, "4MiB"."""
-    found = _SIZE.match(str(value).strip()) if isinstance(value, int | str) else None
+    found = _size(value)
     size_bytes = int(found.group(1)) * _UNITS[found.group(2)] if found is not None else 0
-    if not 1 <= size_bytes <= MOST_CHUNK_BYTES or isinstance(value, bool):
+    if not 1 <= size_bytes <= MOST_CHUNK_BYTES:
         raise UsageError(f"{what}={value!r} is no size from 1 B to 1 GiB", hint='use a number of bytes, or "4MiB"')
     return size_bytes
+
+
+def _size(value: object) -> re.Match[str] | None:
+    """A number of bytes, and the unit in which it is given."""
+    given = plain_number(value)
+    is_size = isinstance(given, Integral | str) and not isinstance(given, bool)
+    return _SIZE.match(str(given).strip()) if is_size else None
 
 
 def parse_verify(value: object, what: str) -> Verify:
@@ -176,8 +199,8 @@ def parse_prefetch(value: object, what: str) -> str:
 
 def parse_limit(value: object, what: str) -> int:
     """Bytes, as a number or with a unit; 0 for none."""
-    found = _SIZE.match(str(value).strip()) if isinstance(value, int | str) else None
-    if found is None or isinstance(value, bool):
+    found = _size(value)
+    if found is None:
         raise UsageError(f"{what}={value!r} is no size in bytes", hint='use a number of bytes, or "64GiB"; 0 for none')
     return int(found.group(1)) * _UNITS[found.group(2)]
 

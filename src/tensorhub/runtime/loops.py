@@ -146,6 +146,7 @@ def wait_in(
         if ended.acquire(timeout=max(0.0, deadline - time.monotonic()) + GRACE_S):
             return errand.outcome()
         errand.abandon()
+        check_unpatched()
         text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
         text += f"; {limit}" if (limit := shortages.recent()) else ""
         raise DeadlineExceeded(text, hint="does a native call hold the GIL, or was this process stopped?")
@@ -182,9 +183,27 @@ _current: LoopThread | None = None
 _inherited: list[object] = []  # keeps a parent's loop alive in the child, so that no finaliser touches its sockets
 
 
+PATCHERS = (  # who puts greenlets in the place of threads, the question that they answer, and about what
+    ("gevent", "gevent.monkey", "is_module_patched", ("threading", "socket", "select")),
+    ("eventlet", "eventlet.patcher", "is_monkey_patched", ("thread", "socket", "select")),
+)
+
+
+def check_unpatched() -> None:
+    """Raises `UsageError` where threads, sockets or `select` are no longer Python's own: nothing here would run."""
+    for library, module, question, parts in PATCHERS:
+        is_patched = getattr(sys.modules.get(module), question, None)
+        patched = [part for part in parts if is_patched is not None and is_patched(part)]
+        if patched:
+            text = f"{library} has patched {', '.join(patched)} in this process, and TensorHub needs Python's own"
+            remedy = f"let {library} leave thread, socket and select alone, as patch_all(thread=False, socket=False, "
+            raise UsageError(text, hint=f"{remedy}select=False) does, or use TensorHub in a process of its own")
+
+
 def loop_thread() -> LoopThread:
-    """This process's worker thread; started if need be."""
+    """This process's worker thread; started if need be. Raises `UsageError` where threads are none."""
     global _current
+    check_unpatched()
     with _lock:
         if _current is None or _current.pid != os.getpid():
             _current = LoopThread()

@@ -25,7 +25,7 @@ from ..transport.tcp_addresses import check_all_interfaces
 from ..transport.threads import Thread, start
 from .config import check_integer, parse_text, parse_token
 from .descriptors import check_limit, raise_limit
-from .loops import check_process, held_lock, inheritable_loop, wait_in
+from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in
 from .requests import Seldom
 from .server import DECISIONS, SPARE_CONNECTIONS, ServerShell
 
@@ -177,6 +177,7 @@ class ServerThread:
         token: str = "",
         fresh: bool = True,
     ) -> None:
+        check_unpatched()
         self.address = ""
         self._pid = os.getpid()
         self._tried = held_lock()  # until it listens, or could not

@@ -8,7 +8,7 @@ from numbers import Integral
 
 from ..core.errors import UsageError
 from ..core.messages import Spec
-from ..core.names import Version, plain
+from ..core.names import Version, plain, plain_number
 from ..core.version_spec import parse_spec
 
 MOST_DIGITS = 100  # of a text that is looked at as a number: Python itself refuses thousands
@@ -16,7 +16,7 @@ MOST_DIGITS = 100  # of a text that is looked at as a number: Python itself refu
 
 def plain_spec(spec: Spec) -> Spec:
     """A spec as nothing but an int or a str, where it is one by another name (numpy.int64, numpy.str_, an enum's)."""
-    given: object = spec
+    given = plain_number(spec)
     if isinstance(given, Integral) and not isinstance(given, bool):
         return int(given)
     return plain(given) if isinstance(given, str) else spec
