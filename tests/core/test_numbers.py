@@ -17,7 +17,7 @@ from tensorhub.core.messages import (
 from tensorhub.core.names import Digest, Number, Shard, Ticket, Version
 from tensorhub.core.server import Server
 from tensorhub.core.server.lines import Line
-from tensorhub.core.server.numbers import BLOCK, Numbers
+from tensorhub.core.server.numbers import BLOCK, MAX_CEILING, Numbers
 from tensorhub.core.server.receipts import Notary, publisher_in
 from tensorhub.core.settings import Settings
 
@@ -65,6 +65,25 @@ def test_far_ahead_is_believed_only_with_a_receipt_of_the_same_key() -> None:
     told = {"seen": known.number, "ceiling": known.ceiling, "ceiling_receipt": known.ceiling_receipt}
     assert hear(server(10, fresh=False, key=b"one"), "a", **told).number > known.number
     assert hear(server(10, fresh=False, key=b"other"), "a", **told).number < BLOCK
+
+
+def test_reports_that_repeat_this_lifes_own_ceiling_raise_its_numbers_by_one_block_at_most() -> None:
+    """A worker is told each ceiling with its orders: no report may turn that into the next one."""
+    found = server()
+    orders = hear(found, "liar")
+    for number in range(2, 50):
+        told = {"ceiling": orders.ceiling, "ceiling_receipt": orders.ceiling_receipt}
+        orders = hear(found, "liar", number=number, seen=orders.ceiling, session=orders.ceiling, **told)
+    assert hear(found, "honest").number < 1000 + BLOCK + 200
+
+
+@pytest.mark.parametrize("ceiling", [MAX_CEILING + 1, HIGHEST])
+def test_a_ceiling_that_no_life_reaches_is_not_believed_though_it_is_signed(ceiling: int) -> None:
+    found = server(fresh=False)
+    receipt = found.state.notary.ceiling(Number(ceiling))
+    hear(found, "a", seen=Number(ceiling), ceiling=Number(ceiling), ceiling_receipt=receipt)
+    assert hear(found, "b").ceiling < 10 * BLOCK
+    assert found.state.counters["odd_numbers"] == 1
 
 
 def test_a_new_block_is_signed_when_one_is_used_up() -> None:

@@ -161,7 +161,7 @@ def test_a_server_whose_timer_is_due_at_once_goes_on(monkeypatch):
     uvloop = pytest.importorskip("uvloop")
 
     async def hurry():
-        shell = ServerShell(settings=Settings())
+        shell = ServerShell(settings=Settings(), key="k")
         monkeypatch.setattr(shell.machine, "next_deadline", lambda: time.monotonic() - 1.0)
         for _ in range(3):
             shell._set_timer()

@@ -160,7 +160,7 @@ class Busy:
 
     def __init__(self, monkeypatch, *, lines: int, lease_s: float = 10.0) -> None:
         self.clock = Clock()
-        self.shell = ServerShell(settings=Settings(lease_s=lease_s), fresh=True)
+        self.shell = ServerShell(settings=Settings(lease_s=lease_s), key="k", fresh=True)
         self.shell.intake = Intake(self.shell, self.clock)
         self.machine = self.shell.machine
         awake = self.machine.state.clock

@@ -86,7 +86,7 @@ def test_who_takes_nothing_is_cut(monkeypatch):
     monkeypatch.setattr(server_module, "SWEEP_S", 0.01)
 
     async def story():
-        shell = ServerShell(settings=Settings(), fresh=True)
+        shell = ServerShell(settings=Settings(), key="k", fresh=True)
         stuck, well = Socket(), Socket()
         well.reads.set()
         for name, socket in (("stuck", stuck), ("well", well)):

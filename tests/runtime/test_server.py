@@ -14,13 +14,16 @@ import pytest
 import tensorhub
 from tensorhub.core.errors import UsageError
 from tensorhub.core.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, PROTOCOL, Orders, Refusal, Report
+from tensorhub.core.names import ModelName, Number, Version
+from tensorhub.core.server.receipts import Notary
 from tensorhub.core.settings import Settings
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
-from tensorhub.runtime.serving import ServerThread
+from tensorhub.runtime.serving import ServerThread, _key
 
 from .kit import PATIENCE_S, eventually, hello, line_to, within
 
+KEYLESS = "a restart of this server will wait for a lease, for it cannot keep its key"
 AIOHTTP = tuple(map(int, aiohttp.__version__.split(".")[:3]))
 
 
@@ -206,6 +209,37 @@ def test_a_server_with_a_token_answers_nobody_without_it():
         status, said = get(server.address, "/healthz")
         assert status == 200
         assert json.loads(said) == {"status": "ok", "protocol": PROTOCOL, "decisions": server_module.DECISIONS}
+
+
+@pytest.mark.parametrize("token", ["", "s3cret"])
+def test_no_worker_can_sign_a_receipt_by_what_it_knows(token, monkeypatch, tmp_path):
+    """Each worker knows the token. With a forged ceiling it would put all numbers out of range."""
+    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path))
+    forger = Notary(token.encode())
+    ceiling, newest = Number(2**55), Version(2**60)
+    told = {"ceiling": ceiling, "ceiling_receipt": forger.ceiling(ceiling), "seen": ceiling}
+    told |= {"newest": newest, "newest_receipt": forger.newest(ModelName("m"), newest)}
+
+    async def talk(server):
+        async with line_to(server.address, hello(token=token), Report(1, **told)) as line:
+            return await hear(line)
+
+    with tensorhub.serve(token=token, fresh=False, lease_s=2, report_s=0.2) as server:
+        orders = asyncio.run(talk(server))
+    assert isinstance(orders, Orders)
+    assert orders.number < ceiling
+    assert orders.newest is None
+    assert orders.ceiling_receipt != forger.ceiling(orders.ceiling)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_next_server_takes_the_receipts_of_the_one_before_if_it_has_its_key(is_kept, monkeypatch, tmp_path, caplog):
+    """Whatever the token is. Where no key can be kept, the log says so."""
+    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path if is_kept else "/proc/nowhere"))
+    first, last = (_key().encode() for _ in range(2))
+    assert (Notary(first).ceiling(Number(7)) == Notary(last).ceiling(Number(7))) == is_kept
+    said = [each.getMessage().partition(":")[0] for each in caplog.records]
+    assert said == ([] if is_kept else [KEYLESS] * 2)
 
 
 @pytest.mark.parametrize("token", ["s3cret ", " s3cret", "s3\tcret", "s3cret\n", b"s3cret"])

@@ -55,9 +55,10 @@ EARLY_S = 0.001  # timers of some loops have a resolution of 1 ms and may come b
 class ServerShell:
     """The aiohttp application, and what connects it to the machine."""
 
-    def __init__(self, *, settings: Settings, token: str = "", fresh: bool = False) -> None:
+    def __init__(self, *, settings: Settings, key: str, token: str = "", fresh: bool = False) -> None:
+        """`key` is that of its receipts: a secret that no worker is told."""
         now = time.monotonic()
-        self.machine = Server(settings, now, time.time_ns() // 1000, fresh=fresh, key=token.encode())
+        self.machine = Server(settings, now, time.time_ns() // 1000, fresh=fresh, key=key.encode())
         self.settings = settings
         self.failure: Exception | None = None
         self.on_failure = asyncio.Event()

@@ -9,6 +9,7 @@ import errno
 import gc
 import logging
 import os
+import secrets
 import signal
 import socket
 import time
@@ -28,6 +29,7 @@ from .descriptors import check_limit, raise_limit
 from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in
 from .requests import Seldom
 from .server import DECISIONS, SPARE_CONNECTIONS, ServerShell
+from .state_dir import secret
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
     check_integer(port, "port", least=0, most=65535)
     host = parse_text(host, "host").strip("[]")
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
-    shell = ServerShell(settings=settings, token=parse_token(token, "token"), fresh=fresh)
+    shell = ServerShell(settings=settings, key=_key(), token=parse_token(token, "token"), fresh=fresh)
     seldom = Seldom()
     seldom.listen_to(asyncio.get_running_loop())
     runner = web.AppRunner(
@@ -95,6 +97,16 @@ def _site(runner: web.AppRunner, host: str, port: int) -> web.BaseSite:
         return web.TCPSite(runner, "0.0.0.0", port, backlog=BACKLOG)
     everywhere = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
     return web.SockSite(runner, everywhere, backlog=BACKLOG)
+
+
+def _key() -> str:
+    """The key of the receipts: that of all servers of this user, or of this life only where no file can be had."""
+    try:
+        found = secret("server-key", create=True)
+    except TensorHubError as error:
+        found = None
+        _log.warning("a restart of this server will wait for a lease, for it cannot keep its key: %s", error)
+    return found or secrets.token_hex()
 
 
 def _not_to_be_had(address: str, error: OSError) -> UsageError:

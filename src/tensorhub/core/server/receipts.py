@@ -3,8 +3,8 @@
 The server remembers nothing over a restart; the workers tell it. Most of what they tell needs no proof. Four things do:
 which content a version number stands for where two workers differ, who has published it and whether it was established;
 how high version numbers have come; how high the server's own numbers have come; and who else lives. For these a worker
-carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693) with a key that outlives the process. A worker without a
-receipt is believed as long as nobody with a receipt contradicts it.
+carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693). The key is random, only the server knows it, and it
+outlives the process. A worker without a receipt is believed as long as no worker with a receipt contradicts it.
 """
 
 import hmac
