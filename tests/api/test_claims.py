@@ -26,6 +26,28 @@ def test_a_number_that_is_not_higher_is_refused_before_the_block(join):
     assert rollout.replicate("latest") == 6  # it is held and served as before
 
 
+@pytest.mark.parametrize("first", [None, 6])
+def test_one_publish_does_not_use_up_the_numbers_of_a_model(server, join, first):
+    """Refused before anything is changed, and the error says how high a number may be."""
+    rollout, array = join("r", 1.0)
+    trainer, _ = join("t", 2.0)
+    if first is not None:
+        assert trainer.publish(first) == first
+    most = 2**53 if first is None else first + 10**9
+    for version in (most + 1, 2**62):
+        with pytest.raises(tensorhub.VersionConflict) as found, rollout.mutating(version=version):
+            array[:] = 9.0
+        assert "nothing was changed" in str(found.value)
+        assert f"publish at most {most}: count steps" in found.value.hint
+        with pytest.raises(tensorhub.VersionConflict, match=str(2**53) if first is None else "above the newest, 6"):
+            rollout.publish(version)
+    assert (array == 1.0).all()
+    assert tensorhub.connect(server.address).next_version("m") == (0 if first is None else 7)
+    trainer.unpublish()
+    assert trainer.publish(most) == most
+    assert tensorhub.connect(server.address).next_version("m") == most + 1
+
+
 def test_what_is_claimed_is_nobody_elses(join):
     first, array = join("first", 1.0)
     second, _ = join("second", 2.0)

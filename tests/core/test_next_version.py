@@ -3,6 +3,7 @@
 from tensorhub.core.messages import CallReport, Holding, Vacated
 from tensorhub.core.names import Digest, ModelName, Number, Version
 from tensorhub.core.server.rules.numbering import next_version
+from tensorhub.core.version_spec import MAX_VERSION_JUMP
 
 from .kit import LEASE_S, Fleet, worker
 
@@ -51,6 +52,15 @@ def test_what_one_shard_has_published_is_taken_and_stays_so() -> None:
     fleet.says(first, shards=2, leaving=True, ended=1)
     assert not fleet.server.state.models[POLICY].versions[Version(7)].exists
     assert next_of(fleet) == 8
+
+
+def test_a_publish_that_will_be_refused_takes_nothing_while_it_waits_for_a_shard() -> None:
+    fleet = Fleet()
+    fleet.says(worker("rollout"))
+    fleet.publishes(7, worker("trainer"), 1)
+    for number in (2**62, 7 + MAX_VERSION_JUMP + 1):
+        fleet.says(worker("half"), shards=2, call=CallReport(1, "publish", number, Digest("r")))
+        assert next_of(fleet) == 8
 
 
 def test_a_publish_that_was_refused_takes_nothing() -> None:

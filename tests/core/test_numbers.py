@@ -5,6 +5,7 @@ import pytest
 from tensorhub.core.messages import (
     PROTOCOL,
     CallReport,
+    Filling,
     Hello,
     Holding,
     HostCopy,
@@ -19,6 +20,7 @@ from tensorhub.core.server import Server
 from tensorhub.core.server.lines import Line
 from tensorhub.core.server.numbers import BLOCK, MAX_CEILING, Numbers
 from tensorhub.core.server.receipts import Notary, publisher_in
+from tensorhub.core.server.rules.numbering import next_version
 from tensorhub.core.settings import Settings
 
 from .kit import hello, worker
@@ -103,6 +105,45 @@ def test_the_newest_version_is_believed_with_a_receipt_only() -> None:
     assert found.state.models["policy"].newest == 7  # type: ignore[index]
     hear(found, "b", newest=Version(8), newest_receipt=receipt)
     assert found.state.models["policy"].newest == 7  # type: ignore[index]
+
+
+HELD = Holding(Version(HIGHEST), Digest("x"))
+WORDS = {
+    "filling": {"buffer": Filling(Version(HIGHEST))},
+    "holding": {"buffer": HELD},
+    "published": {"buffer": Holding(Version(HIGHEST), Digest("x"), published=True)},
+    "a copy": {"copies": (HostCopy(1, Version(HIGHEST), Digest("x"), 1, 1, whole=True),)},
+    "a claim": {"claim": Version(HIGHEST), "claimed_in": Number(1)},
+    "an answer": {"call": CallReport(1, "publish", HIGHEST, Digest("x"), resolved=Version(HIGHEST)), "buffer": HELD},
+    "a forged receipt": {"buffer": HELD, "newest": Version(HIGHEST), "newest_receipt": "x"},
+    "a next one": {"buffer": Holding(Version(2**53 + 1), Digest("x"))},
+}
+
+
+@pytest.mark.parametrize("told", WORDS.values(), ids=WORDS)
+def test_a_version_that_no_publish_could_make_exists_nowhere(told: dict) -> None:
+    """A worker that shows one is sent away for a moment, and its next report may be right."""
+    found, me = server(), worker("liar")
+    publish(found, "trainer", 7, "right")
+    for number in (1, 2):
+        found.handle(Hello(PROTOCOL, me.model, me.replica, me.shard, 1, "liar"), sender="liar", now=0.0)
+        ((_, refusal),) = found.handle(Report(number=number, **told), sender="liar", now=0.0)
+        assert isinstance(refusal, Refusal)
+        assert refusal.retry_s > 0
+    assert next_version(found.state, me.model) == 8
+    assert found.state.models[me.model].newest == 7
+    assert hear(found, "liar", number=3).acknowledged == 3
+
+
+def test_a_high_version_is_held_where_a_receipt_or_the_newest_one_is_near() -> None:
+    """Numbers may have risen above those that a model begins with, in many steps."""
+    high = Version(2**53 + 5)
+    held = Holding(high, Digest("r"))
+    found = server(fresh=False)
+    receipt = found.state.notary.newest(worker("a").model, high)
+    hear(found, "a", buffer=held, newest=high, newest_receipt=receipt)
+    hear(found, "b", buffer=Holding(Version(high + 1), Digest("r")))
+    assert found.state.models[worker("a").model].newest == high + 1
 
 
 def publish(found: Server, name: str, version: int, root: str) -> None:

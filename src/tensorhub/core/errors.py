@@ -76,7 +76,7 @@ class LayoutMismatch(UsageError):
 
 
 class VersionConflict(UsageError):
-    """A version number was used again for other content, is lower than the newest one, or is claimed by others."""
+    """A number was used again for other content, is lower than the newest or too far above it, or others claim it."""
 
     code = "version-conflict"
 

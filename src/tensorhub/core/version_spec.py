@@ -13,6 +13,8 @@ from .names import Version
 _LATEST = re.compile(r"latest(?:-(\d{1,9}))?\Z")
 PREFETCHED = "prefetched"
 HIGHEST_VERSION = 2**62  # fits every integer type on the way
+MAX_FIRST_VERSION = 2**53  # JSON has it exactly; steps, samples, tokens and microseconds since 1970 are far below
+MAX_VERSION_JUMP = 10**9  # a large step has 10**8 tokens, a day 86_400_000 ms; from 2**53 to 2**62 it takes 4.6e9 jumps
 
 
 def parse_spec(spec: Spec, verb: str = "") -> Version | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..errors import HIGHER
 from ..messages import Failure, Spec
 from ..names import Digest, ModelName, ReplicaName, Version, WorkerId, is_partial
-from ..version_spec import parse_spec, steps_back
+from ..version_spec import MAX_FIRST_VERSION, MAX_VERSION_JUMP, parse_spec, steps_back
 from .companions import Companions, Names
 from .content import Content, Staying
 from .groups import Replica
@@ -355,6 +355,21 @@ class Model:
         newest = next(iter(self.available(companions)), None)
         return newest if newest is not None and newest >= version else None
 
+    @property
+    def highest_next(self) -> Version:
+        """The highest number that may be published next: one publish must not use up the numbers of all after it."""
+        return Version(MAX_FIRST_VERSION if self.newest is None else self.newest + MAX_VERSION_JUMP)
+
+    def too_far(self, version: Version) -> Failure | None:
+        """Why the number is too high to be published next, or None."""
+        if version <= self.highest_next:
+            return None
+        text = f"version {version} of {self.name} is above {MAX_FIRST_VERSION}, the highest number to begin with"
+        if self.newest is not None:
+            text = f"version {version} of {self.name} is more than {MAX_VERSION_JUMP} above the newest, {self.newest}"
+        hint = "count steps, samples, tokens or milliseconds; another model name begins with numbers of its own"
+        return Failure("version-conflict", text, f"publish at most {self.highest_next}: {hint}")
+
     def conflict(self, replica: Replica, version: Version, roots: dict[Line, Digest]) -> Failure | None:
         """Why the replica may not publish this content under this number, or None."""
         name, record = f"version {version} of {self.name}", self.versions.get(version)
@@ -362,6 +377,8 @@ class Model:
         if self.newest is not None and version < self.newest:
             text = f"{name} is lower than the newest, {self.newest}"
             return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
+        if (failure := self.too_far(version)) is not None:
+            return failure
         if record is not None and record.exists and not is_same:
             return Failure("version-conflict", f"{name} exists with other content", HIGHER)
         if record is not None and not record.exists and not is_same:

@@ -167,6 +167,10 @@ class Server:
         if hello is None:
             return Refusal("refused", "a report before any hello", "is this a TensorHub worker?"), None
         intake.count(state, report)
+        odd = admission.why_odd(state, hello, report)
+        if odd is not None:
+            state.counters["odd_numbers"] += 1
+            return odd, None
         member = state.members.get(state.speakers[sender])
         if member is not None and member.hello.life != hello.life:
             return admission.taken(state, member), None

@@ -5,16 +5,19 @@ come before either worker reported. A connection carries one session: what the s
 way, and must not be heard after something else was made of the worker's next report.
 """
 
-from ...messages import PROTOCOL, Hello, Refusal, Report
+from ...messages import PROTOCOL, Empty, Hello, Refusal, Report
 from ...names import NAME_RULE, is_name
+from ...version_spec import MAX_FIRST_VERSION, MAX_VERSION_JUMP
 from .. import facts
 from ..catalog import Model
 from ..groups import Replica
 from ..membership import Member
+from ..receipts import are_equal
 from ..state import State
 
 MAX_SHARDS = 4096
 AT_ONCE_S = 0.01
+ODD_S = 1.0  # a worker whose report had an odd number may be back with its next one
 
 
 def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refusal | None:
@@ -56,6 +59,27 @@ def spent(hello: Hello) -> Refusal:
     """The session of this connection has ended. The worker hears all that was said in it, and then begins another."""
     text = f"the session of {hello.worker} has ended: it was not heard in time, or another has its place"
     return Refusal("refused", text, "it connects again by itself", retry_s=AT_ONCE_S)
+
+
+def why_odd(state: State, hello: Hello, report: Report) -> Refusal | None:
+    """A version in the report is higher than any publish was allowed to be. It would use up the model's numbers.
+
+    What a worker shows without a receipt may be as high as a model may begin, or as a publish after the newest may be.
+    """
+    shown = report.copies if isinstance(report.buffer, Empty) else (report.buffer, *report.copies)
+    read = [each.version for each in (*shown, report.reading, report.across) if each is not None]
+    resolved = report.call.resolved if report.call is not None else None
+    highest = max([each for each in (*read, report.claim, resolved) if each is not None], default=0)
+    if highest <= MAX_FIRST_VERSION:
+        return None
+    model, newest = state.models.get(hello.model), report.newest
+    if newest is None or not are_equal(state.notary.newest(hello.model, newest), report.newest_receipt):
+        newest = None
+    known = [each for each in (newest, model.newest if model is not None else None) if each is not None]
+    if known and highest <= max(known) + MAX_VERSION_JUMP:
+        return None
+    text = f"{hello.worker} shows version {highest} of {hello.model}, and no number so high was published"
+    return Refusal("refused", text, "is this a TensorHub worker?", retry_s=ODD_S)
 
 
 def giving_way(state: State, hello: Hello, report: Report) -> list[Member]:

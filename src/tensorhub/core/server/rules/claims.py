@@ -77,6 +77,8 @@ def _why_not_claim(model: Model, replica: Replica, version: Version) -> Failure 
     if model.newest is not None and version <= model.newest:
         text = f"{name} is not higher than the newest, {model.newest}: nothing was changed"
         return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
+    if (far := model.too_far(version)) is not None:
+        return Failure(far.code, f"{far.message}: nothing was changed", far.hint)
     others: list[ReplicaName] = []
     if record is not None:
         others = [*record.claims, *[worker.replica for held in record.holders.values() for worker in held]]

@@ -1,7 +1,8 @@
 """The number with which a trainer that was started again goes on: the lowest above every number that was ever taken.
 
 Taken is what exists or existed, lost or not; what was published by some shards only; what is being published; and what
-is claimed. A number that was claimed and never published is free again once its claim has ended.
+is claimed. A number that was claimed and never published is free again once its claim has ended. A number that is too
+high to be published next counts for nothing: its publish is about to be refused.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ def next_version(state: State, name: ModelName) -> Version | None:
     is_listening = state.is_recovering if model is None else not model.roll.is_over
     if is_listening:
         return None
-    return Version(max(_taken(state, model), default=-1) + 1) if model is not None else Version(0)
+    if model is None:
+        return Version(0)
+    return Version(max((each for each in _taken(state, model) if each <= model.highest_next), default=-1) + 1)
 
 
 def _taken(state: State, model: Model) -> Iterator[int]:
