@@ -178,10 +178,3 @@ def test_a_number_that_cannot_come_any_more_is_not_waited_for(join):
     with pytest.raises(tensorhub.UsageError, match="wait='yes' is neither True nor False"):
         rollout.replicate(6, wait="yes")
     assert rollout.replicate(5, wait=True) == 5
-
-
-def test_after_the_highest_number_there_is_none(server, join):
-    trainer, _ = join("t", 1.0)
-    trainer.publish(2**62)
-    with pytest.raises(tensorhub.UsageError, match="m has no number left"):
-        tensorhub.connect(server.address).next_version("m")

@@ -1,9 +1,11 @@
 """Connections that ask nothing, or do not read what they asked for, are ended; all others are left alone."""
 
+import asyncio
 import contextlib
 import socket
 import threading
 import weakref
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -51,10 +53,10 @@ class Story:
         self.accepted.server = SimpleNamespace(connections=[self.protocol])
         self.request = SimpleNamespace(protocol=self.protocol, transport=self.wire)
 
-    def sweep(self, after_s: float = 0.0) -> bool:
+    def sweep(self, after_s: float = 0.0, *, short: bool = False) -> bool:
         """Whether the connection still lives then."""
         self.now += after_s
-        self.accepted.sweep(self.now, hello_s=5.0, stuck_s=5.0)
+        self.accepted.sweep(self.now, hello_s=5.0, stuck_s=5.0, idle_s=0.5 if short else inf)
         return not self.wire.is_aborted
 
 
@@ -84,6 +86,21 @@ def test_who_has_gone_is_forgotten(story):
 def test_who_waits_for_an_answer_is_left_alone(story):
     story.accepted.keep(story.request)
     assert all(story.sweep(10.0) for _ in range(10))
+
+
+def test_where_descriptors_are_short_nobody_keeps_one_between_two_requests(story):
+    async def ask() -> None:
+        async def handled(_: object) -> None:
+            story.now += 100.0
+            assert story.sweep(short=True), "it waits for its answer"
+
+        await story.accepted.note(story.request, handled)
+
+    asyncio.run(ask())
+    assert story.sweep(100.0)
+    asyncio.run(ask())
+    assert story.sweep(0.4, short=True)
+    assert not story.sweep(0.2, short=True)
 
 
 def test_who_takes_too_little_is_cut(story):

@@ -5,6 +5,7 @@ import contextlib
 import socket
 import struct
 import weakref
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ import pytest
 import tensorhub
 from tensorhub.core.manifest import Layout, TensorSpec
 from tensorhub.core.messages import MAX_LAYOUT_BYTES, LayoutInfo, LayoutWanted, Orders, Refusal, Report
-from tensorhub.runtime import strangers
+from tensorhub.core.settings import Settings
+from tensorhub.runtime import descriptors, strangers
+from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
+from tensorhub.runtime.serving import ServerThread
 
 from .kit import ServerProcess, eventually, hello
 from .test_lines import settle
@@ -22,6 +26,7 @@ UPGRADE = (
     b"GET /v1/session HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
+ASK = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 MASK = bytes(4)  # it changes nothing
 DEADLINE_S = 60.0
 
@@ -120,6 +125,33 @@ def test_all_strangers_together_have_a_limit_that_no_worker_meets(server, monkey
             assert tensorhub.connect(server.address).models() == ["m"]
         assert most.held_bytes >= 40_000, "the first one is still there"
     eventually(lambda: most.held_bytes == 0, "nothing is held of those who have gone")
+
+
+@pytest.mark.parametrize("asks", [b"", ASK, UPGRADE], ids=["nothing", "a question", "a line"])
+def test_idle_strangers_do_not_use_up_the_descriptors(server, monkeypatch, asks):
+    """One that says nothing has 5 s else, and one that has asked once 75 s."""
+    monkeypatch.setattr(descriptors, "_lowest_free", lambda: inf)  # none is left, whatever is closed
+    monkeypatch.setattr(server_module, "HELLO_S", 2 * DEADLINE_S)
+    host, port = server.address.split(":")
+    with tensorhub.open("m", replica="r", server=server.address) as weights:
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+            stranger.sendall(asks)
+            with contextlib.suppress(ConnectionError):
+                while stranger.recv(4096):
+                    pass
+        assert weights.statistics()["connects"] == 1, "a worker stays"
+
+
+def test_lines_on_which_no_hello_was_said_keep_no_worker_out(monkeypatch):
+    monkeypatch.setattr(server_module, "SPARE_CONNECTIONS", 1)
+    monkeypatch.setattr(server_module, "HELLO_S", 2 * DEADLINE_S)
+    with (
+        ServerThread(settings=Settings(most_workers=1)) as server,
+        Raw(server.address) as first,
+        Raw(server.address),
+        tensorhub.open("m", replica="r", server=server.address),
+    ):
+        assert first.hear() is None, "the oldest one was cut"
 
 
 class Wire:

@@ -5,18 +5,18 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 import pytest
 
 from tensorhub.core.errors import Refused, SourceLost
-from tensorhub.transport import tcp_wire
+from tensorhub.transport import tcp_server, tcp_wire
 from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_addresses import parse_endpoint
-from tensorhub.transport.tcp_door import MOST_STRANGERS
+from tensorhub.transport.tcp_door import MOST_STRANGERS, Door
 from tensorhub.transport.tcp_settings import TcpSettings
 from tensorhub.transport.tcp_wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
 
@@ -273,6 +273,83 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_else_out(tcp: Tcp) -> 
     for sock in flood:
         sock.close()
     kit.until(lambda: source.statistics()["connections_open"] == 0, "the flood is over")
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("asks_for", [None, []])
+def test_readers_that_ask_for_nothing_make_room(
+    tcp: Tcp, is_native: bool, asks_for: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They know the key, and the token too. The source would bear their silence for twenty seconds and more."""
+    monkeypatch.setattr(
+        tcp_server, "conversation_for", tcp_server.conversation_for if is_native else lambda *_, **__: None
+    )
+    right = content(CHUNK)
+    source = tcp(max_connections=4, silence_s=60.0, greet_s=60.0 if asks_for is None else 0.2, token="t")
+    source.export(full("k", right, CHUNK))
+    with ExitStack() as stack:
+        idle = [stack.enter_context(dialled(source)) for _ in range(4)]
+        for sock in idle:
+            sock.sendall(greeting(hello("t")))
+            wire = Wire(sock, source.settings)
+            assert isinstance(wire.receive_greeting(DEADLINE_S), Welcome)
+            if asks_for is not None:
+                wire.send_want([0])
+                assert wire.receive_header() == (tcp_wire.CHUNK, CHUNK, 0)
+        kit.until(lambda: source.statistics()["connections_open"] == 4, "all places are taken")
+        reader = tcp(token="t")
+        if asks_for is None:
+            assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+        kit.until(lambda: read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None, "it is read")
+        kit.until(lambda: source.statistics()["connections_open"] < 4, "one of them was cut")
+
+
+def test_readers_that_wait_for_what_they_asked_for_keep_their_places(tcp: Tcp) -> None:
+    source = tcp(max_connections=2, silence_s=60.0, greet_s=0.05)
+    progress = Progress(2)
+    source.export(Export("k", b"m", CHUNK, kit.Pieces(content(2 * CHUNK)), progress))
+    with dialled(source) as first, dialled(source) as second:
+        for sock in (first, second):
+            sock.sendall(greeting(hello()))
+            wire = Wire(sock, source.settings)
+            assert isinstance(wire.receive_greeting(DEADLINE_S), Welcome)
+            wire.send_want([0])
+        for _ in range(20):
+            kit.until(lambda: source.statistics()["connections_open"] == 2, "both are there")
+            error = read_all(tcp(streams=1), source.endpoint, "k", Target(content(2 * CHUNK), CHUNK))
+            assert "all 2 connections are taken" in str(error)
+        progress.mark(0)
+        for sock in (first, second):
+            assert Wire(sock, source.settings).receive_header() == (tcp_wire.CHUNK, CHUNK, 0)
+
+
+def test_whoever_waits_for_a_key_takes_no_place_from_a_reader_whose_key_is_there(tcp: Tcp) -> None:
+    right = content(CHUNK)
+    source = tcp(max_connections=2, silence_s=60.0, greet_s=60.0, expect_s=60.0)
+    source.export(full("k", right, CHUNK))
+    with ExitStack() as stack:
+        for _ in range(2 * MOST_STRANGERS):
+            stack.enter_context(dialled(source)).sendall(greeting(Hello("", "none", 0, 10**6, False)))
+        assert read_all(tcp(), source.endpoint, "k", Target(right, CHUNK)) is None
+        assert source.statistics()["connections_open"] >= MOST_STRANGERS - 1, "they wait all the time"
+        source.export(full("none", right, CHUNK))
+        kit.until(lambda: source.statistics()["connections_open"] <= 2, "two find it, and the others no room")
+
+
+def test_a_flood_from_one_address_takes_the_places_of_that_address() -> None:
+    door = Door(4)
+
+    def enter(peer: str) -> Wire:
+        wire = Wire(socket.socket(), TcpSettings())
+        wire.peer = peer
+        assert door.enter(wire, threading.current_thread())
+        return wire
+
+    other, flood = enter("other"), [enter("flood") for _ in range(2 * MOST_STRANGERS - 1)]
+    assert not other.is_cut
+    assert sum(wire.is_cut for wire in flood) == MOST_STRANGERS
+    for wire in (other, *flood):
+        wire.close()
 
 
 @pytest.mark.parametrize("words", [b"", MAGIC, greeting(hello())[:-1]])

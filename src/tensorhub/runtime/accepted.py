@@ -1,13 +1,15 @@
 """Connections to a reference server that are no worker's line: strangers that ask nothing, and askers that do not read.
 
 Each costs a descriptor, and an answer that nobody reads costs memory. So a connection has a few seconds for its first
-whole request, and an answer has to be taken at some rate. A worker's line is none of these; its sweep is the server's.
+whole request, and an answer has to be taken at some rate. Where descriptors are short, a connection has as little time
+between two requests. A worker's line is none of these; its sweep is the server's.
 
 It must never: end a connection that asks and reads, however long it waits for an answer.
 """
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -19,8 +21,9 @@ class _Caller:
     """A connection."""
 
     def __init__(self, now: float) -> None:
-        self.came_at = now
+        self.idle_since = now  # since it came, or since its last request was handled
         self.has_asked = False
+        self.is_asking = False  # its request is being handled
         self.is_line = False
         self.transport: asyncio.Transport | None = None
         self.waiting_bytes = 0  # of answers, when it last took enough of them
@@ -47,7 +50,14 @@ class Accepted:
     async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """A whole request has come. This stands before every handler."""
         self.keep(request)
-        return await handler(request)
+        caller = self._callers.get(request.protocol)
+        if caller is None:  # it has gone
+            return await handler(request)
+        caller.is_asking = True
+        try:
+            return await handler(request)
+        finally:
+            caller.is_asking, caller.idle_since = False, self._clock()
 
     def keep(self, request: web.Request) -> None:
         """It is an asker, also where it was a worker's line before."""
@@ -78,15 +88,17 @@ class Accepted:
         """It has become a worker's line."""
         self._callers.setdefault(request.protocol, _Caller(self._clock())).is_line = True
 
-    def sweep(self, now: float, *, hello_s: float, stuck_s: float) -> None:
-        """End those that have asked nothing in time, or do not take what they have asked for."""
+    def sweep(self, now: float, *, hello_s: float, stuck_s: float, idle_s: float = inf) -> None:
+        """End those that have asked nothing in time, now or after a request, or do not take what they asked for."""
         connected = self.server.connections if self.server is not None else []
         self._callers = {each: self._callers.get(each) or _Caller(now) for each in connected}
         for protocol, caller in self._callers.items():
             transport = caller.transport = caller.transport or protocol.transport  # aiohttp forgets one that it closes
             if transport is None or caller.is_line:
                 continue
-            if (not caller.has_asked and now - caller.came_at > hello_s) or caller.is_stuck(now, stuck_s):
+            may_idle_s = idle_s if caller.has_asked else hello_s
+            is_idle = not caller.is_asking and now - caller.idle_since > may_idle_s
+            if caller.is_stuck(now, stuck_s) or (is_idle and not transport.get_write_buffer_size()):
                 transport.abort()
 
     def abort_writing(self) -> None:

@@ -44,8 +44,8 @@ class Descriptors:
         self._was_short = False
         self._said_at = -inf
 
-    def look(self, now: float) -> None:
-        """Say that next to none are left: once until there are again, and once a minute at most."""
+    def look(self, now: float) -> bool:
+        """Whether next to none are left. Says so once until there are again, and once a minute at most."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         was_short, self._was_short = self._was_short, _lowest_free() >= limit - min(RESERVE, limit // 8)
         if self._was_short and not was_short and now - self._said_at >= SAY_EVERY_S:
@@ -55,6 +55,7 @@ class Descriptors:
                 "workers are turned away. Is that all workers? Then %s",
                 *(limit, HINT),
             )
+        return self._was_short
 
 
 def _lowest_free() -> float:

@@ -29,6 +29,7 @@ class Line:
         self.name = "a stranger"
         self.socket = socket
         self.has_said_hello = False
+        self.is_cut = False
         self.opened_at = self.heard_at = time.monotonic()
         self.sending_since = inf
         self.logged_ticket = Ticket(0)
@@ -95,5 +96,6 @@ class Line:
 
     def cut(self) -> None:
         """End it without a word."""
+        self.is_cut = True
         if self._transport is not None:
             self._transport.abort()

@@ -28,7 +28,7 @@ from ..core.manifest import Layout, decode_layout
 from ..core.messages import Spec
 from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status
-from ..core.version_spec import HIGHEST_VERSION, parse_spec
+from ..core.version_spec import parse_spec
 from .config import MOST_SHARDS, Options
 from .connection import CONNECT_S, STATUSES, retry_delay_s, unreached, why_away
 from .resolving import http_session
@@ -108,8 +108,6 @@ async def wait_for_number(options: Options, model: str, deadline: float) -> Vers
     if found.version is None:
         why = "the reference server has restarted, and listens to what those who lived have to say"
         raise asked.late(why, "ask again: it listens for one lease at most")
-    if found.version > HIGHEST_VERSION:
-        raise UsageError(f"{model} has no number left: {HIGHEST_VERSION} is taken", hint="use another model name")
     return Version(found.version)
 
 

@@ -44,6 +44,7 @@ from .strangers import Stranger, Strangers
 _log = logging.getLogger(__name__)
 
 HELLO_S = 5.0  # from the connection to its first request, and from there to a worker's first message
+HURRY_S = 0.5  # the same, and from one request to the next, where descriptors are short: workers say hello at once
 STUCK_S = 5.0  # a worker that takes nothing for that long is cut, and an asker that takes next to nothing
 SWEEP_S = 1.0  # how often that is looked at
 SPARE_CONNECTIONS = 256  # beyond most_workers: those that reconnect before the old line was seen to end
@@ -171,7 +172,10 @@ class ServerShell:
         if self._is_stopping:
             return web.Response(status=503, text="the server stops\n")
         if len(self._lines) >= self.settings.most_workers + SPARE_CONNECTIONS:
-            return web.Response(status=507, text="no room for another connection\n")
+            oldest = next((each for each in self._lines.values() if not (each.has_said_hello or each.is_cut)), None)
+            if oldest is None:
+                return web.Response(status=507, text="no room for another connection\n")
+            oldest.cut()
         socket = web.WebSocketResponse(max_msg_size=MAX_LAYOUT_BYTES, compress=False, timeout=1.0)
         self._opened += 1
         line = Line(f"line-{self._opened}", socket, request)
@@ -256,12 +260,13 @@ class ServerShell:
             before, now = now, time.monotonic()
             if now - before > 2 * SWEEP_S:
                 continue  # this process stood still: what was sent to it meanwhile has not been read yet
+            is_short = descriptors.look(now)
+            hello_s = min(HELLO_S, HURRY_S) if is_short else HELLO_S
             for line in list(self._lines.values()):
-                is_stranger = not line.has_said_hello and now - line.opened_at > HELLO_S
+                is_stranger = not line.has_said_hello and now - line.opened_at > hello_s
                 if is_stranger or now - line.heard_at > silent_s or now - line.sending_since > STUCK_S:
                     line.cut()
-            self.accepted.sweep(now, hello_s=HELLO_S, stuck_s=STUCK_S)
-            descriptors.look(now)
+            self.accepted.sweep(now, hello_s=hello_s, stuck_s=STUCK_S, idle_s=hello_s if is_short else inf)
 
     # --- everybody else -----------------------------------------------------------------------------------------------
 

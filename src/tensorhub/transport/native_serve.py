@@ -9,6 +9,8 @@ It must never: give the mover memory that may be moved only inside a block of it
 
 import ctypes
 import os
+import time
+from math import inf
 
 from . import tcp_wire
 from .brisk import Brisk
@@ -62,6 +64,12 @@ class Conversation:
     def sent_bytes(self) -> int:
         return int(self._state.sent_bytes)
 
+    @property
+    def idle_s(self) -> float:
+        """How long the reader has asked for nothing: infinite if it never has, 0 while it is served."""
+        state = self._state
+        return idle_s(state.idle_since or None, has_asked=bool(state.kind))
+
     def add_to(self, counts: dict[str, int]) -> None:
         """What it has sent so far."""
         state = self._state
@@ -96,6 +104,13 @@ class Conversation:
         if len(ranges) > shapes.MAX_RANGES:
             return Garbled(f"a request for {len(ranges)} ranges, where {shapes.MAX_RANGES} are the limit")
         return Garbled("a request whose numbers are written in a way that is not read here")
+
+
+def idle_s(since: float | None, *, has_asked: bool) -> float:
+    """How long a reader has asked for nothing: infinite if it never has. `since` is None while it is served."""
+    if not has_asked:
+        return inf
+    return time.monotonic() - since if since is not None else 0.0
 
 
 def conversation_for(

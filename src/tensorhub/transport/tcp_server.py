@@ -15,13 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from ..core.errors import Closed, UsageError
 from . import brief, shortages, tcp_wire
 from .base import Export, Scarce
 from .brisk import Brisk
-from .native_serve import Conversation, conversation_for
+from .native_serve import Conversation, conversation_for, idle_s
 from .parcels import Room
 from .pieces_server import serve_pieces
 from .signals import block_sigpipe
@@ -236,10 +236,13 @@ class TcpServer:
     def _take(self, sock: socket.socket) -> None:
         """Give a new connection a thread of its own, or hang up."""
         wire = Wire(sock, self._settings)
+        with suppress(OSError):  # it has left
+            wire.peer = str(sock.getpeername()[:1])  # of another transport's socket it is no address: all have the same
         thread = Thread(self._run, args=(wire,), name=f"tensorhub-{self.kind}-serve")
         tune(sock, self._settings)
         with self._changed:
             is_taken = not self._is_closed and self._door.enter(wire, thread)
+            self._changed.notify_all()  # a stranger that waits for its key may have been cut
             self._counts["connections_accepted" if is_taken else "connections_refused"] += 1
         try:
             if is_taken:
@@ -297,7 +300,10 @@ class TcpServer:
             wire.send_gone(*farewell)
 
     def _judge(self, wire: Wire) -> Refusal | tuple[Served, Hello]:
-        """Hear who it is. Whoever is welcome is inside the export when this returns."""
+        """Hear what it wants to read. It is inside the export when this returns, unless it is refused.
+
+        A reader that waits for a key is a stranger as long: it takes no place from those whose key is there.
+        """
         try:
             hello = wire.receive_greeting(self._settings.most_greeting_s)
         except Garbled as error:
@@ -309,20 +315,26 @@ class TcpServer:
         if (refusal := self.why_refused(wire, hello)) is not None:
             return refusal
         with self._changed:
-            if not self._door.welcome(wire, is_further=bool(hello.generation)):
-                return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
             if not hello.generation:
                 expect_s = min(self._settings.expect_s, hello.silence_ms / 2000)
-                self._changed.wait_for(lambda: hello.key in self._exports or self._is_closed, expect_s)
+                self._changed.wait_for(lambda: hello.key in self._exports or self._is_closed or wire.is_cut, expect_s)
             served = self._exports.get(hello.key)
             if hello.generation and (served is None or hello.generation != served.generation):
                 return Refusal("gone", "it was withdrawn or replaced")
             if served is None:
                 return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
+            may_idle_s = self._settings.most_greeting_s
+            is_further = bool(hello.generation)
+            if not self._door.welcome(wire, is_further=is_further, idle_s=self._idle_s, may_idle_s=may_idle_s):
+                return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
             if (refusal := self.why_not(served) if served.ended is None else Refusal("gone", served.ended)) is not None:
                 return refusal
             served.inside[wire] = 0
             return served, hello
+
+    def _idle_s(self, wire: Wire) -> float:
+        moving = self._moving.get(wire)
+        return moving.idle_s if moving is not None else idle_s(wire.idle_since, has_asked=wire.has_asked)
 
     def _serve(self, wire: Wire, served: Served, hello: Hello, brisk: Brisk) -> tuple[str, str] | None:
         """Send what is asked for until the reader leaves (None) or the export ends (code and reason)."""
@@ -363,6 +375,7 @@ class TcpServer:
             return conversation.run()
         finally:
             with self._changed:
+                wire.has_asked = True  # its farewell is no idleness
                 del self._moving[wire]
                 conversation.add_to(self._counts)
                 served.sent_bytes += conversation.sent_bytes

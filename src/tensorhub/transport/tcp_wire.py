@@ -126,6 +126,9 @@ class Wire:
         self.moved: shapes.StreamState | None = None  # the mover receives here, and counts by itself
         self.lent = Turn()  # LENT_TO: the peer may not have taken it yet; CALLED_OUT: nothing is lent any more
         self.lending: Lending | None = None
+        self.peer = ""  # its address, of a reader
+        self.has_asked = False  # for any chunk
+        self.idle_since: float | None = None  # it asks for nothing; None: it is served, or has never asked
 
     @property
     def has_lent(self) -> bool:
@@ -364,10 +367,13 @@ class Wire:
 
     def receive_want(self, chunk_count: int) -> tuple[int, list[tuple[int, int]]]:
         """The request's number and its ranges."""
+        self.idle_since = time.monotonic()
         kind, length, number = self.receive_header()
         if kind != WANT:
             raise Garbled(f"a frame of kind {kind} from a reader")
-        return number, self.decode_want(self.receive_body(length, MAX_WANT_BYTES), chunk_count)
+        ranges = self.decode_want(self.receive_body(length, MAX_WANT_BYTES), chunk_count)
+        self.has_asked, self.idle_since = True, None
+        return number, ranges
 
     @staticmethod
     def decode_want(body: bytes | bytearray, chunk_count: int) -> list[tuple[int, int]]:

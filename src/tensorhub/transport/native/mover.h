@@ -189,6 +189,7 @@ typedef struct {
     /* what changes */
     _Atomic uint64_t sent_bytes, sent_chunks, lent_bytes;
     uint64_t range_count, range_next, at;
+    double idle_since; /* the reader asks for nothing; 0: it is served */
     uint64_t ranges[2 * MAX_RANGES];
     unsigned char words[MAX_WANT_BYTES];
 } serve_t;

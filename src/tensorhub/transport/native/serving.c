@@ -87,6 +87,7 @@ static void hear(serve_t *serve, uint64_t number) {
 
 static int receive_want(serve_t *serve) {
     unsigned char header[HEADER_BYTES];
+    serve->idle_since = now_s();
     int status = receive_all(serve->descriptor, header, sizeof header, NULL, &serve->error);
     if (status)
         return status;
@@ -102,6 +103,7 @@ static int receive_want(serve_t *serve) {
     serve->range_count = (uint64_t)count;
     serve->range_next = 0;
     serve->at = serve->ranges[0];
+    serve->idle_since = 0;
     hear(serve, serve->number);
     return 0;
 }

@@ -236,6 +236,7 @@ class ServeState(Structure):
         ("range_count", c_uint64),
         ("range_next", c_uint64),
         ("at", c_uint64),
+        ("idle_since", c_double),
         ("ranges", c_uint64 * (2 * MAX_RANGES)),
         ("words", c_ubyte * MAX_WANT_BYTES),
     )
