@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.core.messages import Holding, Orders, Refusal
-from tensorhub.core.names import Digest, Number, Version
+from tensorhub.core.names import Digest, ModelName, Number, Version
 from tensorhub.core.server import Server
 from tensorhub.core.server.lines import plain_cut
 from tensorhub.core.settings import Settings
@@ -52,6 +52,48 @@ class Town:
     @property
     def lives(self) -> list[tuple[str, int]]:
         return [(member.worker.replica, member.hello.shards) for member in self.server.state.members.all()]
+
+
+def test_models_that_were_left_close_the_server_to_no_new_one() -> None:
+    town = Town()
+    models = town.server.state.models
+    for name in ("a", "b"):
+        assert (town.hello("w", 0, 1, name), town.report("w", 0, name)) == (None, None)
+    refused = town.hello("w", 0, 1, "c")
+    assert refused is not None
+    assert (refused.message, refused.retry_s) == ("2 models is the most here", 0.0)
+    town.report("w", 0, "a", leaving=True)
+    town.report("w", 0, "b", leaving=True)
+    assert (town.hello("w", 0, 1, "c"), town.report("w", 0, "c")) == (None, None), "a, which was left first, goes"
+    assert list(models) == ["b", "c"]
+    town.until(9.0)
+    town.report("w", 0, "c")
+    assert list(models) == ["b", "c"]
+    town.until(10.0)
+    assert list(models) == ["c"], "a lease after its last worker has left"
+    town.until(28.0)  # it died: its lease was over at 19
+    assert list(models) == ["c"]
+    town.until(29.0)
+    assert not models
+
+
+def test_a_model_that_has_had_a_version_is_remembered_until_its_place_is_needed() -> None:
+    """So its trainer goes on with the next number, as it could after no restart of the server."""
+    town = Town()
+    models = town.server.state.models
+    for name in ("a", "b"):
+        town.hello("w", 0, 1, name)
+        town.report("w", 0, name, buffer=Holding(Version(7), Digest("r")))
+        town.report("w", 0, name, leaving=True)
+    town.until(9.0)
+    refused = town.hello("w", 0, 1, "c")
+    assert refused is not None
+    assert refused.retry_s > 0, "there will be room"
+    town.until(100.0)
+    assert [models[ModelName(name)].newest for name in ("a", "b")] == [7, 7]
+    assert (town.hello("w", 0, 1, "c"), town.report("w", 0, "c")) == (None, None)
+    assert list(models) == ["b", "c"]
+    assert "a is forgotten, with its numbers" in town.server.state.said[-1]
 
 
 def refusal_in(said: list, line: str) -> Refusal | None:

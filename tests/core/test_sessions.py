@@ -82,10 +82,21 @@ def test_what_a_former_job_wanted_kept_is_over_with_it() -> None:
     town.joins(READER, retain=2)
     model = town.server.state.models[TRAINER.model]
     town.says(OTHER, leaving=True)
-    assert (model.retain, model.retain_asked_by) == (6, OTHER)  # it is kept whoever leaves
+    assert model.retain == 6  # it is kept whoever leaves
     town.says(READER, leaving=True)
     town.joins(TRAINER)
-    assert (model.retain, model.retain_asked_by) == (1, None)
+    assert model.retain == 1
+
+
+@pytest.mark.parametrize(("wish", "is_reliable", "retain"), [(256, True, 3), (2**62, True, 3), (3, False, 1)])
+def test_a_wish_counts_as_far_as_the_server_allows_and_not_of_a_spot_worker(
+    wish: int, is_reliable: bool, retain: int
+) -> None:
+    town = Town(most_retain=3)
+    town.joins(TRAINER)
+    town.joins(OTHER, retain=wish, reliable=is_reliable)
+    assert town.server.state.models[TRAINER.model].retain == retain
+    assert [f"asks to keep {wish} versions" in line for line in town.server.state.said] == [True] * (wish > 3)
 
 
 def test_who_comes_back_after_all_were_cut_off_keeps_what_was_asked_for() -> None:
@@ -102,14 +113,14 @@ def test_who_comes_back_after_all_were_cut_off_keeps_what_was_asked_for() -> Non
     assert town.server.state.models[TRAINER.model].retain == 3
 
 
-def test_who_has_no_room_hears_who_wanted_that_much_kept() -> None:
+def test_who_has_no_room_hears_that_it_wanted_that_much_kept() -> None:
     town = Town()
-    town.joins(OTHER, retain=2)
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), copies_left=0)
+    town.joins(OTHER, retain=5)
+    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), copies_left=0, retain=2)
     call = CallReport(1, "unpublish", "")
     town.says(TRAINER, buffer=Withdrawing(ONE, ROOT, published=True), copies_left=0, call=call)
     answer = town.orders[TRAINER].answer
     assert answer is not None
     assert answer.error is not None
     assert answer.error.code == "host-memory-full"
-    assert f"the newest 2 are kept, as {OTHER} asked" in answer.error.message
+    assert "it was opened with retain=2" in answer.error.message

@@ -570,7 +570,7 @@ MUTANTS = (
     ),
     Mutant(
         "who is relied on and waits for room does not count",
-        "    return member.hello.reliable and model.is_wished(version)  # then it waits for room\n",
+        "    return member.hello.reliable and facts.is_wished(state, model, member, version)  # then it waits for room\n",
         "    return False\n",
         "a version is established by who keeps it",
     ),
@@ -2095,7 +2095,7 @@ MUTANTS = (
     ),
     Mutant(
         "a publisher is refused for what only a set needs",
-        "not is_squeezed or (not model.is_of_a_set_only(version) and is_there)\n",
+        "not is_squeezed or (not facts.gives_way(state, model, member, version) and is_there)\n",
         "not is_squeezed or is_there\n",
         "where there is no room the newest version comes before one that a set needs",
     ),

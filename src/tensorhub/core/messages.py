@@ -127,7 +127,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     host: str = ""
     token: str = ""
     prefetch: str = "seed"  # one of PREFETCH
-    retain: int = 0  # versions of the model to keep, until all have left; the most that was asked for, or the server's
+    retain: int = 0  # versions of the model to keep, until all have left; the most that reliable workers ask for counts
     place: str = ""  # workers that name the same one can map each other's host copies; empty: nobody can
     is_passing: bool = False  # it comes for one version and leaves: no trainer waits for it
     companions: tuple[ModelName, ...] = ()  # the other models of its set: a version of it is one that all of them have

@@ -28,9 +28,10 @@ class Settings:
     keep_established: bool = True  # for one host copy, nothing that has left its publisher is lost with it
     spot_heir_s: float = 30.0  # who closes waits so long for a worker that nobody relies on: 50 GiB at 2 GB/s
     default_retain: int = 1  # the newest is what everybody asks for next; 0: none is kept
+    most_retain: int = 8  # a worker that keeps 8 may take host memory for 9 copies of its shard
     most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", 1.6 KiB each
     most_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for
-    most_models: int = 1_000  # names cost memory and come from strangers
+    most_models: int = 1_000  # names cost memory and come from strangers; those that were left make room
 
     def report_s_of(self, workers: int) -> float:
         """How often each of so many is to say how things are: more seldom where they are too many, in steps."""
@@ -38,6 +39,10 @@ class Settings:
             return self.report_s
         steps = ceil(STEPS * workers / self.most_reports_per_s / self.report_s)
         return min(max(1.0, steps / STEPS) * self.report_s, max(self.report_s, self.lease_s / REPORTS_PER_LEASE))
+
+    def retain_of(self, wish: int, *, is_reliable: bool) -> int:
+        """How many of the newest versions a worker with that wish keeps. The wish of a spot worker does not count."""
+        return max(self.default_retain, min(wish, self.most_retain) if is_reliable else 0)
 
     @property
     def trust_s(self) -> float:

@@ -277,6 +277,7 @@ _SERVER_TEXTS = {
     "slow_times": "how many times slower than others a source may be before its reader is given another",
     "leave_s": "for how long a source that was left because it is slow is that reader's last choice",
     "most_failures": "reads that may fail in one call on one shard and bring nothing, before it is given up",
+    "most_retain": "versions to keep that a worker may ask for",
     "most_versions": "versions remembered of one model, held or not",
     "most_workers": "workers at a time",
     "most_models": "models at a time",

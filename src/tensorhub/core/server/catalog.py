@@ -38,8 +38,7 @@ class Model:
     roll: Roll = field(default_factory=Roll)  # who lives
     is_listening: bool = False  # for a lease after a restart: nothing counts as lost
     keeps_established: bool = True
-    retain: int = 0
-    retain_asked_by: WorkerId | None = None  # where that is more than the server says
+    retain: int = 0  # the most that the server or a reliable worker wishes
     pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
     closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
     sites: Counter[str] = field(default_factory=Counter)  # members by site
@@ -295,13 +294,20 @@ class Model:
         self.closing.pop(worker, None)
         self.watches.watch(worker, ())
 
-    def is_wished(self, version: Version) -> bool:
-        """It is to be kept because of how new it is, or by a pin, and not only until a newer one is established."""
-        return version in self.glance().newest or any(version in pins for pins in self.pins.values())
+    def is_wished(self, version: Version, retain: int) -> bool:
+        """A worker keeps it though it has no room: it is among the newest `retain`, or pinned.
 
-    def is_of_a_set_only(self, version: Version) -> bool:
-        """It is kept because all models of a set have it, and for nothing else: it gives way where there is no room."""
-        return not self.is_wished(version) and version != self.newest_established
+        `retain` is what the server or the worker's own replica wishes. No other replica can stop it by a higher wish.
+        """
+        self.available()
+        known = self._known
+        assert known is not None, "they were looked for"
+        newest = (*known.existing[:retain], *known.available[:retain])
+        return version in newest or any(version in pins for pins in self.pins.values())
+
+    def gives_way(self, version: Version, retain: int) -> bool:
+        """It goes where there is no room: only a set of models or another replica wishes it kept."""
+        return not self.is_wished(version, retain) and version != self.newest_established
 
     def retained(self) -> dict[Version, None]:
         """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""

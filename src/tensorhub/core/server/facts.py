@@ -60,6 +60,20 @@ def is_undecided_there(state: State, source: Member, version: Version, from_host
     return isinstance(buffer, Holding) or not (buffer.impatient or source.is_let_go)
 
 
+def is_wished(state: State, model: Model, member: Member, version: Version) -> bool:
+    """The member keeps the version though it has no room."""
+    return model.is_wished(version, _wish(state, member))
+
+
+def gives_way(state: State, model: Model, member: Member, version: Version) -> bool:
+    """The member's copy of the version goes where there is no room."""
+    return model.gives_way(version, _wish(state, member))
+
+
+def _wish(state: State, member: Member) -> int:
+    return state.settings.retain_of(member.hello.retain, is_reliable=member.hello.reliable)
+
+
 def may_have(state: State, member: Member, version: Version) -> bool:
     """It says that it has all of the version, and whether that is so is not decided yet: it needs nothing of it."""
     buffer, copies = member.report.buffer, [c for c in member.report.copies if c.whole and not (c.leaving or c.unfit)]

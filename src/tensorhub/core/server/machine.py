@@ -106,6 +106,8 @@ class Server:
                 sessions.end(state, member, "died (its lease ended)")
             for member in woken:
                 state.mark_dirty(member.worker)
+        if state.now >= state.forget_at:
+            sessions.forget_models(state)
         if state.is_recovering and state.now >= state.recovered_at:
             rollcall.end_recovery(state)
         return self._settle() if state.dirty else []

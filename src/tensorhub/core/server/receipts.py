@@ -59,6 +59,10 @@ class Notary:
             self._newest[model] = (version, receipt)
         return receipt
 
+    def forget(self, model: ModelName) -> None:
+        """Nothing is said of the model any more."""
+        self._newest.pop(model, None)
+
     def ceiling(self, number: Number) -> str:
         """No number above this one was ever given out."""
         return self._sign("ceiling", number)

@@ -1,5 +1,7 @@
 """How a session begins and ends in the server's tables. Called by the server machine, whose tables these are."""
 
+from math import inf
+
 from ..messages import Hello, Report
 from . import apply, intake, places, rollcall
 from .catalog import Model
@@ -14,14 +16,17 @@ from .watches import ARRIVALS
 def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     """Somebody who has no session has reported."""
     model = state.models.get(hello.model)
+    state.left.pop(hello.model, None)
     if model is None:
+        if len(state.models) >= state.settings.most_models and (old := state.model_to_forget()) is not None:
+            state.forget_model(old)
         model = state.models[hello.model] = Model(hello.model, hello.shards, state.settings.most_versions)
         model.is_listening, model.keeps_established = state.is_recovering, state.settings.keep_established
         model.roll.is_over, model.others = not state.is_recovering, state.models
     if not model.replicas:
         model.cuts = {}
         if not report.session:  # a new job: what those before it wanted kept is over with them
-            model.retain, model.retain_asked_by = 0, None
+            model.retain = 0
     model.shards = hello.shards
     replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
     member = Member(hello, sender, state.next_number(), state.now + state.settings.lease_s)
@@ -32,9 +37,10 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     state.note_size()
     rollcall.begin(state, model, member, report)
     _take_place(state, model, member)
-    if hello.retain > max(model.retain, state.settings.default_retain):
-        model.retain_asked_by = hello.worker
-    model.retain = max(state.settings.default_retain, model.retain, hello.retain)
+    if hello.retain > state.settings.most_retain:
+        text = f"{hello.worker} asks to keep {hello.retain} versions, and may ask for {state.settings.most_retain}"
+        state.said.append(f"{text}: TENSORHUB_MOST_RETAIN of this server")
+    model.retain = max(model.retain, state.settings.retain_of(hello.retain, is_reliable=hello.reliable))
     state.counters["sessions"] += 1
     return member
 
@@ -58,6 +64,9 @@ def end(state: State, member: Member, why: str) -> None:
     if replica.is_empty:
         apply.release(state, model, replica.call, replica)
         del model.replicas[replica.name]
+    if not model.replicas:
+        state.left[model.name] = state.now
+        state.forget_at = min(state.forget_at, state.now + state.settings.lease_s)
     if model.closing or len(model.sites) > 1:
         state.mark_everyone_dirty(model)
     else:
@@ -67,6 +76,20 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_waiting_dirty(model, ARRIVALS)
     apply.offer_keeper(state, model, member)
     apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
+
+
+def forget_models(state: State) -> None:
+    """Models that no worker was of for a lease are forgotten.
+
+    One that has had a version is not: its numbers are used once only (G3), as long as this server lives (G9).
+    """
+    unnamed = {name: since for name, since in state.left.items() if state.models[name].newest is None}
+    state.forget_at = inf
+    for name, since in unnamed.items():
+        if since + state.settings.lease_s > state.now:
+            state.forget_at = since + state.settings.lease_s
+            break
+        state.forget_model(name)
 
 
 def _take_place(state: State, model: Model, member: Member) -> None:

@@ -7,6 +7,7 @@ changes it marks as dirty the members whose orders may change with it.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from ..messages import Hello, LayoutInfo
 from ..names import Digest, ModelName, Number, ReplicaName, Ticket, WorkerId
@@ -35,6 +36,8 @@ class State:
     recovered_at: float  # until then it listens: it may not have heard yet what a former life has promised
     is_recovering: bool
     models: dict[ModelName, Model] = field(default_factory=dict)
+    left: dict[ModelName, float] = field(default_factory=dict)  # models without a worker, longest first, and since when
+    forget_at: float = inf  # when the first of those without a version is forgotten
     bound: dict[ModelName, dict[ModelName, None]] = field(default_factory=dict)  # by model: those of whose sets it is
     members: Members = field(default_factory=Members)
     reads: OpenReads = field(default_factory=OpenReads)
@@ -133,6 +136,24 @@ class State:
         """Those who read from it may need another source."""
         for read in self.reads.from_source(source):
             self.mark_dirty(read.reader)
+
+    def model_to_forget(self) -> ModelName | None:
+        """The model whose place a new one may have: the longest left without a version, else the longest left.
+
+        The numbers of a model that has had a version are kept for a lease at least: its trainer may be started again.
+        """
+        unnamed = next((name for name in self.left if self.models[name].newest is None), None)
+        oldest = next(iter(self.left), None)
+        if unnamed is None and oldest is not None and self.now >= self.left[oldest] + self.settings.lease_s:
+            return oldest
+        return unnamed
+
+    def forget_model(self, name: ModelName) -> None:
+        """No worker is of it any more: a worker that comes begins the model anew."""
+        if self.models[name].newest is not None:
+            self.said.append(f"{name} is forgotten, with its numbers: {len(self.models)} models is the most here")
+        del self.models[name], self.left[name]
+        self.notary.forget(name)
 
     def forget(self, worker: WorkerId) -> None:
         """It is no member any more: nothing is said to it."""

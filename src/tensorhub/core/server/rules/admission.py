@@ -32,8 +32,9 @@ def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refu
         text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MAX_SHARDS} of them"
         return Refusal("usage", text)
     model, member = state.models.get(hello.model), state.members.get(hello.worker)
-    if model is None and len(state.models) >= state.settings.most_models:
-        return Refusal("refused", f"{len(state.models)} models is the most here", "raise most_models")
+    if model is None and len(state.models) >= state.settings.most_models and state.model_to_forget() is None:
+        retry_s = _retry_s(state.settings.lease_s) if state.left else 0.0
+        return Refusal("refused", f"{len(state.models)} models is the most here", "raise most_models", retry_s=retry_s)
     replica = model.replicas.get(hello.replica) if model is not None else None
     is_other = replica is not None and replica.shards != hello.shards
     if model is not None and replica is not None and is_other and not _may_give_way(state, model, replica, report):

@@ -57,7 +57,7 @@ def _has_it_to_stay(state: State, model: Model, worker: WorkerId, version: Versi
         return False
     if member.holds_on(version) or member.copy(version) is not None or member.report.copies_left:
         return True
-    return member.hello.reliable and model.is_wished(version)  # then it waits for room
+    return member.hello.reliable and facts.is_wished(state, model, member, version)  # then it waits for room
 
 
 def _is_all_outside(model: Model, record: VersionRecord) -> bool:

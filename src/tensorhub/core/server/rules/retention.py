@@ -4,6 +4,7 @@ A version is *retained* while it is among the newest `retain` of its model, or p
 reliable worker holds it in its buffer or has a host copy of it, as long as that worker does not want to leave for good.
 
 Rules:
+- Where there is no room, a version goes that only another replica wishes kept (`retain`): no rollout stops a trainer.
 - Where there is no room, a version of which a shard seems to be gone goes first. Not while its worker's replica lacks a
   shard, which may only be cut off.
 - The last reference does not leave before its worker has offloaded the version to its own host memory. Where that is
@@ -131,7 +132,7 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
         return False
     if member.report.closing:
         return not buffer.impatient and heirs.are_there(state, model, record, member)
-    if is_squeezed and not (member.hello.reliable and model.is_wished(record.version)):
+    if is_squeezed and not (member.hello.reliable and facts.is_wished(state, model, member, record.version)):
         may_make_room = any(not copy.whole for copy in member.content.copies)
         return may_make_room or established.is_another_on_its_way(state, model, record, member)
     return True
@@ -181,7 +182,9 @@ def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> F
     if report.copy_error is None and (report.copies_left or not isinstance(buffer, Withdrawing)):
         return None  # there is room
     version = version_to_offload(state, model, member)
-    if version is None or member.has_whole_copy(version) or not (member.hello.reliable and model.is_wished(version)):
+    if version is None or member.has_whole_copy(version):
+        return None
+    if not (member.hello.reliable and facts.is_wished(state, model, member, version)):
         return None
     if report.copy_error is not None:
         return report.copy_error
@@ -195,8 +198,8 @@ def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> F
         f"{member.worker} is the last reliable holder of version {version} of {model.name}, "
         f"and its limit on host memory allows no further copy of {report.size_bytes} B (it has: {kept})"
     )
-    if model.retain_asked_by is not None:
-        text = f"{text}; the newest {model.retain} are kept, as {model.retain_asked_by} asked"
+    if member.hello.retain > state.settings.default_retain:
+        text = f"{text}; it was opened with retain={member.hello.retain}"
     return Failure("host-memory-full", text, "raise host_bytes, unpin a version, or add reliable replicas")
 
 
@@ -343,7 +346,7 @@ def _is_needed(
     is_kept = _is_kept_elsewhere(state, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
     is_last = _counts(state, model, member, version) and not is_kept
     is_there = covered.is_whole(state, model, record) or len(replica.members) < replica.shards
-    is_firm = not is_squeezed or (not model.is_of_a_set_only(version) and is_there)
+    is_firm = not is_squeezed or (not facts.gives_way(state, model, member, version) and is_there)
     if is_last and is_firm:
         return not member.report.closing or heirs.are_there(state, model, record, member)
     if not record.promised or unread:
