@@ -41,14 +41,14 @@ class Door:
     def welcome(self, wire: Wire, *, is_further: bool, idle_s: Callable[[Wire], float], may_idle_s: float) -> bool:
         """It has said what it wants to read, and may be served. False: there is no room for it.
 
-        Further streams of a read take half of the room at most: the rest is for who is not served at all yet. `idle_s`
-        tells how long a reader has asked for nothing; one that does so for longer than `may_idle_s` makes room.
+        Further streams of a read take half of the room at most, and nobody's place: the rest is for who is not served
+        at all yet. `idle_s` tells how long a reader has asked for nothing; above `may_idle_s` it makes room.
         """
         most = -(-self._most_welcome // 2) if is_further else self._most_welcome
         served = [other for other in self._welcome if not other.is_cut]
         if len(served) >= most:
-            idlest = max(served, key=idle_s)
-            if idle_s(idlest) <= may_idle_s or len(self._welcome) >= 2 * self._most_welcome:
+            idlest = max(served, key=idle_s)  # of several the oldest
+            if is_further or idle_s(idlest) <= may_idle_s or len(self._welcome) >= 2 * self._most_welcome:
                 return False
             idlest.cut()
         self._welcome[wire] = self._strangers.pop(wire)
