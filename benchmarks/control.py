@@ -18,7 +18,7 @@ from tensorhub.core.server import Server as Machine
 from tensorhub.core.settings import Settings
 from tensorhub.runtime.codec import decode_to_worker, encode
 
-from .processes import Failed, Server
+from .processes import Failed, Server, own_token
 from .section import Options, Section
 
 PATIENCE_S = 30.0
@@ -35,6 +35,7 @@ def _hello(index: int) -> Hello:
         life=f"life-{index}",
         endpoints=(f"tcp://10.0.0.1:{1000 + index}",),
         host=f"host-{index}",
+        token=own_token(),
     )
 
 

@@ -20,6 +20,7 @@ from tensorhub.runtime.connection import Connection, LineEvent
 from tensorhub.runtime.loops import LoopThread
 
 from .converse import converse
+from .processes import own_token
 from .thin import ThinWorker, hello_of
 
 MODEL = "policy"
@@ -37,7 +38,7 @@ class Reader:
         self.thin = ThinWorker(self.me, crowd, self._send)
         if version:
             self.thin.begin_with(version)
-        self.line = Connection(address, hello_of(self.me, shards), self._on_line)
+        self.line = Connection(address, hello_of(self.me, shards, token=own_token()), self._on_line)
         self.is_answered = False
 
     def _send(self, _: ThinWorker, message: object) -> None:

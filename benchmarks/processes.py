@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+from tensorhub.runtime.config import ACCESS_VARIABLES, worker_options
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 120.0  # for one command; nothing that is measured takes so long
@@ -30,7 +33,11 @@ class Process:
     ) -> None:
         """`is_session`: of a session of its own, to which Linux gives cores as to one, whatever threads it has."""
         self.name = name
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("TENSORHUB_")}
+        environ = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("TENSORHUB_") or key in ACCESS_VARIABLES
+        }
         self.popen = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -166,6 +173,12 @@ class Child(Process):
     def do(self, do: str, *, patience_s: float = PATIENCE_S, **arguments: object):  # type: ignore[no-untyped-def]
         """Send a command and wait for what it gives."""
         return self.ask(do, patience_s=patience_s, **arguments).result()
+
+
+@functools.cache
+def own_token() -> str:
+    """What a worker shows to the server below."""
+    return worker_options().token
 
 
 class Server(Process):

@@ -7,6 +7,8 @@ descriptors, memory, garbage) is its own process's or its own children's, so oth
 import gc
 import importlib.util
 import os
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -24,6 +26,7 @@ LAST = "processes"  # the mark of tests with real processes: minutes
 KEPT = ("TENSORHUB_BLESS", "TENSORHUB_NATIVE", "TENSORHUB_TEST_MODEL")
 for name in [name for name in os.environ if name.startswith("TENSORHUB_") and name not in KEPT]:
     del os.environ[name]  # here, so that subprocesses of tests do not see them either
+STATE_DIR = os.environ["TENSORHUB_STATE_DIR"] = tempfile.mkdtemp(prefix="tensorhub-state-")  # nobody's own token
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,6 +68,10 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_xdist_auto_num_workers() -> int:
     """How many `-n auto` means: two for each core, since most tests with real processes wait for them."""
     return 2 * min(4, len(os.sched_getaffinity(0)))
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STATE_DIR, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

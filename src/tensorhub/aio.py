@@ -50,6 +50,7 @@ async def open(
     reliable: bool = True,
     site: str | None = None,
     token: str | None = None,
+    insecure: bool | None = None,
     host: str | None = None,
     verify: str | None = None,
     chunk_bytes: int | str | None = None,
@@ -65,6 +66,7 @@ async def open(
         server=server,
         site=site,
         token=token,
+        insecure=insecure,
         host=host,
         verify=verify,
         chunk_bytes=chunk_bytes,
@@ -314,9 +316,17 @@ class Weights:
         return min(LEAVE_IN_A_HURRY_S, self._client.options.timeout_s)
 
 
-def connect(server: str | None = None, *, token: str | None = None, timeout: float | None = None) -> "View":
+def connect(
+    server: str | None = None,
+    *,
+    token: str | None = None,
+    insecure: bool | None = None,
+    timeout: float | None = None,
+) -> "View":
     """A read-only view of a reference server; see `tensorhub.connect`. Asks nothing yet."""
-    return View(worker_options(server=server, token=token, connect_s=_seconds(timeout, "timeout")), loop_thread())
+    connect_s = _seconds(timeout, "timeout")
+    options = worker_options(server=server, token=token, insecure=insecure, connect_s=connect_s)
+    return View(options, loop_thread())
 
 
 class View:

@@ -16,7 +16,7 @@ from .core.messages import Spec
 from .core.metadata import Json
 from .core.snapshot import LayoutView, ReplicaView, Status, Transfer, VersionView
 from .memory.registration import register as register_tensors
-from .runtime.config import parse_seconds, server_settings, worker_options
+from .runtime.config import options_without_token, parse_seconds, server_settings
 from .runtime.loops import loop_thread
 from .runtime.opening import leave_on_sigterm as install_sigterm
 from .runtime.serving import ServerThread
@@ -37,6 +37,7 @@ def open(
     reliable: bool = True,
     site: str | None = None,
     token: str | None = None,
+    insecure: bool | None = None,
     host: str | None = None,
     verify: str | None = None,
     chunk_bytes: int | str | None = None,
@@ -49,12 +50,12 @@ def open(
 ) -> "Weights":
     """Join `model` as one shard of one replica, and connect to the reference server.
 
-    What is None comes from TENSORHUB_SERVER, _SITE, _TOKEN, _HOST, _VERIFY, _CHUNK_BYTES, _TRANSPORTS, _PREFETCH,
-    _RETAIN, _HOST_BYTES, _CONNECT_S (`timeout`) and _TIMEOUT_S (`call_timeout`), else from its default. `transports`
-    limits and orders the ways in which this worker moves bytes, e.g. "local,tcp". `timeout` is how long this call may
-    take in seconds, `call_timeout` what every later call may take unless told otherwise. `host` is the address on which
-    peers read from this worker; several, or their interfaces ("eth0,eth1"), are used side by side. `reliable=False` is
-    a worker that may vanish at any time: others read from it, but nobody relies on it.
+    What is None comes from TENSORHUB_SERVER, _SITE, _TOKEN, _INSECURE, _HOST, _VERIFY, _CHUNK_BYTES, _TRANSPORTS,
+    _PREFETCH, _RETAIN, _HOST_BYTES, _CONNECT_S (`timeout`) and _TIMEOUT_S (`call_timeout`), else from its default. The
+    token is the server's, by default this user's own; with `insecure` there is none. `transports` limits and orders the
+    ways to move bytes, e.g. "local,tcp". `timeout` is for this call, in seconds, `call_timeout` for every later one,
+    unless told otherwise. Peers read from this worker at `host`; several addresses, or interfaces ("eth0,eth1"), are
+    used side by side. `reliable=False`: it may vanish at any time; others read from it, but nobody relies on it.
 
     `retain` is how many of the newest versions of the model are kept whoever leaves, until all have left (1 unless the
     server says more; the most that reliable workers ask for, and 8 unless the server says otherwise): the last reliable
@@ -67,7 +68,7 @@ def open(
     Raises `ServerUnreachable`, `ShardTaken`, `Refused` (token, protocol), and `UsageError` naming a bad argument.
     """
     began = time.monotonic()
-    options = worker_options(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
+    options = options_without_token(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
     thread = loop_thread()  # before there is a coroutine, which nobody would await if there can be none
     opening = aio.open(
         model,
@@ -78,6 +79,7 @@ def open(
         reliable=reliable,
         site=site,
         token=token,
+        insecure=insecure,
         host=host,
         verify=verify,
         chunk_bytes=chunk_bytes,
@@ -313,6 +315,8 @@ def serve(
     port: int = 0,
     *,
     token: str | None = None,
+    insecure: bool | None = None,
+    names: str | Sequence[str] | None = None,
     lease_s: float | None = None,
     report_s: float | None = None,
     fresh: bool = True,
@@ -322,10 +326,14 @@ def serve(
     Runs in a thread until its `close()` or the end of its `with` block; its `address` is what `open` takes as
     `server`. It begins with an empty memory: nothing that lived at this address before may still be in use. Where
     workers of an earlier server at this address may live, `fresh=False`: it hears them first, for as long as a lease.
+
+    It asks everybody for `token` (TENSORHUB_TOKEN, or a file: TENSORHUB_TOKEN_FILE). Without one it asks for this
+    user's own, which is made in the state directory (~/.local/state/tensorhub) and which this user's workers find by
+    themselves. `insecure=True` (TENSORHUB_INSECURE) lets everybody in. `names` (TENSORHUB_NAMES) are those by which
+    clients reach it, where that is neither an IP address nor what this machine calls itself. Raises `UsageError`.
     """
     settings = server_settings(lease_s=lease_s, report_s=report_s)
-    options = worker_options(token=token)
-    return ServerThread(host, port, settings=settings, token=options.token, fresh=fresh)
+    return ServerThread(host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh)
 
 
 def leave_on_sigterm(grace: float = 20.0) -> None:
@@ -337,12 +345,19 @@ def leave_on_sigterm(grace: float = 20.0) -> None:
     install_sigterm(parse_seconds(grace, "grace"))
 
 
-def connect(server: str | None = None, *, token: str | None = None, timeout: float | None = None) -> "View":
+def connect(
+    server: str | None = None,
+    *,
+    token: str | None = None,
+    insecure: bool | None = None,
+    timeout: float | None = None,
+) -> "View":
     """A read-only view of a reference server: which models, versions and replicas there are, and who reads from whom.
 
-    `token` (TENSORHUB_TOKEN) is not looked at by a server without one. `timeout` is for each question. Asks nothing.
+    `token` and `insecure` are as of `open`; an insecure server looks at no token. `timeout` is for each question. Asks
+    nothing.
     """
-    return View(aio.connect(server, token=token, timeout=timeout))
+    return View(aio.connect(server, token=token, insecure=insecure, timeout=timeout))
 
 
 class View:

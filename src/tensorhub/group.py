@@ -15,7 +15,7 @@ from .core.errors import UsageError
 from .core.messages import Spec
 from .core.metadata import Json
 from .memory.registration import register as register_tensors
-from .runtime.config import MOST_SHARDS, check_integer, parse_seconds, worker_options
+from .runtime.config import MOST_SHARDS, check_integer, options_without_token, parse_seconds
 from .runtime.loops import loop_thread
 from .several import Several, all_or_none, leave
 
@@ -32,6 +32,7 @@ def open_group(
     reliable: bool = True,
     site: str | None = None,
     token: str | None = None,
+    insecure: bool | None = None,
     host: str | None = None,
     verify: str | None = None,
     chunk_bytes: int | str | None = None,
@@ -48,7 +49,7 @@ def open_group(
     """
     shards = check_integer(shards, "shards", least=1, most=MOST_SHARDS)
     began = time.monotonic()
-    options = worker_options(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
+    options = options_without_token(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
 
     async def join() -> list[aio.Weights]:
         opening = [
@@ -61,6 +62,7 @@ def open_group(
                 reliable=reliable,
                 site=site,
                 token=token,
+                insecure=insecure,
                 host=host,
                 verify=verify,
                 chunk_bytes=chunk_bytes,

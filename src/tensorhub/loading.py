@@ -73,12 +73,17 @@ async def run(wanted: Asked, *, only_one: bool) -> list[Loaded]:
     return [Loaded(each, wanted.model) for each in filled]
 
 
+def _where(*values: object) -> dict[str, object]:
+    return dict(zip(("server", "site", "token", "insecure", "host", "verify", "transports"), values, strict=True))
+
+
 def load(
     reference: str,
     *,
     server: str | None = None,
     site: str | None = None,
     token: str | None = None,
+    insecure: bool | None = None,
     host: str | None = None,
     verify: str | None = None,
     transports: str | Sequence[str] | None = None,
@@ -92,7 +97,7 @@ def load(
     `Refused`, what `replicate` raises, and `UsageError` for several shards that were published without boxes: see
     `load_shards`. What was published with boxes comes as whole tensors, however it was cut.
     """
-    where = {"server": server, "site": site, "token": token, "host": host, "verify": verify, "transports": transports}
+    where = _where(server, site, token, insecure, host, verify, transports)
     (found,) = _load(asked(reference, timeout, **where), f"load({reference!r})", only_one=True)
     return found
 
@@ -103,13 +108,14 @@ def load_shards(
     server: str | None = None,
     site: str | None = None,
     token: str | None = None,
+    insecure: bool | None = None,
     host: str | None = None,
     verify: str | None = None,
     transports: str | Sequence[str] | None = None,
     timeout: float | None = None,
 ) -> list[Loaded]:
     """As `load`, of a model of any number of shards: the tensors of each of them, in order, all of one version."""
-    where = {"server": server, "site": site, "token": token, "host": host, "verify": verify, "transports": transports}
+    where = _where(server, site, token, insecure, host, verify, transports)
     return _load(asked(reference, timeout, **where), f"load_shards({reference!r})", only_one=False)
 
 
@@ -123,13 +129,14 @@ async def load_async(
     server: str | None = None,
     site: str | None = None,
     token: str | None = None,
+    insecure: bool | None = None,
     host: str | None = None,
     verify: str | None = None,
     transports: str | Sequence[str] | None = None,
     timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
 ) -> Loaded:
     """The tensors of a version, by name; as `tensorhub.load`, awaited."""
-    where = {"server": server, "site": site, "token": token, "host": host, "verify": verify, "transports": transports}
+    where = _where(server, site, token, insecure, host, verify, transports)
     (found,) = await loop_thread().here(run(asked(reference, timeout, **where), only_one=True))
     return found
 
@@ -140,11 +147,12 @@ async def load_shards_async(
     server: str | None = None,
     site: str | None = None,
     token: str | None = None,
+    insecure: bool | None = None,
     host: str | None = None,
     verify: str | None = None,
     transports: str | Sequence[str] | None = None,
     timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
 ) -> list[Loaded]:
     """The tensors of each shard of a version; as `tensorhub.load_shards`, awaited."""
-    where = {"server": server, "site": site, "token": token, "host": host, "verify": verify, "transports": transports}
+    where = _where(server, site, token, insecure, host, verify, transports)
     return await loop_thread().here(run(asked(reference, timeout, **where), only_one=False))

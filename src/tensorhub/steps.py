@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .core.metadata import encode_metadata
-from .runtime.config import parse_seconds, worker_options
+from .runtime.config import options_without_token, parse_seconds
 from .runtime.specs import parse_number
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def longest_s(*, timeout: float | None = None, call_timeout: float | None = None
     """
     joining_s = None if timeout is None else parse_seconds(timeout, "timeout")
     call_s = None if call_timeout is None else parse_seconds(call_timeout, "call_timeout")
-    options = worker_options(connect_s=joining_s, timeout_s=call_s)
+    options = options_without_token(connect_s=joining_s, timeout_s=call_s)
     return options.connect_s, options.timeout_s
 
 

@@ -86,11 +86,15 @@ def test_a_bad_address_is_an_error_not_a_traceback() -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "status", "watch"])
-def test_a_token_that_cannot_be_given_is_refused_and_not_shown(command: str) -> None:
-    status, out, err = run(command, "--token", "s3cret ", timeout_s=20)
+def test_a_token_is_in_no_argument_and_one_that_cannot_be_given_is_not_shown(command: str, tmp_path: Path) -> None:
+    """Arguments are seen by everybody, in `ps`."""
+    status, _, err = run(command, "--token", "s3cret")
+    assert (status, "No such option: --token" in err) == (2, True)
+    path = tmp_path / "token"
+    path.write_text("s3cret\nof two lines\n")
+    status, out, err = run(command, "--token-file", str(path))
     assert (status, out) == (1, "")
-    assert err.startswith("error (usage): token begins or ends with a blank\nhint: ")
-    assert "s3cret" not in err
+    assert err == f"error (usage): {path} holds no secret\nhint: it is to hold one line: the token\n"
 
 
 @pytest.mark.parametrize(
@@ -315,6 +319,54 @@ def test_a_signal_that_ends_the_doctor_shows_the_cursor_again() -> None:
         program.send_signal(signal.SIGTERM)
         assert SHOW_CURSOR in heard(terminal)
         assert program.wait(timeout=20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.processes
+def test_a_server_makes_its_token_and_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path / "state"))
+    with start("serve", "--host", "0.0.0.0", "--port", "0", "--fresh") as program:
+        assert program.stdout is not None
+        said = [program.stdout.readline() for _ in range(3)]
+        address = f"127.0.0.1:{said[0].split()[3].rstrip(';').rpartition(':')[2]}"
+        token = (tmp_path / "state" / "token").read_text().strip()
+        assert said[1].startswith(f"its token is in {tmp_path}/state/token: ")
+        assert said[2].startswith("on other hosts: copy that file")
+        with pytest.raises(tensorhub.Refused):
+            tensorhub.connect(address, insecure=True).models()
+        assert run("status", "--server", address)[0] == 0, "it finds the token by itself"
+        assert tensorhub.connect(address).models() == []
+        monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path / "elsewhere"))
+        status, _, err = run("status", "--server", address)
+        assert (status, "error (refused)" in err) == (1, True)
+        assert "copy ~/.local/state/tensorhub/token" in err
+        assert run("status", "--server", address, "--token-file", str(tmp_path / "state" / "token"))[0] == 0
+        arguments = Path(f"/proc/{program.pid}/cmdline").read_bytes() + b"".join(map(str.encode, said))
+        assert token.encode() not in arguments
+        program.terminate()
+
+
+@pytest.mark.processes
+def test_a_server_that_lets_everybody_in_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path / "state"))
+    with start("serve", "--host", "0.0.0.0", "--port", "0", "--fresh", "--insecure") as program:
+        assert program.stdout is not None
+        address = program.stdout.readline().split()[3].rstrip(";")
+        assert tensorhub.connect(f"127.0.0.1:{address.rpartition(':')[2]}").models() == []
+        program.terminate()
+        _, err = program.communicate(timeout=60)
+    assert err.count("this server is insecure: everybody who reaches") == 1
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.processes
+def test_a_server_that_cannot_keep_a_token_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_STATE_DIR", "/proc/none")
+    status, out, err = run("serve", "--port", "0")
+    assert (status, out) == (1, "")
+    assert "error (usage): cannot make /proc/none/token" in err
+    assert all(way in err for way in ("TENSORHUB_STATE_DIR", "--token-file", "--insecure"))
+    with pytest.raises(tensorhub.UsageError, match="cannot make /proc/none/token"):
+        tensorhub.serve()
 
 
 @pytest.mark.processes

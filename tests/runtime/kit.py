@@ -16,6 +16,7 @@ import tensorhub
 from tensorhub.core.messages import PROTOCOL, Hello
 from tensorhub.core.names import ModelName, ReplicaName, Shard
 from tensorhub.runtime.codec import encode
+from tensorhub.runtime.config import access_of
 
 STANDSTILL_S = 4.0  # of a busy machine, while something is timed
 PATIENCE_S = 30.0  # what must happen happens by then, beside busy processes too
@@ -29,11 +30,15 @@ def eventually(condition: Callable[[], object], what: str = "the condition", *, 
         time.sleep(0.01)
 
 
-def hello(*, model: str = "m", replica: str = "r", shard: int = 0, shards: int = 1, token: str = "") -> Hello:
-    """A worker's first message."""
-    return Hello(
-        PROTOCOL, ModelName(model), ReplicaName(replica), Shard(shard), shards, f"life-{replica}-{shard}", token=token
-    )
+def own_token() -> str:
+    """What servers of these tests ask for that were given no token."""
+    return access_of(create=True).token
+
+
+def hello(*, model: str = "m", replica: str = "r", shard: int = 0, shards: int = 1, token: str | None = None) -> Hello:
+    """A worker's first message; it shows our own token unless told otherwise."""
+    life, token = f"life-{replica}-{shard}", own_token() if token is None else token
+    return Hello(PROTOCOL, ModelName(model), ReplicaName(replica), Shard(shard), shards, life, token=token)
 
 
 @contextlib.asynccontextmanager

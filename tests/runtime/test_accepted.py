@@ -15,10 +15,11 @@ from tensorhub.runtime import server as server_module
 from tensorhub.runtime import serving, showing
 from tensorhub.runtime.accepted import PIECE_BYTES, Accepted
 
-from .kit import PATIENCE_S, eventually
+from .kit import PATIENCE_S, eventually, own_token
 
 LONG = b"x" * (16 << 20)  # more than any kernel keeps for a reader
-ASK = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
+STRANGE = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"  # it shows no token
+ASK = STRANGE.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {own_token()}\r\n\r\n".encode())
 
 
 class Wire:
@@ -167,7 +168,9 @@ def rest(found: socket.socket) -> bytes:
     return bytes(said)
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half a request"])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"], ids=["nothing", "half a request"]
+)
 def test_who_completes_no_request_is_hung_up_on(server, said):
     with connected(server) as silent, connected(server) as asker:
         asker.sendall(ASK % b"/healthz")
@@ -206,7 +209,7 @@ def test_who_does_not_read_a_long_answer_is_cut(server):
 def test_who_reads_a_long_answer_gets_all_of_it(server, monkeypatch):
     monkeypatch.setattr(server_module, "STUCK_S", PATIENCE_S)
     with connected(server, keeps_bytes=1 << 20) as reader:
-        reader.sendall((ASK % b"/v1/status").replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        reader.sendall((ASK % b"/v1/status").replace(b"Host: localhost", b"Host: localhost\r\nConnection: close"))
         assert rest(reader).partition(b"\r\n\r\n")[2] == LONG
 
 
@@ -223,7 +226,7 @@ def test_who_does_not_read_does_not_keep_the_server_from_ending(server, monkeypa
 
 
 def test_who_shows_no_token_keeps_no_connection():
-    with tensorhub.serve(token="secret") as server:
+    with tensorhub.serve() as server:
         for path, code in (
             (b"/healthz", b" 200 "),
             (b"/v1/status", b" 401 "),
@@ -231,18 +234,18 @@ def test_who_shows_no_token_keeps_no_connection():
             (b"/no", b" 404 "),
         ):
             with connected(server) as stranger:
-                stranger.sendall(ASK % path)
+                stranger.sendall(STRANGE % path)
                 said = rest(stranger)  # to the end: it is hung up on
                 assert code in said.splitlines()[0]
                 assert b"connection: close" in said.lower()
         with connected(server) as friend:
             for _ in range(2):
-                friend.sendall((ASK % b"/v1/status").replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret"))
+                friend.sendall(ASK % b"/v1/status")
                 assert b" 200 " in friend.recv(1 << 16).splitlines()[0]
 
 
 def test_where_nobody_needs_a_token_connections_are_kept():
-    with tensorhub.serve() as server, connected(server) as asker:
+    with tensorhub.serve(insecure=True) as server, connected(server) as asker:
         for _ in range(2):
-            asker.sendall(ASK % b"/healthz")
+            asker.sendall(STRANGE % b"/healthz")
             assert b" 200 " in asker.recv(4096)

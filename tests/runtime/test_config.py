@@ -1,10 +1,29 @@
 """Settings: argument, then variable, then default; a bad one is refused by the name under which it was given."""
 
-import pytest
+import io
+import traceback
 
+import pytest
+from rich.console import Console
+from rich.pretty import Pretty
+
+from tensorhub.core import messages
 from tensorhub.core.errors import UsageError
 from tensorhub.core.settings import Settings
-from tensorhub.runtime.config import Options, server_settings, table, variable_of, worker_options
+from tensorhub.runtime.config import (
+    Access,
+    Options,
+    access_of,
+    server_names,
+    server_settings,
+    table,
+    variable_of,
+    worker_options,
+)
+from tensorhub.transport import tcp_wire
+from tensorhub.transport.local import LocalSettings
+from tensorhub.transport.nixl import NixlSettings
+from tensorhub.transport.tcp_settings import TcpSettings
 
 
 def test_defaults_hold_where_nothing_is_said():
@@ -107,6 +126,104 @@ def test_a_token_that_is_refused_is_not_shown():
             worker_options({"TENSORHUB_TOKEN": token})
         assert "TENSORHUB_TOKEN" in str(found.value)
         assert "cret" not in f"{found.value} {found.value.hint}"
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        "http://user:s3cret@head:7450",
+        "user:s3cret@head",
+        "http://:s3cret@head:7450",
+        "s3cret@head:7450",
+        "http://user:s3cret@head:99999",
+        "https://user:s3cret@head:7450",
+        "http://user:s3cret@[::1",
+        "http://user:s3cret%40head:7450",
+        "http://head:7450/?token=s3cret",
+        "http://head:7450/#s3cret",
+        "http://head?s3cret",
+    ],
+)
+def test_a_token_inside_an_address_is_not_shown(server):
+    for given in (({}, {"server": server}), ({"TENSORHUB_SERVER": server}, {})):
+        with pytest.raises(UsageError, match=r"server|TENSORHUB_SERVER") as found:
+            worker_options(given[0], **given[1])
+        assert "s3cret" not in "".join(traceback.format_exception(found.value))
+        assert "TENSORHUB_TOKEN" in found.value.hint
+
+
+SHOWN = [
+    Options(token="s3cret"),
+    Access("s3cret"),
+    TcpSettings(token="s3cret"),
+    LocalSettings(token="s3cret"),
+    LocalSettings(token="s3cret").as_tcp(),
+    NixlSettings(token="s3cret"),
+    messages.Hello("p", "m", "r", 0, 1, "life", token="s3cret"),
+    tcp_wire.Hello("s3cret", "key", 0, 1000, False),
+]
+
+
+@pytest.mark.parametrize("value", SHOWN, ids=lambda value: type(value).__name__)
+def test_nothing_shows_the_token_that_it_has(value):
+    console = Console(file=io.StringIO(), width=1000)
+    console.print(value, Pretty(value))
+    for text in (repr(value), str(value), f"{[value]}", console.file.getvalue()):
+        assert "s3cret" not in text
+        assert type(value).__name__ in text
+
+
+def test_where_a_token_is_from(tmp_path):
+    state = {"TENSORHUB_STATE_DIR": str(tmp_path / "state")}
+    path = tmp_path / "file"
+    path.write_text("of the file\n")
+    file = {"TENSORHUB_TOKEN_FILE": str(path)}
+    assert access_of(state) == Access(), "a worker makes none"
+    assert worker_options(state).token == ""
+    made = access_of(state, create=True)
+    assert (len(made.token), made.kept_in) == (64, str(tmp_path / "state" / "token"))
+    assert worker_options(state).token == access_of(state, create=True).token == made.token
+    assert worker_options(state | {"TENSORHUB_TOKEN": "of the variable"}).token == "of the variable"
+    assert worker_options(state | file).token == "of the file"
+    assert worker_options(state | file, token="of the argument").token == "of the argument"
+    assert worker_options(state | file, token="").token == "of the file", "an empty token is none"
+    assert access_of(state | {"TENSORHUB_TOKEN": "x"}, create=True, token_file=path).token == "of the file"
+
+
+def test_only_who_says_so_is_insecure(tmp_path):
+    state = {"TENSORHUB_STATE_DIR": str(tmp_path)}
+    token = access_of(state, create=True).token
+    for environ, said in ((state | {"TENSORHUB_INSECURE": "1"}, None), (state | {"TENSORHUB_TOKEN": "x"}, True)):
+        found = access_of(environ, insecure=said, create=True)
+        assert (found.token, found.insecure) == ("", True)
+        assert worker_options(environ, insecure=said).token == ""
+    for environ, said in ((state | {"TENSORHUB_INSECURE": "0"}, None), (state | {"TENSORHUB_INSECURE": "1"}, False)):
+        found = access_of(environ, insecure=said)
+        assert (found.token, found.insecure) == (token, False)
+    assert access_of(state | {"TENSORHUB_INSECURE": "1"}, token="x").token == "x"
+    for environ, arguments in (
+        ({"TENSORHUB_TOKEN": "s3cret", "TENSORHUB_INSECURE": "1"}, {}),
+        ({"TENSORHUB_TOKEN": "s3cret", "TENSORHUB_TOKEN_FILE": "f"}, {}),
+        ({}, {"token": "s3cret", "insecure": True}),
+    ):
+        with pytest.raises(UsageError, match=r"(?i)token and .* are given together") as found:
+            worker_options(state | environ, **arguments)
+        assert "s3cret" not in str(found.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"a\nb\n", b"\xff", b"x" * 5000])
+def test_a_token_file_without_a_token_is_named(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    for wrong in (path, tmp_path / "none", tmp_path, b"x", 3):
+        with pytest.raises(UsageError, match=r"none|holds no secret|cannot read|token_file"):
+            access_of({}, token_file=wrong)
+
+
+@pytest.mark.parametrize("names", ["", "head:7450", "http://head", "a b", ["*"], 3, [b"x"], "head,,x"])
+def test_names_that_are_no_names_are_refused(names):
+    with pytest.raises(UsageError, match="names="):
+        server_names(names)
 
 
 @pytest.mark.parametrize("value", [True, [], 1.5, b"x"])

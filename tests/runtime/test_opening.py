@@ -43,6 +43,24 @@ def test_where_it_has_no_advantage_nixl_is_not_even_tried(monkeypatch):
     assert "nixl" not in made
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_worker_that_other_hosts_reach_has_a_token_or_says_that_it_is_insecure(host, tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path))
+    with tensorhub.serve(insecure=True) as server:
+        where = {"model": "m", "server": server.address, "host": host}
+        with pytest.raises(tensorhub.UsageError, match="other hosts could read from this worker") as found:
+            tensorhub.open(replica="r", **where)
+        for way in ("insecure=True", "TENSORHUB_INSECURE=1", "TENSORHUB_TOKEN", "token=", "tensorhub/token"):
+            assert way in found.value.hint
+        assert server.status().models == ()
+        with tensorhub.open(replica="r", insecure=True, **where):
+            pass
+        with tensorhub.open("m", replica="here", server=server.address):  # only this host reaches it
+            pass
+        with tensorhub.open(replica="local", transports="local", **where):
+            pass
+
+
 HANGING = """
 import time
 import tensorhub

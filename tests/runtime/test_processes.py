@@ -67,7 +67,7 @@ def test_peers_that_leave_do_not_end_a_program_that_serves_with_sigpipe_at_its_d
         with contextlib.suppress(ConnectionError):  # it has ended
             for _ in range(50):
                 with socket.create_connection((host, int(port)), timeout=30) as peer:
-                    peer.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 200)
+                    peer.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)
                     peer.recv(1, socket.MSG_PEEK)
                     peer.shutdown(socket.SHUT_WR)
         process.stdin.close()

@@ -21,7 +21,7 @@ from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread, _key
 
-from .kit import PATIENCE_S, eventually, hello, line_to, within
+from .kit import PATIENCE_S, eventually, hello, line_to, own_token, within
 
 KEYLESS = "a restart of this server will wait for a lease, for it cannot keep its key"
 AIOHTTP = tuple(map(int, aiohttp.__version__.split(".")[:3]))
@@ -157,7 +157,7 @@ def test_bytes_that_are_no_http(server, witness):
 def test_garbage_inside_an_upgraded_connection(server, witness):
     host, port = server.address.split(":")
     upgrade = (
-        "GET /v1/session HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
     )
     with socket.create_connection((host, int(port)), timeout=5) as raw:
@@ -181,12 +181,16 @@ def test_who_says_no_hello_is_cut(server, monkeypatch):
     assert asyncio.run(talk()).type is not aiohttp.WSMsgType.BINARY
 
 
-def test_a_server_without_a_token_refuses_who_has_one():
+@pytest.mark.parametrize("given", [{"token": "s3cret"}, {}], ids=["given", "of the state directory"])
+def test_a_server_without_a_token_refuses_who_has_one(given):
     """He believes that strangers are kept out."""
-    with tensorhub.serve() as server:
+    own_token()
+    with tensorhub.serve(insecure=True) as server:
         with pytest.raises(tensorhub.Refused, match="the server was started without one") as found:
-            tensorhub.open("m", replica="r", server=server.address, token="s3cret")
-        assert "--token" in found.value.hint
+            tensorhub.open("m", replica="r", server=server.address, **given)
+        assert "insecure=True (TENSORHUB_INSECURE=1)" in found.value.hint
+        with tensorhub.open("m", replica="r", server=server.address, insecure=True):
+            assert tensorhub.connect(server.address, insecure=True).models() == ["m"]
 
 
 def test_a_server_with_a_token_answers_nobody_without_it():
@@ -197,11 +201,14 @@ def test_a_server_with_a_token_answers_nobody_without_it():
             tensorhub.open("m", replica="r", server=server.address)
         with pytest.raises(tensorhub.Refused):
             tensorhub.connect(server.address).models()
-        for wrong, said in (("guess", "has another token"), ("", "wants a token, and none was given")):
-            with pytest.raises(tensorhub.Refused, match=said):
-                tensorhub.connect(server.address, token=wrong).models()
-            with pytest.raises(tensorhub.Refused, match=said):
-                tensorhub.open("m", replica="r", server=server.address, token=wrong)
+        for wrong, said in (("guess", "has another token"), (None, "wants a token, and none was given")):
+            shown = {"insecure": True} if wrong is None else {"token": wrong}
+            with pytest.raises(tensorhub.Refused, match=said) as found:
+                tensorhub.connect(server.address, **shown).models()
+            assert "tensorhub/token" in found.value.hint
+            with pytest.raises(tensorhub.Refused, match=said) as found:
+                tensorhub.open("m", replica="r", server=server.address, **shown)
+            assert "tensorhub/token" in found.value.hint
         with tensorhub.open("m", replica="r", server=server.address, token="s3cret") as weights:
             assert tensorhub.connect(server.address, token="s3cret").models() == ["m"]
             with pytest.raises(tensorhub.DeadlineExceeded):
@@ -266,6 +273,8 @@ def raw(address):
 
 
 def get(address, path, **headers):
+    headers = {"Authorization": f"Bearer {own_token()}"} | headers
+
     async def ask():
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}{path}", headers=headers) as answer:
             return answer.status, await answer.read()
@@ -275,7 +284,7 @@ def get(address, path, **headers):
 
 def test_a_token_that_is_no_text_is_a_wrong_one(caplog):
     with tensorhub.serve(token="t") as server, raw(server.address) as stranger:
-        stranger.sendall(b"GET /v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        stranger.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n")
         assert stranger.recv(100).startswith(b"HTTP/1.1 401 ")
     assert not caplog.records
 
@@ -285,7 +294,11 @@ def test_strangers_do_not_fill_the_log(server, witness, caplog):
 
     Before 3.14 it wants no Host, and there is nothing at "/".
     """
-    for said in [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n"] * 5:
+    for said in [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ] * 5:
         with raw(server.address) as stranger:
             stranger.sendall(said)
             answer = stranger.recv(100)
@@ -313,8 +326,31 @@ def test_what_the_parser_lets_through_does_not_fill_the_log_either(server, witne
     assert "it is no HTTP" in record.getMessage()
     assert not record.exc_info
     with raw(server.address) as stranger:
-        stranger.sendall(b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
+        stranger.sendall(b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 404 " in stranger.recv(100)
+
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+GARBLED = {
+    "gzip": HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!",
+    "deflate": HEAD + b"Content-Encoding: deflate\r\nContent-Length: 4\r\n\r\n\xff\xff\xff\xff",
+    "gzip in chunks": HEAD + b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+    "chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "length": HEAD + b"Content-Length: -4\r\n\r\n",
+    "upgrade": HEAD
+    + b"Upgrade: websocket\r\nConnection: Upgrade\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\nxx",
+}
+
+
+@pytest.mark.parametrize("said", GARBLED.values(), ids=GARBLED)
+def test_a_body_that_makes_no_sense_is_a_bad_request_and_no_traceback(server, caplog, said):
+    with raw(server.address) as stranger:
+        stranger.sendall(said)
+        assert b" 400 " in stranger.recv(100)
+        while stranger.recv(4096):  # until it is hung up on
+            pass
+    eventually(lambda: not server._server._runner.server.connections, "the connection has ended")
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_status_is_json_that_everybody_can_read(server, witness):

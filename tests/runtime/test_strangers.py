@@ -23,7 +23,7 @@ from .kit import ServerProcess, eventually, hello
 from .test_lines import settle
 
 UPGRADE = (
-    b"GET /v1/session HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 ASK = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from ..runtime.config import worker_options
+from ..runtime.config import options_without_token
 from ..transport import nixl_path
 from ..transport.choose import PREFERENCE
 
@@ -116,8 +116,9 @@ def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool,
 
 def check_server(address: str, token: str = "", *, named_by: str = "", deadline_s: float = DEADLINE_S) -> Check:
     """Ask it how it is. `named_by`: the setting that its address came from."""
+    shown = {"TENSORHUB_TOKEN": token, "TENSORHUB_TOKEN_FILE": "", "TENSORHUB_INSECURE": ""} if token else {}
     try:
-        with _Child("server", address, environ={"TENSORHUB_TOKEN": token}) as asking:
+        with _Child("server", address, environ=shown) as asking:
             found = asking.answer(deadline_s)
     except OSError as error:
         found = {"error": f"no process can be started to ask it from: {error}"}
@@ -137,7 +138,7 @@ def examine(server: str | None, token: str = "", *, named_by: str = "", size_byt
     machine = machine_checks()
     if server is not None:
         machine.append(check_server(server, token, named_by=named_by))
-    named, nixl = worker_options().transports, nixl_path.advantage()
+    named, nixl = options_without_token().transports, nixl_path.advantage()
     checks = [with_choice(check_transport(name, size_bytes=size_bytes), named, nixl) for name in PREFERENCE]
     return Findings(sorted(checks, key=lambda check: [*named, *PREFERENCE].index(check.name)), machine)
 

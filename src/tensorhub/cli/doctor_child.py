@@ -20,7 +20,7 @@ from ..core.errors import CorruptTransfer, TensorHubError
 from ..core.manifest import DIGEST_BYTES, chunk_count
 from ..memory.digests import Hashing, digest
 from ..memory.host import HostStream, Piece
-from ..runtime.config import worker_options
+from ..runtime.config import options_without_token, worker_options
 from ..runtime.opening import make_transport
 from ..transport.base import Export, Terms, Transport
 from ..transport.nixl_probe import Probe
@@ -92,7 +92,7 @@ def _made(scheme: str) -> Transport:
 
 def source(scheme: str, size: str) -> None:
     """Export until stdin ends."""
-    size_bytes, chunk_bytes = int(size), worker_options().chunk_bytes
+    size_bytes, chunk_bytes = int(size), options_without_token().chunk_bytes
     stream = memory(size_bytes)
     starts = range(0, size_bytes, chunk_bytes)
     digests = b"".join(digest(stream.views(at, min(at + chunk_bytes, size_bytes))) for at in starts)

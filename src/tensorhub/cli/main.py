@@ -31,10 +31,22 @@ PATIENCE_S = 5.0  # people wait; the status of 20,000 workers takes about one se
 ServerOption = Annotated[
     str, typer.Option("--server", envvar="TENSORHUB_SERVER", help="The reference server, host:port.")
 ]
-TokenOption = Annotated[
-    str, typer.Option("--token", envvar="TENSORHUB_TOKEN", help="Shared secret; empty: none.", show_default=False)
+TokenFileOption = Annotated[
+    str,
+    typer.Option(
+        "--token-file",
+        help="The file that has the shared secret.",
+        show_default="TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE, or this user's own",
+    ),
 ]
 ModelOption = Annotated[str, typer.Option("--model", help="Only this model.", show_default=False)]
+
+
+def _token_in(path: str) -> str:
+    """The token in that file; empty: where the settings say."""
+    from ..runtime.config import access_of
+
+    return access_of(token_file=path).token if path else ""
 
 
 @app.callback(invoke_without_command=True)
@@ -53,7 +65,17 @@ def root(
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 7450,
-    token: TokenOption = "",
+    token_file: TokenFileOption = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", metavar=NO_TYPE, help="Ask for no token: everybody may join.")
+    ] = False,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name by which clients reach it, where that is not this machine's; may be given several times.",
+            show_default="TENSORHUB_NAMES",
+        ),
+    ] = None,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -68,7 +90,7 @@ def serve(
     """Run a reference server until Ctrl-C or SIGTERM."""
     import logging
 
-    from ..runtime.config import server_settings
+    from ..runtime.config import access_of, server_settings
     from ..runtime.serving import run_server
     from .log import log_to_stderr, say
 
@@ -76,20 +98,34 @@ def serve(
     if log.upper() not in levels:
         raise typer.BadParameter(f"{log!r} is none of debug, info, warning, error", param_hint="--log")
     settings = server_settings(lease_s=lease)
+    access = access_of(token_file=token_file, insecure=insecure or None, create=True)
 
     def tell(address: str) -> None:
         say(f"reference server at {address}; Ctrl-C ends it")
+        if access.insecure:
+            say("it asks for no token: everybody who reaches it may join, publish and read")
+        elif access.kept_in:
+            say(f"its token is in {access.kept_in}: workers and commands of this user find it by themselves")
+            say("on other hosts: copy that file to the same place (mode 600), or set TENSORHUB_TOKEN to what is in it")
         if not fresh:
             say(f"for {settings.lease_s:g} s it hears who is there before it decides (--fresh skips that)")
 
     with log_to_stderr(levels[log.upper()]):
-        run_server(host, port, settings=settings, token=token, fresh=fresh, on_ready=tell)
+        run_server(
+            *(host, port),
+            settings=settings,
+            token=access.token,
+            insecure=access.insecure,
+            names=name or None,
+            fresh=fresh,
+            on_ready=tell,
+        )
 
 
 @app.command()
 def status(
     server: ServerOption = DEFAULT_SERVER,
-    token: TokenOption = "",
+    token_file: TokenFileOption = "",
     model: ModelOption = "",
     as_json: Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")] = False,
 ) -> None:
@@ -100,7 +136,7 @@ def status(
     from ..core.errors import VersionUnavailable
     from .draw import draw_status, status_json
 
-    view = connect(server, token=token, timeout=PATIENCE_S)
+    view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
     found = view.status(model=model)
     if as_json:
         typer.echo(status_json(found))
@@ -115,7 +151,7 @@ def status(
 @app.command()
 def watch(
     server: ServerOption = DEFAULT_SERVER,
-    token: TokenOption = "",
+    token_file: TokenFileOption = "",
     model: ModelOption = "",
     every: Annotated[float, between(0.1, 86_400, help="Seconds between two looks.")] = 0.5,
     times: Annotated[int | None, typer.Option(help="How many looks.", min=1, show_default="until Ctrl-C")] = None,
@@ -130,7 +166,7 @@ def watch(
     from .live import watch as watch_with
 
     with suppress(KeyboardInterrupt):
-        view = connect(server, token=token, timeout=PATIENCE_S)
+        view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
         watcher = Watcher(server, lambda: view.status(model=model), model=model)
         watch_with(watcher, Console(), every_s=every, times=times)
 
@@ -144,7 +180,7 @@ def doctor(
             "--server", envvar="TENSORHUB_SERVER", help="Also ask this reference server, host:port.", show_default=False
         ),
     ] = None,
-    token: TokenOption = "",
+    token_file: TokenFileOption = "",
     as_json: Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")] = False,
     all_: Annotated[
         bool, typer.Option("--all", metavar=NO_TYPE, help="Also a line for each thing that is well.")
@@ -161,7 +197,7 @@ def doctor(
     named_by = "TENSORHUB_SERVER" if source is not None and source.name == "ENVIRONMENT" else ""
     console = Console(quiet=as_json)
     with shown(console.status("moving 256 MiB between two processes, once for each transport")):
-        found = examine(server, token, named_by=named_by)
+        found = examine(server, _token_in(token_file), named_by=named_by)
     if as_json:
         typer.echo(found.as_json())
     else:

@@ -37,6 +37,17 @@ class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     pass
 
 
+def shown_fields(message: msgspec.Struct) -> list[tuple[str, object]]:
+    """The fields of a message, without its token."""
+    fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
+    return [(name, "…" if name == "token" and value else value) for name, value in fields]
+
+
+def shown(message: msgspec.Struct) -> str:
+    """A message as a log may show it."""
+    return f"{type(message).__name__}({', '.join(f'{name}={value!r}' for name, value in shown_fields(message))})"
+
+
 # --- the buffer of a worker -------------------------------------------------------------------------------------------
 
 
@@ -135,6 +146,12 @@ class Hello(_Message, frozen=True, tag="hello"):
     @property
     def worker(self) -> WorkerId:
         return WorkerId(self.model, self.replica, self.shard)
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return shown_fields(self)
 
 
 class LayoutInfo(_Message, frozen=True, tag="layout"):

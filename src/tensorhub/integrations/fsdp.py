@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import tensorhub
 
 from ..steps import check_metadata, check_step, longest_s, seconds_of
+from .newest import of_view
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -68,14 +69,14 @@ def attach(
     with ExitStack() as stack:  # who leaves for an error keeps no sibling waiting
         stack.callback(ranks.leave, "this rank has left the others: attach() failed")
         with ranks.agreeing("attach() failed"):
-            timeout, token = options.get("timeout"), options.get("token")
+            timeout = options.get("timeout")
             joining_s, call_s = longest_s(timeout=timeout, call_timeout=options.get("call_timeout"))
             longest = max(2 * joining_s, joining_s + call_s)  # two questions, or joining and one call
             ranks.wait_s = max(WAIT_S, longest) + SLACK_S
             publisher, version = Publisher(module, ranks, call_s), max(version, 0)
             cut = [value for value in tensors_of(module).values() if _is_cut(value)]
             place = ranks.place(cut, shard, shards)
-            view = tensorhub.connect(options.get("server"), token=token, timeout=timeout)
+            view = tensorhub.connect(**of_view(options), timeout=timeout)
             after = view.next_version(model)  # first: a restarted server answers when it has heard what is held
             held = _held_by_others(view.versions(model), replica) if fill else -1
             after = max(after, held + 1)

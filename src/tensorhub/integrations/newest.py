@@ -2,13 +2,20 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from math import inf
+from typing import Any
 
 import tensorhub
 
 SILENT_S = 5.0  # that it waits is said then
 
 _log = logging.getLogger("vllm.tensorhub.newest")  # below vLLM's own, which writes it
+
+
+def of_view(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options of `open` that `connect` takes too."""
+    return {name: options[name] for name in ("server", "token", "insecure") if name in options}
 
 
 def latest(view: "tensorhub.View", model: str) -> int | None:

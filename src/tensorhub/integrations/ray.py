@@ -39,13 +39,17 @@ class ReferenceServer:
         """Where it listens."""
         return self._server.address
 
+    def token(self) -> str:
+        """What its workers show. Whoever may call an actor of this cluster may have it."""
+        return self._server.token
+
 
 def start_server(
     *, name: str = SERVER, port: int = 0, detached: bool = False, timeout: float = START_S, **settings: Any
 ) -> str:
     """Start the reference server on this node, unless an actor of this name runs already. Returns its address.
 
-    `settings` are those of `tensorhub.serve`: token, lease_s, report_s. Port 0 takes a free one, and keeps it.
+    `settings` are those of `tensorhub.serve`: token, insecure, lease_s, … Port 0 takes a free one, and keeps it.
     """
     with contextlib.suppress(tensorhub.ServerUnreachable):
         return server_address(name=name, timeout=timeout)
@@ -70,21 +74,28 @@ def start_server(
 
 def server_address(*, name: str = SERVER, namespace: str | None = None, timeout: float = START_S) -> str:
     """Where the reference server of that name listens. Raises `ServerUnreachable` if Ray knows none."""
+    return str(ray.get(_actor(name, namespace).address.remote(), timeout=timeout))
+
+
+def _actor(name: str, namespace: str | None = None) -> Any:
     try:
-        actor = ray.get_actor(name, namespace=namespace)
+        return ray.get_actor(name, namespace=namespace)
     except ValueError as error:
         hint = "call tensorhub.integrations.ray.start_server() first, in the same namespace"
         raise tensorhub.ServerUnreachable(f"there is no actor {name!r}", hint=hint) from error
-    return str(ray.get(actor.address.remote(), timeout=timeout))
 
 
 def placed(*, replica: str | None = None, name: str = SERVER, **options: Any) -> dict[str, Any]:
     """The arguments of `tensorhub.open` in this actor, or driver: those given, and from Ray what is not."""
     chosen = replica or f"{_own_name()}-{secrets.token_hex(4)}"
+    if not options.get("server"):
+        options["server"] = server_address(name=name)
+        if options.get("token") is None and options.get("insecure") is None:  # other hosts have no file with the token
+            token = str(ray.get(_actor(name).token.remote(), timeout=START_S))
+            options |= {"token": token} if token else {"insecure": True}
     return {
         **options,
         "replica": chosen,
-        "server": options.get("server") or server_address(name=name),
         "host": options.get("host") or ray.util.get_node_ip_address(),
     }
 

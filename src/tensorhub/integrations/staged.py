@@ -12,6 +12,8 @@ import torch
 
 import tensorhub
 
+from .newest import of_view
+
 
 class StagedPublisher:
     """A replica of one shard, whose tensors are those of its first `publish`. `options`: those of `tensorhub.open`.
@@ -21,7 +23,7 @@ class StagedPublisher:
 
     def __init__(self, model: str, *, replica: str, dtype: torch.dtype | None = None, **options: Any) -> None:
         self._dtype = dtype
-        self._view = tensorhub.connect(options.get("server"), token=options.get("token"))
+        self._view = tensorhub.connect(**of_view(options))
         self._model = model
         self._weights = tensorhub.open(model, replica=replica, **options)
         self._tensors: dict[str, torch.Tensor] = {}

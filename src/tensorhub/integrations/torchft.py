@@ -28,7 +28,15 @@ from .trees import pack, unpack
 
 TREE = "tree"  # the name of the tensor that says where the others belong
 TRIES = 1 << 20  # of one step
-LOADS = ("server", "site", "token", "host", "verify", "transports")  # of what `open` takes, what `load` takes too
+LOADS = (
+    "server",
+    "site",
+    "token",
+    "insecure",
+    "host",
+    "verify",
+    "transports",
+)  # of what `open` takes, what `load` takes too
 
 
 class TensorHubTransport(CheckpointTransport[Any]):

@@ -25,6 +25,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 import tensorhub
 from tensorhub import aio
 
+from .newest import of_view
 from .ray import placed
 from .staged import StagedPublisher
 
@@ -97,7 +98,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         """The tensors of the version that was announced, when all of it is here and verified."""
         if self._weights is None:
             where = placed(**self._options, reliable=False)
-            self._view = aio.connect(where["server"], token=where.get("token"))
+            self._view = aio.connect(**of_view(where))
             self._weights = await aio.open(self._model, **where)
         await self._weights.wait_for(self._version)
         if self._tensors:

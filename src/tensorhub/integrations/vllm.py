@@ -28,7 +28,7 @@ from typing import Any
 
 import tensorhub
 
-from .newest import latest, newest_version
+from .newest import latest, newest_version, of_view
 from .vllm_engines import NOTHING, WAIT_S, Engine, engine_of
 
 BACKEND = "tensorhub"
@@ -69,7 +69,7 @@ class Updater:
         self._is_there = False  # the ranks have joined, as far as is known
         self._loaded: int | None = None  # what the ranks have, as they said; the engine may not have gone on with it
         self.version: int | None = None  # what the engine computes with; None: nothing that may be used
-        self._view = tensorhub.connect(options.get("server"), token=options.get("token"))
+        self._view = tensorhub.connect(**of_view(options))
 
     def __enter__(self) -> "Updater":
         return self

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import tensorhub
 
-from .newest import newest_version
+from .newest import newest_version, of_view
 from .vllm import BACKEND
 from .vllm_engines import NOTHING, WAIT_S
 from .vllm_in_place import InPlace
@@ -44,7 +44,7 @@ class InitInfo(WeightTransferInitInfo):
     model: str
     replica: str
     in_place: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, repr=False)  # a token may be among them
     timeout: float | None = None
     loaded: int | None = None  # asked: whether all ranks have loaded this version, and hold it
     kept: int | None = None  # asked: whether they compute with this one still; `NOTHING`: none has come to any of them
@@ -273,4 +273,4 @@ def _number(version: int | None) -> int:
 
 
 def _view(info: InitInfo) -> "tensorhub.View":
-    return tensorhub.connect(info.options.get("server"), token=info.options.get("token"))
+    return tensorhub.connect(**of_view(info.options))

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorhub
 
+from .newest import of_view
+
 if TYPE_CHECKING:
     import torch
 
@@ -92,7 +94,7 @@ class Whole:
     def _join(self, deadline: float) -> None:
         import torch
 
-        view = tensorhub.connect(self._options.get("server"), token=self._options.get("token"))
+        view = tensorhub.connect(**of_view(self._options))
         layout = layout_of_whole(view, self.model, deadline)
         first = {name: names[0] for names in layout.tied for name in names}
         tensors: dict[str, torch.Tensor] = {}

@@ -13,6 +13,7 @@ from types import TracebackType
 import msgspec
 
 from ..demo.processes import LAST_LINES, ProcessFailed
+from ..runtime.config import ACCESS_VARIABLES
 from .ettr.plan import Task
 from .job import Job
 from .network import Place
@@ -154,5 +155,9 @@ class Nursery:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what a user has set for TensorHub: the laboratory says everything itself."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TENSORHUB_")}
+    """Ours, without what a user has set for TensorHub but the token: the laboratory says everything else itself."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TENSORHUB_") or name in ACCESS_VARIABLES
+    }

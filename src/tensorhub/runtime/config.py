@@ -12,6 +12,7 @@ from decimal import Decimal
 from ipaddress import IPv6Address
 from math import isfinite, nan
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from ..core.messages import PREFETCH
 from ..core.names import NAME_RULE, is_name, plain, plain_number
 from ..core.settings import Settings
 from ..transport.choose import PREFERENCE
+from .state_dir import read_secret, secret, state_directory
 
 DEFAULT_PORT = 7450
 MIB = 1 << 20
@@ -32,6 +34,7 @@ Algorithm = Literal["xxh3-128", "multilinear-128"]
 T = TypeVar("T")
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}\Z")
+_SECRET_PART = re.compile(r"@|%40|[?#]")  # of an address: what stands before or behind it may be a secret
 _SIZE = re.compile(r"(\d{1,15})\s*(|B|KiB|MiB|GiB)\Z")
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -84,8 +87,14 @@ def parse_token(value: object, what: str) -> str:
 
 
 def parse_address(value: object, what: str) -> str:
-    """`host:port` of a reference server; the port may be left out, `http://` may stand before it."""
+    """`host:port` of a reference server; the port may be left out, `http://` may stand before it.
+
+    No error shows what may be a secret: a user and a password before the host, and all that follows it.
+    """
     text = parse_text(value, what)
+    if _SECRET_PART.search(text):
+        hint = "use host:port; a token is given by itself: TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE or token="
+        raise UsageError(f"{what} is no address: it has more than a host and a port", hint=hint)
     bracketed = _bracketed(text.removeprefix("http://").rstrip("/"))
     if bracketed:
         raise UsageError(f"{what}={text!r} is no address", hint=f"an IPv6 address stands in brackets: {bracketed}")
@@ -94,8 +103,7 @@ def parse_address(value: object, what: str) -> str:
         host, port = (parts.hostname or "").replace("%25", "%"), DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
         raise UsageError(f"{what}={text!r} is no address: {error}", hint="use host:port") from error
-    is_bare = parts.path in ("", "/") and not parts.query and not parts.username
-    if parts.scheme != "http" or not _HOST.match(host) or not port or not is_bare:
+    if parts.scheme != "http" or not _HOST.match(host) or not port or parts.path not in ("", "/"):
         raise UsageError(f"{what}={text!r} is no address", hint="use host:port, for example 127.0.0.1:7450")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -110,6 +118,23 @@ def _bracketed(text: str) -> str:
         except ValueError:
             pass
     return ""
+
+
+def parse_names(value: object, what: str) -> tuple[str, ...]:
+    """Names of a reference server: "head,head.example.org", or a sequence of names."""
+    words = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else (None,)
+    names = tuple(word.strip().lower().removesuffix(".") if isinstance(word, str) else "" for word in words)
+    if not all(_HOST.match(name) and ":" not in name for name in names):
+        hint = "use names without a port, for example head.example.org"
+        raise UsageError(f"{what}={value!r} does not name hosts", hint=hint)
+    return names
+
+
+def parse_path(value: object, what: str) -> str:
+    """The path of a file."""
+    if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str) and "\0" not in path:
+        return plain(path)
+    raise UsageError(f"{what}={value!r} is no path")
 
 
 def parse_seconds(value: object, what: str) -> float:
@@ -227,8 +252,8 @@ def parse_switch(value: object, what: str) -> bool:
     return found
 
 
-def _option(default: T, parse: Callable[[object, str], T], text: str) -> T:
-    return field(default=default, metadata={"parse": parse, "text": text})
+def _option(default: T, parse: Callable[[object, str], T], text: str, *, is_secret: bool = False) -> T:
+    return field(default=default, repr=not is_secret, metadata={"parse": parse, "text": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +261,11 @@ class Options:
     """Settings of one worker. The variable of a setting is TENSORHUB_ and its name in capitals."""
 
     server: str = _option("127.0.0.1:7450", parse_address, "the reference server: host:port")
-    token: str = _option("", parse_token, "shared secret, of server and peers alike; empty: none")
+    token: str = _option(
+        "", parse_token, "shared secret of servers and workers; empty: that of the state directory", is_secret=True
+    )
+    token_file: str = _option("", parse_path, "a file that has the token, instead of `token`")
+    insecure: bool = _option(False, parse_switch, "show no token, and ask for none: everybody may join and read")
     site: str = _option("", parse_text, "this worker's datacenter")
     host: str = _option("", parse_text, "addresses or interfaces to be read at; empty: the one that reaches the server")
     # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB
@@ -302,13 +331,85 @@ def variable_of(name: str) -> str:
 
 def worker_options(environ: Mapping[str, str] | None = None, **arguments: object) -> Options:
     """What applies to a worker. An argument that is None was not given. Raises `UsageError`."""
+    token, token_file, insecure = map(arguments.get, ACCESS)
+    access = access_of(environ, token=token, token_file=token_file, insecure=insecure)
+    return replace(options_without_token(environ, **arguments), token=access.token, insecure=access.insecure)
+
+
+def options_without_token(environ: Mapping[str, str] | None = None, **arguments: object) -> Options:
+    """The same for those who need other settings only: no token is looked for."""
     environ = os.environ if environ is None else environ
     found: dict[str, object] = {}
     for each in fields(Options):
-        given = _given(each, environ, arguments)
+        given = _given(each, environ, arguments) if each.name not in ACCESS else None
         if given is not None:
             found[each.name] = each.metadata["parse"](*given)
     return replace(Options(), **found)  # type: ignore[arg-type]
+
+
+TOKEN = "token"  # the secret that this user's servers and workers share
+ACCESS = ("token", "token_file", "insecure")
+ACCESS_VARIABLES = ("TENSORHUB_STATE_DIR", *map(variable_of, ACCESS))
+OTHER_HOST = (  # what to do about a token that is not the server's
+    "give the server's: copy ~/.local/state/tensorhub/token from its host and user to the same place here (mode 600), "
+    "or set TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE or token=; insecure=True shows none"
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Which token is shown and asked for. Without one everybody is let in."""
+
+    token: str = field(default="", repr=False)
+    insecure: bool = False
+    kept_in: str = ""  # the file of the state directory, where the token is that file's
+
+
+def access_of(
+    environ: Mapping[str, str] | None = None,
+    *,
+    token: object = None,
+    token_file: object = None,
+    insecure: object = None,
+    create: bool = False,
+) -> Access:
+    """What the arguments, else the environment, else the state directory says of the token. Raises `UsageError`.
+
+    An empty token counts as none given. `create`: where there is none, the state directory gets one.
+    """
+    environ = os.environ if environ is None else environ
+    given = zip(ACCESS, (token, token_file, insecure), strict=True)
+    found = {name: (value, name) for name, value in given if value is not None and value != ""}
+    is_guarded = "insecure" in found and not parse_switch(*found["insecure"])
+    if is_guarded:
+        del found["insecure"]
+    if not found:
+        found = {name: (value, variable_of(name)) for name in ACCESS if (value := environ.get(variable_of(name)))}
+        if "insecure" in found and (is_guarded or not parse_switch(*found["insecure"])):
+            del found["insecure"]
+    if len(found) > 1:
+        names = " and ".join(what for _, what in found.values())
+        raise UsageError(f"{names} are given together", hint="give one of them")
+    if "insecure" in found:
+        return Access(insecure=True)
+    if "token" in found:
+        return Access(parse_token(*found["token"]))
+    if "token_file" in found:
+        path = parse_path(*found["token_file"])
+        return Access(parse_token(read_secret(Path(path)), path))
+    token = secret(TOKEN, create=create, environ=environ)
+    if token is None:
+        return Access()
+    path = str(state_directory(environ) / TOKEN)
+    return Access(parse_token(token, path), kept_in=path)
+
+
+def server_names(names: object = None) -> tuple[str, ...]:
+    """By which names, beside its machine's own, clients may reach a reference server. Raises `UsageError`."""
+    if names is not None:
+        return parse_names(names, "names")
+    text = os.environ.get("TENSORHUB_NAMES", "")
+    return parse_names(text, "TENSORHUB_NAMES") if text else ()
 
 
 def server_settings(environ: Mapping[str, str] | None = None, **arguments: object) -> Settings:

@@ -50,12 +50,14 @@ MOST_MESSAGE_BYTES = 1 << 20  # orders take a few hundred bytes; an error's text
 FULL = "it is full of connections"
 CROWDED = "those who have not said yet who they are send it too much at once"
 STOPPING = "it is stopping"
+MISNAMED = "it is not called so"
 THERE = {  # whoever says one of these is a reference server: what to do then
     FULL: "raise TENSORHUB_MOST_WORKERS on the server, or end workers that nobody needs",
     CROWDED: "it is tried again; what else sends to the server's port?",
     STOPPING: "it is tried again: the next server at that address is found by itself",
+    MISNAMED: "use the server's IP address, or give the server that name: --name, TENSORHUB_NAMES or names=",
 }
-STATUSES = {413: CROWDED, 503: STOPPING, 507: FULL}  # of HTTP, by which it says so
+STATUSES = {413: CROWDED, 421: MISNAMED, 503: STOPPING, 507: FULL}  # of HTTP, by which it says so
 START = "start one with `tensorhub serve`"
 
 LineEvent = Connected | Disconnected | Received

@@ -23,11 +23,11 @@ from ..transport.base import Transport
 from ..transport.choose import PREFERENCE
 from ..transport.local import LocalSettings, LocalTransport
 from ..transport.tcp import TcpTransport
-from ..transport.tcp_addresses import host_of
+from ..transport.tcp_addresses import host_of, is_loopback
 from ..transport.tcp_settings import TcpSettings
 from ..transport.threads import Thread, start
 from .client import Client, living
-from .config import Options
+from .config import OTHER_HOST, Options
 from .loops import in_thread, loop_thread
 
 _log = logging.getLogger(__name__)
@@ -181,11 +181,23 @@ def _listen(host: str, options: Options, probe_s: float) -> dict[str, Transport]
                 _log.info("no %s transport here: %s%s", scheme, error, f" ({error.hint})" if error.hint else "")
         if not found:
             raise TransportMissing(f"none of the wanted transports is here: {'; '.join(missing)}", hint=TRY_TCP)
+        _check_guarded(found, options)
     except BaseException:
         for transport in found.values():
             transport.close()
         raise
     return found
+
+
+def _check_guarded(transports: Mapping[str, Transport], options: Options) -> None:
+    """Without a token only this host may read, unless the caller says that everybody may. Raises `UsageError`."""
+    if options.token or options.insecure:
+        return
+    for transport in transports.values():
+        addresses = transport.addresses if isinstance(transport, TcpTransport) else ()
+        if not all(map(is_loopback, addresses)):
+            text = f"other hosts could read from this worker, at {', '.join(addresses)}, and it has no token"
+            raise UsageError(text, hint=f"{OTHER_HOST} and lets everybody read (TENSORHUB_INSECURE=1)")
 
 
 def make_transport(scheme: str, host: str, options: Options, *, probe_s: float = MOST_PROBE_S) -> Transport:

@@ -29,7 +29,7 @@ from ..core.messages import Spec
 from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status
 from ..core.version_spec import parse_spec
-from .config import MOST_SHARDS, Options
+from .config import MOST_SHARDS, OTHER_HOST, Options
 from .connection import CONNECT_S, STATUSES, retry_delay_s, unreached, why_away
 from .resolving import http_session
 
@@ -239,11 +239,8 @@ async def _get(http: aiohttp.ClientSession, options: Options, path: str, params:
 def _error(status: int, body: bytes, options: Options) -> Exception:
     text = printable(body[:500].decode(errors="replace").strip())
     if status == 401:
-        if options.token:
-            text, hint = "has another token than the one given", "give the --token of `tensorhub serve`"
-        else:
-            text, hint = "wants a token, and none was given", "give the one of `tensorhub serve`"
-        return Refused(f"{options.server} {text}", hint=f"{hint}, as token= or TENSORHUB_TOKEN")
+        text = "has another token than the one given" if options.token else "wants a token, and none was given"
+        return Refused(f"{options.server} {text}", hint=OTHER_HOST)
     if status == 400:
         return UsageError(f"{options.server} does not understand the question: {text}")
     if status == 404:

@@ -14,7 +14,7 @@ from math import inf
 from types import TracebackType
 
 from aiohttp.http import HttpProcessingError
-from aiohttp.web import RequestHandler
+from aiohttp.web import RequestHandler, RequestPayloadError
 
 MALFORMED_EVERY_S = 60.0
 FAILED_EVERY_S = 10.0  # a defect is to be found by its first traceback
@@ -53,7 +53,7 @@ class Seldom(logging.LoggerAdapter[logging.Logger]):
         text = str(msg) % args if args else str(msg)
         if level >= logging.WARNING:
             error = exc_info[1] if isinstance(exc_info, tuple) else exc_info
-            is_malformed = isinstance(error, HttpProcessingError)
+            is_malformed = isinstance(error, HttpProcessingError | RequestPayloadError)
             if not self._is_due(is_malformed):
                 return
             if is_malformed:

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from math import inf
 
@@ -33,7 +33,9 @@ from ..core.settings import Settings
 from ..core.snapshot import Status
 from .accepted import Accepted
 from .answers import Answers
+from .browsers import Names
 from .codec import Malformed, OddNumber, decode_to_server
+from .config import OTHER_HOST
 from .descriptors import Descriptors
 from .intake import Intake
 from .layouts import UnknownLayouts
@@ -56,7 +58,9 @@ EARLY_S = 0.001  # timers of some loops have a resolution of 1 ms and may come b
 class ServerShell:
     """The aiohttp application, and what connects it to the machine."""
 
-    def __init__(self, *, settings: Settings, key: str, token: str = "", fresh: bool = False) -> None:
+    def __init__(
+        self, *, settings: Settings, key: str, token: str = "", names: Iterable[str] = (), fresh: bool = False
+    ) -> None:
         """`key` is that of its receipts: a secret that no worker is told."""
         now = time.monotonic()
         self.machine = Server(settings, now, time.time_ns() // 1000, fresh=fresh, key=key.encode())
@@ -64,6 +68,7 @@ class ServerShell:
         self.failure: Exception | None = None
         self.on_failure = asyncio.Event()
         self._token = token.encode()
+        self.names = Names(names)
         self.intake = Intake(self)
         self._unknown = UnknownLayouts(
             lambda layout: layout in self.machine.state.layouts, self.intake.put_back, patience_s=settings.lease_s / 4
@@ -243,10 +248,11 @@ class ServerShell:
             return Refusal("refused", text, "install the same TensorHub on both sides")
         if self._token and not hmac.compare_digest(hello.token.encode(), self._token):
             text = "the server has another token" if hello.token else "the server wants a token, and none was given"
-            return Refusal("refused", text, "give the one of `tensorhub serve`, as token= or TENSORHUB_TOKEN")
+            return Refusal("refused", text, OTHER_HOST)
         if hello.token and not self._token:  # who has one believes that strangers are kept out
-            text = "this worker has a token, and the server was started without one: it would let everybody in"
-            return Refusal("refused", text, "start the server with the same --token, or leave token= out")
+            text = "this worker has a token, and the server was started without one: it lets everybody in"
+            hint = "start the server without --insecure; or open with insecure=True (TENSORHUB_INSECURE=1)"
+            return Refusal("refused", text, hint)
         line.name = str(hello.worker)
         return None
 
@@ -282,6 +288,12 @@ class ServerShell:
     @web.middleware
     async def _part(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Who shows no token gets its answer and keeps no connection: each is a descriptor that a worker may need."""
+        refused = self.names.why_refuse(request)
+        if refused is None and request.body_exists:
+            refused = web.Response(status=400, text="no question to a reference server has a body\n")
+        if refused is not None:
+            refused.force_close()
+            return refused
         try:
             answer = await handler(request)
         except web.HTTPException as refusal:

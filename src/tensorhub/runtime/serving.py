@@ -13,7 +13,8 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 
 from aiohttp import web
@@ -22,9 +23,9 @@ from ..core.errors import Closed, TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.snapshot import Status
 from ..transport.signals import block_sigpipe
-from ..transport.tcp_addresses import check_all_interfaces
+from ..transport.tcp_addresses import check_all_interfaces, is_loopback
 from ..transport.threads import Thread, start
-from .config import check_integer, parse_text, parse_token
+from .config import access_of, check_integer, parse_text, server_names
 from .descriptors import check_limit, raise_limit
 from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in
 from .requests import Seldom
@@ -43,9 +44,10 @@ GARBAGE_AFTER = 50_000  # new objects: some tens of megabytes
 class RunningServer:
     """A reference server in the running loop."""
 
-    def __init__(self, shell: ServerShell, runner: web.AppRunner, address: str) -> None:
+    def __init__(self, shell: ServerShell, runner: web.AppRunner, address: str, token: str) -> None:
         self.shell = shell
         self.address = address
+        self.token = token
         self._runner = runner
 
     async def stop(self) -> None:
@@ -53,15 +55,27 @@ class RunningServer:
         await self._runner.cleanup()
 
 
-async def start_server(host: str, port: int, *, settings: Settings, token: str, fresh: bool) -> RunningServer:
+async def start_server(
+    host: str,
+    port: int,
+    *,
+    settings: Settings,
+    token: str | None = None,
+    insecure: bool | None = None,
+    names: str | Sequence[str] | None = None,
+    fresh: bool,
+) -> RunningServer:
     """Listen. Port 0 takes any free one. Raises `UsageError`.
 
-    For what is no address, or one that cannot be had, and for a token that no client could give.
+    For what is no address, or one that cannot be had, for a token that no client could give, and where a token that
+    nobody has given cannot be made.
     """
     check_integer(port, "port", least=0, most=65535)
     host = parse_text(host, "host").strip("[]")
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
-    shell = ServerShell(settings=settings, key=_key(), token=parse_token(token, "token"), fresh=fresh)
+    access = access_of(token=token, insecure=insecure, create=True)
+    called = (host, *server_names(names))
+    shell = ServerShell(settings=settings, key=_key(), token=access.token, names=called, fresh=fresh)
     seldom = Seldom()
     seldom.listen_to(asyncio.get_running_loop())
     runner = web.AppRunner(
@@ -84,7 +98,13 @@ async def start_server(host: str, port: int, *, settings: Settings, token: str, 
         await runner.cleanup()
         raise _not_to_be_had(f"{shown}:{port}", error) from error
     bound = runner.addresses[0][1]
-    return RunningServer(shell, runner, f"{shown}:{bound}")
+    if not all(is_loopback(address[0]) for address in runner.addresses):
+        shell.names.look_up()
+        if access.insecure:
+            _log.warning(
+                "this server is insecure: everybody who reaches %s:%d may join, publish and read", shown, bound
+            )
+    return RunningServer(shell, runner, f"{shown}:{bound}", access.token)
 
 
 def _site(runner: web.AppRunner, host: str, port: int) -> web.BaseSite:
@@ -130,7 +150,9 @@ def run_server(
     port: int,
     *,
     settings: Settings,
-    token: str = "",
+    token: str | None = None,
+    insecure: bool | None = None,
+    names: str | Sequence[str] | None = None,
     fresh: bool = False,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
@@ -146,7 +168,9 @@ def run_server(
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        server = await start_server(host, port, settings=settings, token=token, fresh=fresh)
+        server = await start_server(
+            host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh
+        )
         _log.info("reference server at %s, its decisions %s", server.address, DECISIONS)
         check_limit(raise_limit(), settings.most_workers + SPARE_CONNECTIONS)
         if on_ready is not None:
@@ -186,11 +210,14 @@ class ServerThread:
         port: int = 0,
         *,
         settings: Settings | None = None,
-        token: str = "",
+        token: str | None = None,
+        insecure: bool | None = None,
+        names: str | Sequence[str] | None = None,
         fresh: bool = True,
     ) -> None:
         check_unpatched()
         self.address = ""
+        self.token = ""  # that its workers are to show; empty: it is insecure
         self._pid = os.getpid()
         self._tried = held_lock()  # until it listens, or could not
         self._has_tried = False
@@ -198,7 +225,15 @@ class ServerThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._server: RunningServer | None = None
-        self._arguments = (host, port, settings or Settings(), token, fresh)
+        self._start = partial(
+            start_server,
+            *(host, port),
+            settings=settings or Settings(),
+            token=token,
+            insecure=insecure,
+            names=names,
+            fresh=fresh,
+        )
         self._thread = Thread(self._run, name="tensorhub-server")
         start(self._thread)
         try:
@@ -263,10 +298,9 @@ class ServerThread:
             self._tried.release()
 
     async def _serve(self) -> None:
-        host, port, settings, token, fresh = self._arguments
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._server = await start_server(host, port, settings=settings, token=token, fresh=fresh)
-        self.address = self._server.address
+        self._server = await self._start()
+        self.address, self.token = self._server.address, self._server.token
         self._note_tried()
         await _either(self._stop, self._server.shell.on_failure)
         await self._server.stop()

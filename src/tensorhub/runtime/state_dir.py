@@ -10,12 +10,14 @@ import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 from ..core.errors import TensorHubError, Unavailable, UsageError
 
 SECRET_BYTES = 32
 MAX_SECRET_BYTES = 4096
 ELSEWHERE = "set TENSORHUB_STATE_DIR to a directory of this user, give a token with --token-file, or use --insecure"
+ANEW = "remove it: the next server makes another"
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
@@ -26,10 +28,14 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
         if given := environ.get("TENSORHUB_STATE_DIR"):
             return Path(given).expanduser().absolute()
         xdg = environ.get("XDG_STATE_HOME", "")  # its standard says that a relative path is to be ignored
-        base = Path(xdg) if xdg.startswith("/") else Path(environ.get("HOME") or Path.home()) / ".local" / "state"
+        home = environ.get("HOME") or (Path.home() if environ is os.environ else "")
     except (RuntimeError, OSError) as error:
         raise UsageError(f"there is no state directory: {error}", hint=ELSEWHERE) from error
-    return base.absolute() / "tensorhub"
+    if xdg.startswith("/"):
+        return Path(xdg) / "tensorhub"
+    if not home:
+        raise UsageError("there is no state directory: HOME is not set", hint=ELSEWHERE)
+    return Path(home).absolute() / ".local" / "state" / "tensorhub"
 
 
 def secret(name: str, *, create: bool, environ: Mapping[str, str] | None = None) -> str | None:
@@ -63,21 +69,38 @@ def _read(path: Path) -> str | None:
         return None
     except OSError as error:
         raise _refused(error, f"cannot read {path}") from error
-    with open(descriptor, "rb") as file:
+    try:
         _check_ours(path, os.fstat(descriptor))
-        try:
-            text = file.read(MAX_SECRET_BYTES + 1).decode().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {path}: {error}", hint="remove it: the next server makes another") from error
-    if not text or len(text) > MAX_SECRET_BYTES or not text.isprintable():
-        raise UsageError(f"{path} holds no secret", hint="remove it: the next server makes another")
+        with open(descriptor, "rb", closefd=False) as file:
+            return _secret_in(path, file, ANEW)
+    except OSError as error:
+        raise _refused(error, f"cannot read {path}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_secret(path: Path) -> str:
+    """The secret in a file that its user names. Raises `UsageError`."""
+    try:
+        with open(path, "rb") as file:
+            return _secret_in(path, file, "it is to hold one line: the token")
+    except OSError as error:
+        raise _refused(error, f"cannot read {path}", "name a file that holds the token") from error
+
+
+def _secret_in(path: Path, file: IO[bytes], hint: str) -> str:
+    """One line of text. No error shows what else there is."""
+    content = file.read(MAX_SECRET_BYTES + 1)
+    text = content.decode(errors="replace").strip()
+    if not text or len(content) > MAX_SECRET_BYTES or not text.isprintable() or "\ufffd" in text:
+        raise UsageError(f"{path} holds no secret", hint=hint)
     return text
 
 
 def _check_ours(path: Path, found: os.stat_result) -> None:
     """Checks that `path` is a regular file of this user that others may neither read nor write. Raises `UsageError`."""
     if not stat.S_ISREG(found.st_mode):
-        raise UsageError(f"{path} is no file", hint="remove it: the next server makes another")
+        raise UsageError(f"{path} is no file", hint=ANEW)
     if found.st_uid != os.geteuid():
         text = f"{path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
         raise UsageError(text, hint=ELSEWHERE)
@@ -106,8 +129,8 @@ def _make(path: Path) -> None:
         os.unlink(draft)
 
 
-def _refused(error: OSError, did: str) -> TensorHubError:
+def _refused(error: OSError, did: str, hint: str = ELSEWHERE) -> TensorHubError:
     text = f"{did}: {error.strerror or error}"
     if error.errno in _SHORT:
         return Unavailable(text, hint="this process or machine has too few descriptors or memory just now: try again")
-    return UsageError(text, hint=ELSEWHERE)
+    return UsageError(text, hint=hint)

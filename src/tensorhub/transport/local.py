@@ -23,7 +23,7 @@ as those do that were allocated one after another: then they are read across the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.errors import TransportMissing
 from .base import OnEnd, Sink
@@ -43,7 +43,9 @@ from .tcp_settings import MIB, TcpSettings
 class LocalSettings:
     """How one worker reads and lets read on its host."""
 
-    token: str | None = None  # shared secret that a reader must show, besides being of the same user
+    token: str | None = field(
+        default=None, repr=False
+    )  # shared secret that a reader must show, besides being of the same user
     silence_s: float = 5.0  # as tcp's: the keepalive comes every 1.25 s
     threads: int = 2  # one copies 16-18 GiB/s, or 12.7 with the digest; two 20-24, which is all that the memory gives
     thread_bytes: int = 8 * MIB  # what makes a further thread worth its connection: 0.5 ms of copying

@@ -22,7 +22,7 @@ UCX itself knows no token: whoever may read the host's RDMA network is trusted, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import nixl_path
@@ -47,7 +47,9 @@ class NixlSettings:
     host: str = "127.0.0.1"  # of the control conversation; open to other hosts only when asked for
     port: int = 0  # any free port
     advertise: str | None = None  # "host" or "host:port" as peers see it
-    token: str | None = None  # shared secret that a reader must show before it is told where the bytes are
+    token: str | None = field(
+        default=None, repr=False
+    )  # shared secret that a reader must show before it is told where the bytes are
     silence_s: float = 5.0  # as tcp's: the keepalive comes every 1.25 s
     threads: int = 2  # each fetches and hashes; UCX has a worker for each, so that they do not wait for one another
     thread_bytes: int = 8 * MIB  # what makes a further thread worth its connection

@@ -59,6 +59,11 @@ class TcpTransport(Transport):
     def endpoint(self) -> str:
         return self._server.endpoint
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What it listens at on a network."""
+        return self._server.addresses
+
     def export(self, export: Export) -> None:
         self._server.export(export)
 

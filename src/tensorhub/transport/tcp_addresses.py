@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -93,6 +94,16 @@ def addresses_of(listening: Sequence[socket.socket]) -> tuple[str, ...]:
 def host_of(address: tuple[Any, ...]) -> str:
     """The host of a socket's address, in numbers. One of a single link has its zone: `fe80::1%eth0`."""
     return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches that IP address. A name is none."""
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return bool((mapped or found).is_loopback)
 
 
 def _hosts(settings: TcpSettings) -> list[str]:

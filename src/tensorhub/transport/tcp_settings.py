@@ -7,7 +7,7 @@ they are not a promise about another machine.
 import contextlib
 import socket
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..core.errors import UsageError
 
@@ -28,7 +28,9 @@ class TcpSettings:
     )
     leave_from: tuple[str, ...] = ()  # this worker's own addresses, for sources that have as many
     try_s: float = 1.5  # for the first of several addresses to answer: a lost SYN is sent again after 1 s
-    token: str | None = None  # shared secret that a reader must show; None: everybody who can connect may read
+    token: str | None = field(
+        default=None, repr=False
+    )  # shared secret that a reader must show; None: everybody who can connect may read
     expect_s: float = (
         2.0  # for a key that is not there yet: a reader may be told of a source that is only just starting
     )

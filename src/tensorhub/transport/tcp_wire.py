@@ -32,6 +32,7 @@ import msgspec
 
 from ..core.decoding import MAX_TEXT, Undecodable, decoded
 from ..core.errors import shortened
+from ..core.messages import shown, shown_fields
 from . import tcp_farewell, tcp_vectors, views
 from .base import MOST_MANIFEST_BYTES
 from .forks import tracked
@@ -84,6 +85,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     can_map: bool = False
     has_pieces: bool = False  # PIECES follows (`parcels`)
     shares: bool = False
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return shown_fields(self)
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
