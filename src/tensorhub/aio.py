@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from .core.boxes import Box
-from .core.errors import UsageError
+from .core.errors import Refused, UsageError
 from .core.messages import Spec
 from .core.metadata import Json, encode_metadata
 from .core.names import ModelName
@@ -22,7 +22,15 @@ from .loading import load_async, load_shards_async
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
 from .runtime.client import Client
-from .runtime.config import Options, check_name, check_place, parse_fraction, parse_seconds, worker_options
+from .runtime.config import (
+    Options,
+    check_name,
+    check_place,
+    parse_fraction,
+    parse_seconds,
+    with_own_token,
+    worker_options,
+)
 from .runtime.descriptions import layout_of, metadata_of
 from .runtime.errands import Undo
 from .runtime.loops import LoopThread, check_process, in_thread, loop_thread
@@ -88,8 +96,14 @@ async def _join(
     if not isinstance(reliable, bool):
         raise UsageError(f"reliable={reliable!r} is neither True nor False")
     deadline, thread = time.monotonic() + options.connect_s, loop_thread()
-    opening = open_client(model, replica, shard, shards, reliable, options, deadline, companions=companions)
-    return Weights(await thread.here(opening, undo=leave_at_once), thread)
+    while True:
+        opening = open_client(model, replica, shard, shards, reliable, options, deadline, companions=companions)
+        try:
+            return Weights(await thread.here(opening, undo=leave_at_once), thread)
+        except Refused:  # this user's first server may have made the token after this worker looked for it
+            before, options = options, with_own_token(options)
+            if options == before:
+                raise
 
 
 class Weights:

@@ -355,7 +355,7 @@ def test_a_server_that_lets_everybody_in_says_so_once(tmp_path: Path, monkeypatc
         program.terminate()
         _, err = program.communicate(timeout=60)
     assert err.count("this server is insecure: everybody who reaches") == 1
-    assert not (tmp_path / "state").exists()
+    assert not (tmp_path / "state" / "token").exists()
 
 
 @pytest.mark.processes

@@ -1,8 +1,10 @@
 """Which transports a worker has: those that were named, or those that make sense here; and NIXL cannot hold it up."""
 
 import asyncio
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.driver import Driver
 from tensorhub.runtime.opening import wanted_transports
 from tensorhub.transport import nixl_path, nixl_probe
+
+from .kit import eventually
 
 
 def test_by_default_nixl_is_taken_only_where_it_has_an_advantage(monkeypatch):
@@ -59,6 +63,18 @@ def test_a_worker_that_other_hosts_reach_has_a_token_or_says_that_it_is_insecure
             pass
         with tensorhub.open(replica="local", transports="local", **where):
             pass
+
+
+def test_a_worker_and_a_view_that_came_before_this_users_first_server_find_its_token(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        host, port = found.getsockname()
+    view = tensorhub.connect(f"{host}:{port}")
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(tensorhub.open, "m", replica="r", server=f"{host}:{port}")
+        eventually(lambda: "no reference server" in caplog.text, "the worker has looked for its server")
+        with tensorhub.serve(host, port), opening.result(60):
+            assert view.models() == ["m"]
 
 
 HANGING = """

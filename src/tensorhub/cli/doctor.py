@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from ..runtime.config import options_without_token
+from ..core.errors import UsageError
+from ..runtime.config import options_without_token, parse_address
 from ..transport import nixl_path
 from ..transport.choose import PREFERENCE
 
@@ -117,12 +118,15 @@ def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool,
 def check_server(address: str, token: str = "", *, named_by: str = "", deadline_s: float = DEADLINE_S) -> Check:
     """Ask it how it is. `named_by`: the setting that its address came from."""
     shown = {"TENSORHUB_TOKEN": token, "TENSORHUB_TOKEN_FILE": "", "TENSORHUB_INSECURE": ""} if token else {}
+    origin = f" (the address is from {named_by})" if named_by else ""
     try:
+        address = parse_address(address, "server")
         with _Child("server", address, environ=shown) as asking:
             found = asking.answer(deadline_s)
     except OSError as error:
         found = {"error": f"no process can be started to ask it from: {error}"}
-    origin = f" (the address is from {named_by})" if named_by else ""
+    except UsageError as error:
+        return Check("reference server", "bad", f"{error}{origin}", error.hint or "")
     if "protocol" not in found:
         remedy = str(found.get("hint") or "start one with `tensorhub serve`")
         why = str(found.get("error") or f"{address} gave no answer")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..demo.logs import now
 from ..demo.processes import Processes, ProcessFailed
+from ..runtime.config import access_of
 from .events import AnyEvent, Ended, Fault, Updated, read_events
 from .goals import Finding
 from .idle import Idle, own_cpu_s
@@ -108,6 +109,7 @@ class Run:
         """The reference server, for the strategies that have one."""
         if not STRATEGIES[self.strategy].is_ours:
             return
+        access_of(create=True)  # before a worker looks for the token
         place = self.ground.server
         where = ["--host", place.address, "--port", str(SERVER_PORT), "--lease", str(LEASE_S), "--fresh"]
         module = [sys.executable, "-m", "tensorhub.demo.server", "serve", "--log", "warning", *where]

@@ -404,6 +404,11 @@ def access_of(
     return Access(parse_token(token, path), kept_in=path)
 
 
+def with_own_token(options: Options) -> Options:
+    """The same, with the token that a server of this user has made since."""
+    return options if options.token or options.insecure else replace(options, token=access_of().token)
+
+
 def server_names(names: object = None) -> tuple[str, ...]:
     """By which names, beside its machine's own, clients may reach a reference server. Raises `UsageError`."""
     if names is not None:

@@ -29,7 +29,7 @@ from ..core.messages import Spec
 from ..core.names import Version
 from ..core.snapshot import CutsView, DescribedView, HeldView, Status
 from ..core.version_spec import parse_spec
-from .config import MOST_SHARDS, OTHER_HOST, Options
+from .config import MOST_SHARDS, OTHER_HOST, Options, with_own_token
 from .connection import CONNECT_S, STATUSES, retry_delay_s, unreached, why_away
 from .resolving import http_session
 
@@ -219,6 +219,7 @@ def _unreachable(options: Options, why: str) -> ServerUnreachable:
 
 
 async def _get(http: aiohttp.ClientSession, options: Options, path: str, params: Question) -> bytes:
+    options = with_own_token(options)
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     url = f"http://{options.server}{path}"
     patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=LONG_POLL_S + CONNECT_S)
