@@ -146,6 +146,30 @@ def test_a_tensor_changed_while_it_is_published_is_named(replica):
         weights.check()
 
 
+@pytest.mark.parametrize("has_a_good_source", [False, True])
+def test_tensors_changed_while_published_are_refused_whatever_the_layout(server, replica, has_a_good_source):
+    """Each call ends by name, long before its timeout: no source is left, though others wait for the version too."""
+    trainer, engine = replica("trainer", (0, 100, 170, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
+    good = replica("good", (0, 80, COLUMNS), 1) if has_a_good_source else []
+    publish(trainer, 1)
+    fill(engine)
+    publish(trainer, 2)
+    fill(good) if good else None
+    others = [replica(name, cuts, dim) for name, cuts, dim in (("a", (0, ROWS), 0), ("b", (0, 64, COLUMNS), 1))]
+    trainer[1][1][-1, -1] += 1
+    calls = [lambda weights=weights: weights.update("latest", timeout=60) for weights, _, _ in engine]
+    calls += [
+        lambda weights=weights: weights.replicate("latest", timeout=60) for each in others for weights, _, _ in each
+    ]
+    calls.append(lambda: tensorhub.load("m@latest", server=server.address, timeout=60).version)
+    found = in_threads(*calls)
+    if has_a_good_source:
+        assert found == [2] * len(calls), found
+    else:
+        assert [type(error) for error in found] == [tensorhub.CorruptTransfer] * len(calls), found
+        assert engine[1][0].version is None  # a part of the new one had come, as in one layout
+
+
 def test_a_part_that_no_shard_has_is_named_before_anything_is_published(replica):
     trainer = replica("trainer", (0, 100, 170, 299), 0)  # a row is missing
     found = in_threads(*(lambda weights=weights: weights.publish(1) for weights, _, _ in trainer))

@@ -90,6 +90,7 @@ class Part:
         self.told: Event | None = None
         self.is_stopped = False
         self.is_over = False
+        self.has_brought = False  # all that was wanted of it
 
     @property
     def arrived_bytes(self) -> int:

@@ -47,7 +47,6 @@ class TileReading(Telling):
         self.starts = starts
         self._grant = grants[0]
         self.parts = {grant.ticket: Part(grant) for grant in grants}
-        self._lacking = 0  # parts that ended without what was wanted of them, and were not replaced
         self._touch = Touch(plane.lease, lambda: plane.wake(self._touched))
         self._thinks = False  # a thread derives or plans
         self._is_stuck = False  # what is open is in none of the sources that there are
@@ -71,7 +70,6 @@ class TileReading(Telling):
         """One more source."""
         part = self.parts[grant.ticket] = Part(grant)
         self._is_stuck = False
-        self._lacking = max(0, self._lacking - 1)
         self.loop.call_soon(self._look, part)
 
     def stop_part(self, ticket: Ticket) -> None:
@@ -80,7 +78,6 @@ class TileReading(Telling):
         if part is None or part.is_over:
             return
         part.is_stopped = True
-        self._lacking += 1
         if part.sink is not None:
             part.sink.stop()
         if part.read is not None:
@@ -123,7 +120,7 @@ class TileReading(Telling):
         """What none of those has may be what another source has, which is known, or is to be named."""
         mine = self.plane.registration
         may_help = mine is not None and mine.shares is None  # else whatever they have
-        return may_help and (self._lacking > 0 or any(part not in asked for part in self._live))
+        return may_help and (self._lacks_one or any(part not in asked for part in self._live))
 
     def _derived(self, live: Sequence[Part], tiled: TiledVersion | None, error: TensorHubError | None) -> None:
         if error is None and tiled is not None and not self.is_across and tiled.root() != self._grant.root:
@@ -172,6 +169,14 @@ class TileReading(Telling):
     def _may_reopen(self) -> bool:
         """A part that was told to stop has not ended: what it does not bring is for those that are still there."""
         return any(part.is_stopped for part in self._live)
+
+    @property
+    def _lacks_one(self) -> bool:
+        """A shard of the cut that is read now is neither read nor has brought its share: one more source is to come."""
+        shards = self.parts[max(self.parts)].grant.parts
+        those = [part for part in self.parts.values() if part.grant.parts == shards]
+        there = {part.grant.source.shard for part in those if part.has_brought or not (part.is_over or part.is_stopped)}
+        return len(there) < shards
 
     @property
     def _live(self) -> list[Part]:
@@ -314,13 +319,11 @@ class TileReading(Telling):
             return
         while part.legs:
             self._give_up(part.legs.popleft())
-        part.is_over = True
+        part.is_over, part.has_brought = True, brought
         if not self.is_across:
             if not brought:
                 self._end_soon(complete=False, failure=failure)
             return
-        if brought == part.is_stopped:  # who was told to stop lacks since then
-            self._lacking = max(0, self._lacking + (-1 if brought else 1))
         self.tell_progress()
         self.tell(PartEnded(self.ticket, part.grant.ticket, brought, failure))
         if not self._is_done:

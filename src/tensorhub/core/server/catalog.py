@@ -164,6 +164,7 @@ class Model:
         holders = record.holders.get(line, {})
         if worker in holders:
             del holders[worker]
+            record.refused.pop(worker, None)
             _remove(self._held, worker, (record.version, line))
             if worker not in self.read_from:
                 _take_out(record.idle[line], worker)

@@ -10,7 +10,6 @@ from .groups import GroupCall, Replica
 from .lines import Line
 from .membership import Member
 from .open_reads import OpenRead
-from .records import VersionRecord
 from .state import State
 
 FILLS = ("replicate", "update")
@@ -125,16 +124,10 @@ def _is_granted(state: State, reader: WorkerId, version: Version, *, to_host: bo
     return current is not None and current.version == version and current.grant.to_host == to_host
 
 
-def full_sources(state: State, record: VersionRecord, reader: Member) -> Iterator[Member]:
-    """The other members that have all of the version and may serve it."""
-    for worker in record.holders.get(reader.line, {}):
-        member = state.members.get(worker)
-        if member is None or worker == reader.worker:
-            continue
-        if member.has_whole_copy(record.version) or (
-            member.holds(record.version) and serves(state, worker, record.version, from_host=False)
-        ):
-            yield member
+def is_full_source(state: State, member: Member, version: Version) -> bool:
+    """It has all of the version and may serve it."""
+    is_held = member.holds(version) and serves(state, member.worker, version, from_host=False)
+    return is_held or member.has_whole_copy(version)
 
 
 def has_whole(state: State, worker: WorkerId, version: Version) -> bool:

@@ -75,6 +75,7 @@ def take_reads(state: State, member: Member, before: Report) -> None:
     report, worker = member.report, member.worker
     if report.across is not None or member.crossing is not None:
         parts.take_across(state, member, report.across)
+    reads = state.reads.of(worker) if report.failures else []
     close_reads(state, member, report.closed, report.over)
     reading = report.reading
     if reading is not None and state.is_recovering and _may_adopt(state, worker, report):
@@ -94,7 +95,7 @@ def take_reads(state: State, member: Member, before: Report) -> None:
     known = [failure.ticket for failure in before.failures]
     for failure in report.failures:
         if failure.ticket not in known:
-            _count_failure(state, member, failure)
+            _count_failure(state, member, failure, reads)
 
 
 def _note_sharing(state: State, member: Member) -> None:
@@ -115,8 +116,11 @@ def note_call(member: Member) -> None:
         member.call_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
 
 
-def _count_failure(state: State, reader: Member, failure: TicketFailure) -> None:
-    """What follows from a failed read: for its reader, and for all who might choose that source too."""
+def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: list[OpenRead]) -> None:
+    """What follows from a failed read: for its reader, and for all who might choose that source too.
+
+    `reads`: those that its reader had until then.
+    """
     if reader.chunks_in_place > reader.chunks:
         reader.chunks, reader.failures = reader.chunks_in_place, 0
     reader.failures += 1
@@ -128,8 +132,17 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure) -> None
             state.mark_everyone_dirty(model)  # or be the heir
     avoided = reader.avoided.setdefault(failure.source, Avoided(0.0, 0))
     avoided.times += 1
-    is_hopeless = failure.code == "corrupt-transfer" and avoided.times > 1
-    avoided.until = inf if is_hopeless else state.now + state.settings.avoid_s
+    read = next((read for read in reads if read.ticket == failure.ticket), None)
+    record = state.models[reader.hello.model].versions.get(read.version) if read is not None else None
+    is_for_good = failure.code == "corrupt-transfer" and (
+        avoided.times > 1 or (record is not None and record.refused.get(failure.source, -inf) > state.now)
+    )
+    avoided.until = inf if is_for_good else state.now + state.settings.avoid_s
+    if record is not None and failure.code == "corrupt-transfer":
+        record.refused[failure.source] = state.now + state.settings.leave_s
+    if failure.code == "source-lost" and read is not None and read.part is not None and reader.report.across is None:
+        for part in reads:  # the read as a whole has ended: together they cannot show all that it wants
+            reader.avoided.setdefault(part.source, Avoided(0.0, 0)).until = inf
     source = state.members.get(failure.source)
     if source is not None:
         source.is_doubted = True

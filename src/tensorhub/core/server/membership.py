@@ -27,6 +27,15 @@ class Avoided:
     until: float
     times: int = 1
 
+    @property
+    def is_for_good(self) -> bool:
+        """It is not tried again by this call.
+
+        It brought wrong bytes, and not for the first time: to this reader, or lately to another one. Or it has another
+        layout, of which it cannot show all the tiles that this reader wants.
+        """
+        return self.until == inf
+
 
 @dataclass
 class Crossing:

@@ -29,6 +29,7 @@ class VersionRecord:
     holders: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
     whole: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
     idle: dict[Line, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
+    refused: dict[WorkerId, float] = field(default_factory=dict)  # sources of wrong bytes, and until when that counts
     publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it, or half of it
     proved: dict[Line, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
     named: dict[ReplicaName, None] = field(default_factory=dict)  # those of them that are known to have ended that well

@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from ...messages import Empty, Failure, Holding, Poisoned, Vacated, Withdrawing
+from ...messages import Empty, Failure, Holding, Poisoned, TicketFailure, Vacated, Withdrawing
 from ...names import Shard, Version, WorkerId
 from .. import facts
 from ..catalog import Model
@@ -337,49 +337,66 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         text = f"what {member.worker} would get as version {record.version} out of another cut is not what others got"
         return Failure("version-conflict", text, "was the version published twice, with different content?")
     if failures and (failures[-1].code in HOPELESS or _has_failed_enough(state, model, record, member)):
-        last = failures[-1]
-        count = member.failures
-        reads, whence = ("a read", "from") if count == 1 else (f"{count} reads", "the last from")
-        text = f"{member.worker} failed {reads} of version {record.version}, {whence} {last.source}: {last.message}"
-        return Failure(last.code, text, HOPELESS.get(last.code) or STATUS_SAYS)
+        return _failed(record, member, failures[-1])
     read = state.reads.current.get(member.worker)
-    is_fed = read is not None and not (model.is_lost(record) and progress.is_cut_off(state, read))
-    is_reading = is_fed and not across.is_short(state, member)
-    if state.is_recovering or is_reading:
-        return None
-    if member.has_whole_copy(record.version):
+    is_reading = read is not None and not across.is_short(state, member) and not progress.is_cut_off(state, read)
+    if state.is_recovering or is_reading or member.has_whole_copy(record.version):
         return None
     if model.is_lost(record):
         return model.loss(record)
-    return _all_corrupt(state, record, member)
+    given_up = [worker for worker, avoided in member.avoided.items() if avoided.is_for_good]
+    if not given_up or _has_hope(state, model, record, member):
+        return None
+    if failures and not any(worker in record.refused for worker in given_up):
+        return _failed(record, member, failures[-1])
+    text = f"{member.worker} got bytes of version {record.version} that are not as published, from every holder"
+    return Failure("corrupt-transfer", text, "were the published tensors changed in place? weights.check() tells")
+
+
+def _failed(record: VersionRecord, member: Member, last: TicketFailure) -> Failure:
+    count = member.failures
+    reads, whence = ("a read", "from") if count == 1 else (f"{count} reads", "the last from")
+    text = f"{member.worker} failed {reads} of version {record.version}, {whence} {last.source}: {last.message}"
+    return Failure(last.code, text, HOPELESS.get(last.code) or STATUS_SAYS)
 
 
 def _has_failed_enough(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    return member.failures > state.settings.most_failures and not _has_hope(state, model, record, member)
+    is_enough = member.failures > state.settings.most_failures
+    return is_enough and not _has_hope(state, model, record, member, is_last=True)
 
 
-def _has_hope(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Somebody has all of the version who has not failed this reader yet; or not often, and lives."""
-    if any(_may_try(state, member, source) for source in facts.full_sources(state, record, member)):
+def _has_hope(state: State, model: Model, record: VersionRecord, member: Member, *, is_last: bool = False) -> bool:
+    """The version may still come: each line of its own or of another cut has a worker that has or gets all of it."""
+
+    def may_come(line: Line) -> bool:
+        holders = record.holders.get(line, {})
+        return any(_may_bring(state, record, member, worker, is_last=is_last) for worker in holders)
+
+    if may_come(member.line):
         return True
-    cuts = crossing.cuts_to_read(model, record, member.line) if crossing.can_cross(record, member.line) else ()
-    return any(
-        all(any(_may_try(state, member, state.known(each)) for each in record.whole[line]) for line in cut)
-        for cut in cuts
-    )
+    is_boxed = crossing.can_cross(record, member.line)
+    return is_boxed and any(all(map(may_come, cut)) for cut in crossing.cuts_to_come(model, record, member.line))
 
 
-def _may_try(state: State, member: Member, source: Member) -> bool:
-    avoided = member.avoided.get(source.worker)
-    return avoided is None or (avoided.times < TRIES and facts.is_here(state, source))
+def _may_bring(state: State, record: VersionRecord, member: Member, worker: WorkerId, *, is_last: bool) -> bool:
+    """The worker has all of the version, or gets it by way of workers that this member may still try.
 
-
-def _all_corrupt(state: State, record: VersionRecord, member: Member) -> Failure | None:
-    if not member.avoided:
-        return None
-    sources = [worker for worker in record.holders.get(member.line, {}) if worker != member.worker]
-    avoided = [member.avoided[worker] for worker in sources if worker in member.avoided]
-    if not sources or len(avoided) < len(sources) or any(a.until < float("inf") for a in avoided):
-        return None
-    text = f"{member.worker} got bytes of version {record.version} that are not as published, from every holder"
-    return Failure("corrupt-transfer", text, "were the published tensors changed in place? weights.check() tells")
+    `is_last`: the member has failed so often that it tries only those that live, and few times each.
+    """
+    for _ in range(progress.MAX_HOPS):
+        source, avoided = state.members.get(worker), member.avoided.get(worker)
+        if source is None or source is member or (avoided is not None and avoided.is_for_good):
+            return False
+        if is_last and avoided is not None and (avoided.times >= TRIES or not facts.is_here(state, source)):
+            return False
+        if facts.is_full_source(state, source, record.version):
+            return True
+        above = [read.source for read in state.reads.going_on(worker) if read.version == record.version]
+        if (
+            not above
+            or across.is_short(state, source)
+            or any(each in member.avoided and member.avoided[each].is_for_good for each in above)
+        ):
+            return False
+        worker = above[0]
+    return True

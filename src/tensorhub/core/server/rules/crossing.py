@@ -33,10 +33,17 @@ def is_readable(record: VersionRecord, line: Line) -> bool:
 
 def cuts_to_read(model: Model, record: VersionRecord, line: Line) -> Iterator[Cut]:
     """The other cuts in which all of the version is, as far as is known, and out of which it can be read."""
+    for cut in cuts_to_come(model, record, line):
+        if all(is_readable(record, each) and record.whole.get(each) for each in cut):
+            yield cut
+
+
+def cuts_to_come(model: Model, record: VersionRecord, line: Line) -> Iterator[Cut]:
+    """The other cuts out of which it can be read as soon as all of the version is there."""
     for cut in model.cuts:
         if line in cut or len(cut) > MAX_PARTS:
             continue
-        if all(is_readable(record, each) and record.whole.get(each) for each in cut):
+        if all(is_readable(record, each) if each in record.roots else each.is_boxed for each in cut):
             yield cut
 
 
