@@ -21,11 +21,11 @@ def join(server):
     """`join(replica, value)` opens a worker with one registered array; returns both."""
     opened = []
 
-    def joined(replica="t", value=0.0, *, model="m", size=50_000, tensors=None, **options):
+    def joined(replica="t", value=0.0, *, model="m", size=50_000, tensors=None, boxes=None, **options):
         weights = tensorhub.open(model, replica=replica, server=server.address, **options)
         opened.append(weights)
         array = np.full(size, value, dtype=np.float32)
-        weights.register({"w": array} if tensors is None else tensors)
+        weights.register({"w": array} if tensors is None else tensors, boxes=boxes)
         return weights, array
 
     yield joined

@@ -170,6 +170,34 @@ def test_tensors_changed_while_published_are_refused_whatever_the_layout(server,
         assert engine[1][0].version is None  # a part of the new one had come, as in one layout
 
 
+def test_an_error_of_the_reader_itself_comes_with_its_hint_and_its_cause(replica, monkeypatch):
+    """The shard that has met it raises the error itself; the other shards hear what to do about it."""
+
+    def fails(*_):
+        raise tensorhub.UsageError("no such thing", hint="do something else") from OSError("as it was")
+
+    publish(replica("trainer", (0, ROWS), 0), 1)
+    engine = replica("engine", (0, 64, COLUMNS), 1)
+    derived = tile_plane.version_from
+    monkeypatch.setattr(
+        tile_plane, "version_from", lambda mine, *more: (fails if mine is its_own else derived)(mine, *more)
+    )
+    its_own = engine[1][0]._aio._client.driver.data.registration
+    found = in_threads(*(lambda weights=weights: weights.replicate("latest", timeout=20) for weights, _, _ in engine))
+    assert [type(error) for error in found] == [tensorhub.UsageError] * 2, found
+    assert [error.hint for error in found] == ["do something else"] * 2
+    assert isinstance(found[1].__cause__, OSError)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_reader_that_shares_no_transport_with_its_source_hears_what_to_do(replica, dim):
+    publish(replica("trainer", (0, 100, ROWS), 0, transports="tcp"), 1)
+    engine = replica("engine", (0, 100, (ROWS, COLUMNS)[dim]), dim, transports="local")
+    found = in_threads(*(lambda weights=weights: weights.replicate("latest", timeout=20) for weights, _, _ in engine))
+    assert [type(error) for error in found] == [tensorhub.TransportMissing] * 2, found
+    assert all("tensorhub doctor" in error.hint for error in found)
+
+
 def test_a_part_that_no_shard_has_is_named_before_anything_is_published(replica):
     trainer = replica("trainer", (0, 100, 170, 299), 0)  # a row is missing
     found = in_threads(*(lambda weights=weights: weights.publish(1) for weights, _, _ in trainer))

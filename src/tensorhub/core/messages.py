@@ -10,7 +10,7 @@ come late; and orders are the *whole* truth at their number: a ticket below `num
 
 import msgspec
 
-from .errors import shortened
+from .errors import TensorHubError, shortened
 from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
@@ -241,12 +241,13 @@ class Across(_Message, frozen=True):
 
 
 class TicketFailure(_Message, frozen=True):
-    """A read that failed, and why: a code of the error tree and a sentence."""
+    """A read that failed, and why: a code of the error tree, a sentence, and what to do about it."""
 
     ticket: Ticket
     source: WorkerId
     code: str
     message: str
+    hint: str = ""
 
 
 class Failure(_Message, frozen=True):
@@ -255,6 +256,11 @@ class Failure(_Message, frozen=True):
     code: str
     message: str
     hint: str = ""
+
+    @classmethod
+    def of(cls, error: TensorHubError) -> "Failure":
+        """As it travels; what caused it stays here."""
+        return cls(error.code, str(error), error.hint or "")
 
     def bounded(self) -> "Failure":
         """As it may travel: no text is longer than a message has room for."""

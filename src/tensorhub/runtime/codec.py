@@ -13,6 +13,7 @@ from ..core.errors import UsageError
 from ..core.messages import (
     MAX_COMPANIONS,
     MAX_FAILURES,
+    MAX_HINT,
     MAX_LAYOUT_BYTES,
     MAX_OVER,
     MAX_PARTS,
@@ -98,7 +99,9 @@ def _nonsense_of(message: ToServer) -> str:
                 return "too long words about its worker"
             return _nonsense_of_set(message)
         case Report():
-            if len(message.failures) > MAX_FAILURES or any(len(f.message) > MAX_TEXT for f in message.failures):
+            if len(message.failures) > MAX_FAILURES or any(
+                len(f.message) > MAX_TEXT or len(f.hint) > MAX_HINT for f in message.failures
+            ):
                 return "too many or too long failures"
             reading = message.reading
             if reading is not None and len(reading.transport + reading.path + reading.why) > MAX_TEXT:

@@ -16,6 +16,7 @@ from ..core.errors import (
     TensorHubError,
     UsageError,
     VersionConflict,
+    caused_by,
     error_from_code,
 )
 from ..core.manifest import Manifest
@@ -79,10 +80,17 @@ class HostCopies:
         self._counted_bytes: dict[Version, int] = {}  # of what was somebody else's, and counts here now
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_room: dict[Version, int] = {}  # how often there was none to fetch it ahead
+        self.errors: dict[str, TensorHubError] = {}  # by code: the newest of this call that is not to be retried
         self.offloaded_bytes = 0  # copied from registered memory, in all
         self.spoiled: Failure | None = None  # why what the tensors held could not be kept: they were freed
         self._is_closed = threading.Event()
         self._copying = threading.Lock()  # held by the thread that copies: one at a time, as the machine has it
+
+    def failure(self, error: TensorHubError) -> Failure:
+        """As the machine and the server hear of it. If it ends the call, the caller gets the error itself."""
+        if not error.retryable:
+            self.errors[error.code] = error.with_traceback(None)
+        return Failure.of(error)
 
     def register(self, registration: Registration) -> int:
         """From now on copies are made of these tensors. Returns how many the limit allows where there are no others.
@@ -218,7 +226,7 @@ class HostCopies:
             content = self.content(held.version, held.root, is_ahead=is_ahead)
         except TensorHubError as error:
             self._say(error, is_ahead=is_ahead)
-            failure = Failure(error.code, str(error), error.hint or "")
+            failure = self.failure(error)
             asyncio.get_running_loop().call_soon(self._tell, CopiedOut(held.version, failure))
             return
         self._start(run())
@@ -360,12 +368,13 @@ class HostCopies:
         except Exception as error:  # noqa: BLE001 - the top of a task: the machine waits for the end of the copy
             if not isinstance(error, TensorHubError):
                 _log.exception("%s: copying to or from host memory failed", self.me)
-                return Failure("error", f"copying to or from host memory failed: {error!r}")
-            hint = error.hint or ""
-            if isinstance(error, CorruptTransfer) and not hint:
-                hint = "were the published tensors changed in place? weights.check() tells"
+                return self.failure(caused_by(error, "copying to or from host memory failed"))
             self._say(error, is_ahead=is_ahead)
-            return Failure(error.code, str(error), hint)
+            failure = self.failure(error)
+            if isinstance(error, CorruptTransfer) and not failure.hint:
+                hint = "were the published tensors changed in place? weights.check() tells"
+                failure = Failure(failure.code, failure.message, hint)
+            return failure
         return None
 
     def _say(self, error: TensorHubError, *, is_ahead: bool) -> None:
@@ -376,7 +385,7 @@ class HostCopies:
     def _served(self, content: Content, manifest: Known) -> Failure | None:
         """Let peers read a whole copy. A copy that nobody can read keeps nothing: then why."""
         error = content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
-        return Failure(error.code, str(error), error.hint or "") if error is not None else None
+        return Failure.of(error) if error is not None else None
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -71,10 +71,15 @@ class DataPlane:
         self.copies = HostCopies(
             me, transports, verify=verify, limit_bytes=host_bytes, tell=tell, withdraw=self._withdraw_all
         )
+        self.errors = self.copies.errors
         self.tiles = TilePlane(self, chunk_bytes)
         self._background = Background(self._loop)
         self.call_soon, self.once_free = self._loop.call_soon, self._background.once_free
         self.begin_for = self._background.begin_for
+
+    def failure(self, error: TensorHubError) -> Failure:
+        """As the machine and the server hear of it. If it ends the call, the caller gets the error itself."""
+        return self.copies.failure(error)
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
@@ -148,7 +153,7 @@ class DataPlane:
             content = self._content_for(grant)
         except TensorHubError as error:  # no host memory
             self.copies.not_ahead(grant.version, error)
-            ended = ReadEnded(grant.ticket, failure=Failure(error.code, str(error), error.hint or ""))
+            ended = ReadEnded(grant.ticket, failure=self.failure(error))
             self._loop.call_later(NO_ROOM_S, self.tell, ended)
             return
         assert isinstance(content.fill, FillSink), "chunks of what has none"
@@ -331,7 +336,7 @@ class DataPlane:
         if error is None and not is_complete and not reading.sink.is_stopped:
             error = SourceLost(f"{reading.grant.source} ended the read before its last chunk")
         if error is not None and not is_complete and not isinstance(error, SessionLost):
-            failure = Failure(error.code, str(error), error.hint or "")
+            failure = self.failure(error)
             _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
         if is_complete and self.incoming is reading.content:  # there was no byte to write: it is there all the same
             self.touched(reading.grant.ticket, reading.grant, reading.content)

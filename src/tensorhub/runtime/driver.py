@@ -159,6 +159,7 @@ class Driver:
         self._finished = ended
         self._waits = waits = LongWait(f"{called.verb} of {self.me}", self._waits_for)
         try:
+            self.data.errors.clear()
             self.feed(called)
             await asyncio.wait((ended,), timeout=called.deadline + AFTER_DEADLINE_S - self._loop.time())
             if not ended.done():  # this process did not run for a while: the machine may not have been told the time
@@ -173,8 +174,15 @@ class Driver:
             self._finished = self._waits = None
             waits.end()
         if finished.error is not None:
-            raise failed(self._with_circumstances(finished.error))
+            raise self._own(finished.error) or failed(self._with_circumstances(finished.error))
         return finished.version
+
+    def _own(self, failure: Failure) -> TensorHubError | None:
+        """The error by which a read or a copy of this worker has ended the call: with its hint, and with its cause."""
+        error = self.data.errors.pop(failure.code, None)
+        if error is not None and failure.message != str(error):
+            error.add_note(failure.message)  # of which version, and from which source
+        return error
 
     def _waits_for(self) -> str:
         return why_waits(self.worker, self.line.address, self.line.why, time.monotonic())
@@ -188,8 +196,9 @@ class Driver:
 
     def miss(self, called: Called, why: BaseException) -> None:
         """That call has failed before the machine heard of it. It counts all the same, as the siblings' does."""
-        code = why.code if isinstance(why, TensorHubError) else TensorHubError.code
-        self.missed(called, Failure(code, str(why) or type(why).__name__))
+        if not isinstance(why, TensorHubError):
+            why = TensorHubError(str(why) or type(why).__name__)
+        self.missed(called, Failure.of(why))
 
     def missed(self, called: Called, why: Failure) -> None:
         """The same, where it is known what to say."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
-from ..core.errors import HostMemoryFull, TensorHubError, UsageError
+from ..core.errors import HostMemoryFull, TensorHubError, UsageError, caused_by
 from ..core.messages import Failure, Grant
 from ..core.names import Ticket, Version, WorkerId
 from ..core.worker.events import Event
@@ -54,6 +54,8 @@ class Plane(Protocol):
 
     def adopt(self, grant: Grant, tiled: TiledVersion) -> Content: ...
 
+    def failure(self, error: TensorHubError) -> Failure: ...
+
     def not_ahead(self, version: Version, error: TensorHubError) -> None: ...
 
     def export(self, content: Content, tiled: TiledVersion, then: Callable[[], None]) -> None: ...
@@ -98,13 +100,8 @@ class Part:
         return self.before_bytes + (self.read.arrived_bytes if self.read is not None else 0)
 
 
-def failure_of(error: TensorHubError) -> Failure:
-    """As it travels."""
-    return Failure(error.code, str(error), error.hint or "")
-
-
 def known(error: Exception, version: Version) -> TensorHubError:
     """Whatever went wrong in a thread that works something out."""
     if isinstance(error, TensorHubError):
         return error.with_traceback(None)
-    return TensorHubError(f"tiles of version {version} cannot be worked out: {error!r}")
+    return caused_by(error, f"tiles of version {version} cannot be worked out")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..core.errors import TensorHubError
-from ..core.messages import Grant
+from ..core.messages import Failure, Grant
 from ..core.names import Ticket, Version, WorkerId
 from ..core.worker.events import Event, NotShared
 from ..core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
@@ -155,6 +155,10 @@ class TilePlane:
         if not grant.to_host:
             data.incoming = content
         return content
+
+    def failure(self, error: TensorHubError) -> Failure:
+        """As the machine and the server hear of it."""
+        return self._data.failure(error)
 
     def not_ahead(self, version: Version, error: TensorHubError) -> None:
         """There is no room for that copy."""

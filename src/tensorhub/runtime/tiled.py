@@ -30,7 +30,7 @@ from .content import key_of
 from .legs import Looking, Touch, TrustedLeg
 from .loops import in_thread
 from .routes import MEASURE_EVERY_S, Meter
-from .tile_parts import OUR_OWN, Part, Plane, State, failure_of, known
+from .tile_parts import OUR_OWN, Part, Plane, State, known
 from .tile_telling import Telling
 
 T = TypeVar("T")
@@ -138,11 +138,11 @@ class TileReading(Telling):
                 self.plane.export(self.content, tiled, self._exported)
             except TensorHubError as no_room:
                 self.plane.not_ahead(self._grant.version, no_room)
-                ending = partial(self._end_soon, complete=False, failure=failure_of(no_room))
+                ending = partial(self._end_soon, complete=False, failure=self.plane.failure(no_room))
                 self.timers["end"] = self.loop.call_later(NO_ROOM_S, ending)
                 return
         if error is not None:
-            self._end_soon(complete=False, failure=failure_of(error))
+            self._end_soon(complete=False, failure=self.plane.failure(error))
 
     def _exported(self) -> None:
         """Peers may read it as it comes, and nothing else has its key."""
@@ -220,16 +220,16 @@ class TileReading(Telling):
                 self._part_over(part, brought=True)
 
     def _noted(self, _: object, error: TensorHubError | None) -> None:
-        self._end_soon(complete=error is None, failure=failure_of(error) if error is not None else None)
+        self._end_soon(complete=error is None, failure=self.plane.failure(error) if error is not None else None)
 
     def _planned(self, live: Sequence[Part], legs: Sequence[Leg] | None, error: TensorHubError | None) -> None:
         if isinstance(error, LayoutMismatch):  # of what is missing they do not have all
             self._is_stuck = all(part in live for part in self._live)  # until there is one more
             if not self._awaits_others(live):
                 text = f"{', '.join(str(part.grant.source) for part in live)} have not all that is missing: {error}"
-                self._end_soon(complete=False, failure=failure_of(SourceLost(text)))
+                self._end_soon(complete=False, failure=self.plane.failure(SourceLost(text)))
         elif error is not None:
-            self._end_soon(complete=False, failure=failure_of(error))
+            self._end_soon(complete=False, failure=self.plane.failure(error))
         for leg in legs or ():
             part = live[leg.number]
             if part.is_over or part.is_stopped or self._is_done:
@@ -291,7 +291,7 @@ class TileReading(Telling):
         elif isinstance(error, SessionLost):
             self._lose()
         elif isinstance(error, OUR_OWN):
-            self._end_soon(complete=False, failure=failure_of(error))
+            self._end_soon(complete=False, failure=self.plane.failure(error))
         elif error is not None or left:
             self._failed(part, error or SourceLost(f"{part.grant.source} ended the read before its last piece"))
         else:
@@ -308,7 +308,7 @@ class TileReading(Telling):
 
     def _failed(self, part: Part, error: TensorHubError) -> None:
         _log.info("%s: reading version %d from %s: %s", self.plane.me, part.grant.version, part.grant.source, error)
-        self._part_over(part, failure=failure_of(error))
+        self._part_over(part, failure=self.plane.failure(error))
 
     def _stopped(self, part: Part, *, brought: bool = False) -> None:
         if not part.is_over:
@@ -392,7 +392,7 @@ class TileReading(Telling):
                 if not self._is_done or found is not None:
                     then(found, error)
             except Exception as wrong:  # noqa: BLE001 - the same
-                self._end_soon(complete=False, failure=failure_of(known(wrong, self._grant.version)))
+                self._end_soon(complete=False, failure=self.plane.failure(known(wrong, self._grant.version)))
             if self.state is State.ENDING:
                 self._advance()
 

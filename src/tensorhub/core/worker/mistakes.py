@@ -27,7 +27,7 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
         try:
             parse_spec(event.spec, event.verb)
         except UsageError as error:
-            return Failure(error.code, str(error), error.hint or "")
+            return Failure.of(error)
     if event.missed is not None:
         return None  # the caller has heard why; the siblings are about to
     return _why_not_publish(worker, event) if event.verb == "publish" else None
@@ -60,7 +60,7 @@ def _why_not_publish(worker: WorkerState, event: Called) -> Failure | None:
     try:
         version = parse_spec(event.spec) if isinstance(event.spec, int) and not isinstance(event.spec, bool) else None
     except UsageError as error:
-        return Failure(error.code, str(error), error.hint or "")
+        return Failure.of(error)
     if version is None:
         return Failure("usage", f"publish needs a version number, not {event.spec!r}", "publish(7)")
     match worker.buffer:

@@ -12,7 +12,7 @@ from math import inf
 from msgspec.structs import replace
 
 from ..errors import InvariantViolation, shortened
-from ..messages import MAX_FAILURES, MAX_WORDS, Failure, Grant, Reading, TicketFailure
+from ..messages import MAX_FAILURES, MAX_HINT, MAX_WORDS, Failure, Grant, Reading, TicketFailure
 from ..names import Digest, Number, Ticket, WorkerId
 from .events import Effect, OpenRead, ReadMeasured, StartRead, StopRead, Trust
 from .events_across import OpenAcross, StartAcross
@@ -213,7 +213,8 @@ class ReadSlot:
         why = shortened(failure.message, MAX_WORDS)
         way = f" by {reading.transport}" if reading.transport else ""
         self.last_failure = f"the last read, from {reading.source}{way}, had failed: {why}"
-        self.failures = [*self.failures, TicketFailure(reading.ticket, reading.source, failure.code, why)]
+        hint = shortened(failure.hint, MAX_HINT)
+        self.failures = [*self.failures, TicketFailure(reading.ticket, reading.source, failure.code, why, hint)]
         self.failures = self.failures[-MAX_FAILURES:]
 
     def raise_watermark(self, seen: Number) -> Ticket:

@@ -357,7 +357,7 @@ def _failed(record: VersionRecord, member: Member, last: TicketFailure) -> Failu
     count = member.failures
     reads, whence = ("a read", "from") if count == 1 else (f"{count} reads", "the last from")
     text = f"{member.worker} failed {reads} of version {record.version}, {whence} {last.source}: {last.message}"
-    return Failure(last.code, text, HOPELESS.get(last.code) or STATUS_SAYS)
+    return Failure(last.code, text, last.hint or HOPELESS.get(last.code) or STATUS_SAYS)
 
 
 def _has_failed_enough(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
