@@ -135,10 +135,12 @@ class Weights:
         dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None,
         boxes: Mapping[str, Sequence[Box]] | None = None,
         partial: bool = False,
+        leave_out: str | Sequence[str] = (),
     ) -> None:
         """Take these tensors in place, instead of any before; nothing is copied. As `tensorhub.Weights.register`."""
         self._check_process()
-        looking = in_thread(lambda: register_tensors(tensors, dtype, boxes, partial=partial), name="register")
+        options = {"partial": partial, "leave_out": leave_out}
+        looking = in_thread(lambda: register_tensors(tensors, dtype, boxes, **options), name="register")  # type: ignore[arg-type]
         await self.take(await looking)
 
     async def take(self, registration: Registration, *, is_resumed: bool = False) -> None:

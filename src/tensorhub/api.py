@@ -130,6 +130,7 @@ class Weights:
         dtype: "type_of_dtype | Mapping[str, type_of_dtype] | None" = None,
         boxes: Mapping[str, Sequence[Box]] | None = None,
         partial: bool = False,
+        leave_out: str | Sequence[str] = (),
     ) -> None:
         """Take these tensors in place, instead of any before; nothing is copied.
 
@@ -145,9 +146,12 @@ class Weights:
         `boxes`: by name, which parts of which global tensors lie where in a tensor (docs/layouts.md); one not named is
         whole, a DTensor what its placements say. So replicas that are cut differently read from each other. `partial`:
         some of the model is left out on purpose; without that word such a replica is refused every version.
+        `leave_out`: names, or patterns with *, of what is not registered. A module with state that only `state_dict()`
+        knows (extra state, packed weights, what a hook adds) is a `UsageError` that names it, unless it is left out.
         """
         self._aio._check_process()
-        self._wait(self._aio.take(register_tensors(tensors, dtype, boxes, partial=partial)), None, "register()")
+        registration = register_tensors(tensors, dtype, boxes, partial=partial, leave_out=leave_out)
+        self._wait(self._aio.take(registration), None, "register()")
 
     def suspend(self, *, timeout: float | None = None) -> None:
         """Withdraw, and forget where the tensors are: their memory may be unmapped, freed or moved until `resume`.

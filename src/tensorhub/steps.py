@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .core.metadata import encode_metadata
+from .memory.modules import state_of_module as state_of_module
 from .runtime.config import options_without_token, parse_seconds
 from .runtime.specs import parse_number
 

@@ -40,7 +40,9 @@ def test_extra_state_that_says_nothing_is_no_hindrance(server, extra):
 
 @pytest.mark.parametrize("extra", [{"scale": 2.0}, b"1", io.BytesIO(b"1"), 0], ids=kind_of)
 def test_extra_state_that_says_something_is_refused_by_name(server, extra):
-    with pytest.raises(tensorhub.UsageError, match=r"state are no tensors: '0._extra_state' \(\w+\)"):
+    with pytest.raises(
+        tensorhub.UsageError, match=r"state of the module.*: '0._extra_state' \(\w+ of '0', class Extra\)"
+    ):
         fsdp.attach(torch.nn.Sequential(Extra(extra)), "policy", server=server)
     assert tensorhub.connect(server).versions("policy") == ()
 
@@ -59,7 +61,15 @@ class Packed(torch.nn.Module):
 
 
 def test_packed_weights_are_refused_rather_than_left_out(server):
-    match = r"2 parts of the module's state are no tensors: '0.dtype' \(dtype\), '0.packed' \(tuple\)"
+    match = r"'0.packed' \(tuple of '0', class Packed\); '0.dtype' \(dtype of '0', class Packed\)"
     with pytest.raises(tensorhub.UsageError, match=match):
         fsdp.attach(torch.nn.Sequential(Packed()), "policy", server=server)
     assert tensorhub.connect(server).versions("policy") == ()
+
+
+def test_what_is_meant_to_be_left_out_is(server):
+    module = torch.nn.Sequential(Packed(), torch.nn.Linear(2, 2))
+    with fsdp.attach(module, "policy", server=server, leave_out=["0.packed", "0.dtype", "1.bias"]) as trainer:
+        with trainer.step():
+            pass
+        assert set(tensorhub.load("policy@1", server=server)) == {"0.scale", "1.weight"}

@@ -22,7 +22,6 @@ Rules:
 It must never: gather a parameter, or wait for a rank that has raised.
 """
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorhub
 
-from ..steps import check_metadata, check_step, longest_s, seconds_of
+from ..steps import check_metadata, check_step, longest_s, seconds_of, state_of_module
 from .newest import of_view
 from .ranks import Ranks
 
@@ -54,13 +53,15 @@ def attach(
     shard: int | None = None,
     shards: int | None = None,
     boxes: Mapping[str, "Sequence[tensorhub.Box]"] | None = None,
+    leave_out: str | Sequence[str] = (),
     **options: Any,
 ) -> "Publisher":
     """Register this rank's part of the module, and publish what it holds now, as `version` or the next free number.
 
     Where somebody else holds a version of the model, the module is filled with the newest of those instead, unless
     `fill=False`. `Publisher.version` says which it is. `dtype` is what is published ("bfloat16"), where the optimizer
-    works on another; `boxes` are those of `register`, of plain tensors that are parts. `options` are those of
+    works on another; `boxes` and `leave_out` are those of `register`: of plain tensors that are parts, and names or
+    patterns of state that is not published. `options` are those of
     `tensorhub.open`. On all ranks at once; raises as `open`, `register`, `publish` and `replicate` do, and
     `GroupIncomplete` where another rank did.
     """
@@ -73,15 +74,15 @@ def attach(
             joining_s, call_s = longest_s(timeout=timeout, call_timeout=options.get("call_timeout"))
             longest = max(2 * joining_s, joining_s + call_s)  # two questions, or joining and one call
             ranks.wait_s = max(WAIT_S, longest) + SLACK_S
-            publisher, version = Publisher(module, ranks, call_s), max(version, 0)
-            cut = [value for value in tensors_of(module).values() if _is_cut(value)]
+            publisher, version = Publisher(module, ranks, call_s, leave_out), max(version, 0)
+            cut = [value for value in tensors_of(module, leave_out).values() if _is_cut(value)]
             place = ranks.place(cut, shard, shards)
             view = tensorhub.connect(**of_view(options), timeout=timeout)
             after = view.next_version(model)  # first: a restarted server answers when it has heard what is held
             held = _held_by_others(view.versions(model), replica) if fill else -1
             after = max(after, held + 1)
             is_one_of_many = not cut and shard is None and shards is None  # and so has, as is said, the same as rank 0
-            mine = _outline(module)
+            mine = _outline(tensors_of(module, leave_out))
         held, after, first = ranks.told(held, after, mine)
         number = max(version, after) if held < 0 else held
         publishes, weights = place.copy == 0, None
@@ -94,7 +95,7 @@ def attach(
                 options |= {} if publishes else {"reliable": False, "host_bytes": 0}
                 opening = tensorhub.open(model, replica=name, shard=place.shard, shards=place.shards, **options)
                 weights = stack.enter_context(opening)
-                weights.register(tensors_of(module), dtype=dtype, boxes=boxes or {})
+                weights.register(tensors_of(module, leave_out), dtype=dtype, boxes=boxes or {})
         with ranks.agreeing("attach() failed"):
             if weights is not None:
                 if held >= 0:
@@ -110,9 +111,9 @@ def attach(
     return publisher
 
 
-def _outline(module: "torch.nn.Module") -> int:
+def _outline(tensors: Mapping[str, Any]) -> int:
     """Equal where names and shapes are."""
-    facts = repr([(name, tuple(tensor.shape)) for name, tensor in tensors_of(module).items()])
+    facts = repr([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
     return int.from_bytes(blake2b(facts.encode(), digest_size=7).digest())
 
 
@@ -132,9 +133,11 @@ class Publisher:
     version: int | None = None  # what the module is a version of; None while it is none
     next_version: int = 0  # what the next step publishes, unless it says another number
 
-    def __init__(self, module: "torch.nn.Module", ranks: "Ranks", call_s: float) -> None:
-        self._module, self._ranks, self._call_s = module, ranks, call_s
-        self._known = _facts(module)
+    def __init__(
+        self, module: "torch.nn.Module", ranks: "Ranks", call_s: float, leave_out: str | Sequence[str]
+    ) -> None:
+        self._module, self._ranks, self._call_s, self._leave_out = module, ranks, call_s, leave_out
+        self._known = _facts(tensors_of(module, leave_out))
 
     def __enter__(self) -> "Publisher":
         return self
@@ -185,7 +188,7 @@ class Publisher:
         self.version, self.next_version = version, version + 1
 
     def _check_same(self) -> None:
-        now = _facts(self._module)
+        now = _facts(tensors_of(self._module, self._leave_out))
         wrong = sorted(name for name in self._known.keys() | now.keys() if self._known.get(name) != now.get(name))
         if wrong:
             text = f"{len(wrong)} tensors of the module are no longer those that were registered"
@@ -193,33 +196,19 @@ class Publisher:
             raise tensorhub.UsageError(f"{text}: {', '.join(wrong[:5])}", hint=hint)
 
 
-def tensors_of(module: "torch.nn.Module") -> dict[str, Any]:
+def tensors_of(module: "torch.nn.Module", leave_out: str | Sequence[str] = ()) -> dict[str, Any]:
     """This rank's parameters and persistent buffers, sorted by name, as other replicas have whole tensors too.
 
-    Raises `UsageError` naming state that is no tensor, such as packed weights: a version would be less than the module.
+    Raises `UsageError` naming other state that is not left out: a version would be less than the module.
     """
+    return dict(sorted(state_of_module(module, leave_out).items()))
+
+
+def _facts(tensors: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
     import torch
 
     with torch.no_grad():
-        found = module.state_dict()
-    others = {name: value for name, value in found.items() if not isinstance(value, torch.Tensor)}
-    wrong = sorted(name for name, value in others.items() if not (name.endswith("_extra_state") and _is_empty(value)))
-    if wrong:
-        named = ", ".join(f"{name!r} ({type(others[name]).__qualname__})" for name in wrong[:5])
-        text = f"{len(wrong)} parts of the module's state are no tensors: {named}"
-        hint = "only tensors are published: keep it in a buffer, or open() and register() the tensors that you want"
-        raise tensorhub.UsageError(text, hint=hint)
-    return {name: value for name, value in sorted(found.items()) if name not in others}
-
-
-def _is_empty(value: object) -> bool:
-    """Extra state that says nothing, as modules give it that have none to save."""
-    is_without = isinstance(value, bytes | str | dict | list | tuple | set) and not value
-    return value is None or is_without or (isinstance(value, io.BytesIO) and not value.getbuffer().nbytes)
-
-
-def _facts(module: "torch.nn.Module") -> dict[str, tuple[object, ...]]:
-    found = [(name, value.to_local() if _is_cut(value) else value) for name, value in tensors_of(module).items()]
+        found = [(name, value.to_local() if _is_cut(value) else value) for name, value in tensors.items()]
     return {
         name: (each.data_ptr() if each.numel() else 0, each.dtype, each.shape, each.stride()) for name, each in found
     }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 NUMPY_KINDS = "biufc"  # bool, signed, unsigned, float, complex; ml_dtypes are recognised by their module
+GATHERED_HINT = "shard the model with FSDP2 (torch.distributed.fsdp.fully_shard), or gather tensors and register copies"
 COMPLEX_BYTES = 16  # the widest portable element; wider ones (long double) have padding that differs between machines
 
 
@@ -125,10 +126,21 @@ def _named(dtype: "torch.dtype") -> str:
     return _dtype_names.setdefault(dtype, str(dtype).removeprefix("torch."))
 
 
+def gathered_by(parameter: object) -> str:
+    """Why its memory is no part of a named tensor: FSDP1 and ZeRO-3 keep it flat. "" for other parameters."""
+    if hasattr(parameter, "ds_id") or hasattr(parameter, "ds_tensor"):
+        return "is cut by DeepSpeed's ZeRO-3, which keeps it flat and gathers it with all ranks"
+    return (
+        "is flattened by FSDP1, which gathers it with all ranks" if getattr(parameter, "_fsdp_flattened", False) else ""
+    )
+
+
 def _refuse_unusual(name: str, tensor: "torch.Tensor") -> None:
     import torch
 
     kind = type(tensor)
+    if why := gathered_by(tensor):
+        _refuse(name, why, GATHERED_HINT)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         what = f"is a {kind.__module__}.{kind.__qualname__}, whose memory is elsewhere"
         _refuse(name, what, "register its local shard: .to_local() for a DTensor, its plain inner tensors for others")

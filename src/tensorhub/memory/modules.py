@@ -7,21 +7,28 @@ mapping that was registered: who writes `tensors["w"] = tensors["w"] + 1` means 
 
 Rules:
 1. The tensors are the parameters and persistent buffers, with the names and in the order of `state_dict()`; of a
-   `DTensor` (FSDP2, tensor parallelism) its local shard. No hook of the module runs, and nothing is gathered.
-2. The same tensor is one at the same address with the same dtype, shape and strides, whatever object names it.
-3. What is taken out of a mapping, or put into it under another name, changes nothing of what was registered.
+   `DTensor` (FSDP2, tensor parallelism) its local shard. Nothing is gathered.
+2. State that only `state_dict()` knows (extra state, what hooks and overrides add) is refused by name, unless the
+   caller leaves it out. `state_dict()` is asked at `register`, and not at a publish or a fill.
+3. A module whose `state_dict()` is a collective (FSDP1, ZeRO-3) is refused by name before it is asked.
+4. The same tensor is one at the same address with the same dtype, shape and strides, whatever object names it.
+5. What is taken out of a mapping, or put into it under another name, changes nothing of what was registered.
 
-Never: import torch, run an operation on a parameter, or call what an engine may have put in place of `state_dict`.
+Never: import torch before a module is given, or change a parameter.
 """
 
+import io
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from msgspec.structs import replace
 
 from ..core.errors import UsageError
-from .describe import plainly
+from .describe import GATHERED_HINT, gathered_by, plainly
+from .in_place import NAMES_SHOWN
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +42,149 @@ def is_module(found: object) -> "TypeGuard[torch.nn.Module]":
     return torch is not None and isinstance(found, torch.nn.Module)
 
 
-def tensors_of_module(module: "torch.nn.Module") -> "dict[str, torch.Tensor]":
-    """Its parameters and persistent buffers. Raises `UsageError` if there are none."""
-    found = dict(_tensors(module))
-    if not found:
+def tensors_of_module(module: "torch.nn.Module", leave_out: object = ()) -> "dict[str, torch.Tensor]":
+    """Its parameters and persistent buffers, without those that are left out.
+
+    Raises `UsageError` if there are none, or if the module's state has more than them that is not left out.
+    """
+    return {name: _local(tensor) for name, tensor in state_of_module(module, leave_out).items()}
+
+
+def state_of_module(module: "torch.nn.Module", leave_out: object = ()) -> "dict[str, torch.Tensor]":
+    """The same, and DTensors as they are. What FSDP2 has gathered is sharded again."""
+    state = _asked(module)  # first: it puts FSDP2's shards back
+    found = dict(_raw(module))
+    others = _beyond(module, state, found)
+    left_out = names_left_out(leave_out, [*found, *(name for name in state if name not in found)])
+    wrong = [(name, what) for name, what in others.items() if name not in left_out]
+    if wrong:
+        named = "; ".join(what for _, what in wrong[:NAMES_SHOWN])
+        more = f"; and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+        text = f"state of the module that is neither a parameter nor a persistent buffer: {named}{more}"
+        names = [name for name, _ in wrong[:NAMES_SHOWN]]
+        hint = f"readers would not get it: keep it in a buffer, or say leave_out={names} if they can do without"
+        raise UsageError(text, hint=hint)
+    kept = {name: tensor for name, tensor in found.items() if name not in left_out}
+    if not kept:
         name = type(module).__qualname__
-        raise UsageError(f"{name} has neither parameters nor persistent buffers", hint="register a module with weights")
+        left = " that are not left out" if found else ""
+        text = f"{name} has neither parameters nor persistent buffers{left}"
+        raise UsageError(text, hint="register a module with weights")
+    return kept
+
+
+def names_left_out(leave_out: object, names: "Iterable[str]") -> set[str]:
+    """Those of `names` that `leave_out` means: names, or patterns with *. Raises `UsageError` if one means nothing."""
+    patterns = [leave_out] if isinstance(leave_out, str) else [*leave_out] if isinstance(leave_out, Iterable) else None
+    if patterns is None or not all(isinstance(each, str) for each in patterns):
+        raise UsageError(f"leave_out={leave_out!r} is no list of names", hint='such as leave_out=["lm_head.weight"]')
+    names, found = list(names), set[str]()
+    for pattern in patterns:
+        matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+        if not matched:
+            hint = f"names are such as {', '.join(names[:NAMES_SHOWN])}"
+            raise UsageError(f"leave_out names {pattern!r}, and there is nothing of that name", hint=hint)
+        found |= matched
     return found
+
+
+def parts_of_module(
+    module: "torch.nn.Module", path: str = "", above: "tuple[tuple[str, torch.nn.Module], ...]" = ()
+) -> "Iterator[tuple[str, torch.nn.Module]]":
+    """The module and all inside it, by path, as `state_dict()` orders them. Raises `UsageError` if one holds itself."""
+    for at, each in above:
+        if each is module:
+            holder = repr(at) if at else "the whole module"
+            text = f"{path!r} is {holder} again, class {type(module).__qualname__}: a module that holds its parent"
+            raise UsageError(text, hint="hold the parent where torch does not look: self.parent = [parent]")
+    yield path, module
+    for name, part in module._modules.items():
+        if part is not None:
+            yield from parts_of_module(part, f"{path}.{name}" if path else name, (*above, (path, module)))
+
+
+def _asked(module: "torch.nn.Module") -> "Mapping[str, object]":
+    """What `state_dict()` says. Raises `UsageError`, and asks nothing, where other ranks would have to ask too."""
+    for path, part in parts_of_module(module):
+        _refuse_gathering(path, part)
+    try:
+        with plainly():
+            state: object = module.state_dict()
+    except Exception as error:
+        text = f"state_dict() of the module, class {type(module).__qualname__}, raised {type(error).__name__}: {error}"
+        raise UsageError(text, hint="register the tensors that you want, as a mapping") from error
+    if not isinstance(state, Mapping):
+        text = f"state_dict() of the module, class {type(module).__qualname__}, gave a {type(state).__qualname__}"
+        raise UsageError(text, hint="register the tensors that you want, as a mapping")
+    return state
+
+
+def _refuse_gathering(path: str, part: "torch.nn.Module") -> None:
+    """FSDP1 and ZeRO-3 hold flat or empty parameters, and gather them together with other ranks."""
+    where, hint = f"{path!r}" if path else "the module", GATHERED_HINT
+    if any(kind.__name__.endswith("FullyShardedDataParallel") for kind in type(part).__mro__):
+        text = f"{where} is of class {type(part).__qualname__} (FSDP1), which keeps its parameters flat"
+        raise UsageError(f"{text} and gathers them with all ranks", hint=hint)
+    for name, parameter in part._parameters.items():
+        if why := gathered_by(parameter):
+            raise UsageError(f"parameter {name!r} of {where}, class {type(part).__qualname__}, {why}", hint=hint)
+
+
+def _beyond(
+    module: "torch.nn.Module", state: "Mapping[str, object]", found: "dict[str, torch.Tensor]"
+) -> dict[str, str]:
+    """What of the state does not lie in the tensors found, and says something: by name, in words that name it."""
+    with plainly():
+        spans = [_span(_local(tensor)) for tensor in found.values()]
+        inside = sorted(span for span in spans if span is not None)
+        wrong = [name for name, value in state.items() if not _is_known(value, found.get(name), inside)]
+    parts = dict(parts_of_module(module)) if wrong else {}
+    told = {}
+    for name in wrong:
+        path = name
+        while path not in parts:
+            path = path.rpartition(".")[0]
+        kind = type(state[name]).__qualname__ + (", not the module's own," if name in found else "")
+        holder = repr(path) if path else "the module"
+        told[name] = f"{name!r} ({kind} of {holder}, class {type(parts[path]).__qualname__})"
+    return told
+
+
+def _is_known(value: object, same_name: "torch.Tensor | None", inside: "list[tuple[int, int]]") -> bool:
+    """Whether it says nothing, or is one of the tensors, a view of one, or a copy of the one of that name."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return _is_empty(value)
+    try:
+        local, mine = _local(value), None if same_name is None else _local(same_name)
+        if mine is not None and (value is same_name or _facts(local) == _facts(mine)):
+            return True
+        if (span := _span(local)) is None:
+            return value.numel() == 0
+        at = bisect_right(inside, (span[0], sys.maxsize)) - 1
+        if at >= 0 and span[1] <= max(stop for _, stop in inside[: at + 1]):
+            return True
+        return mine is not None and local.dtype == mine.dtype and torch.equal(local.to(mine.device), mine)
+    except (RuntimeError, NotImplementedError, ValueError):  # no memory of its own: `describe` refuses such a parameter
+        return same_name is not None
+
+
+def _is_empty(value: object) -> bool:
+    """Extra state that says nothing, as modules give it that have none to save."""
+    is_without = isinstance(value, bytes | str | dict | list | tuple | set) and not value
+    return value is None or is_without or (isinstance(value, io.BytesIO) and not value.getbuffer().nbytes)
+
+
+def _span(tensor: "torch.Tensor") -> "tuple[int, int] | None":
+    """Its addresses, from the first element to the end of the last one. None: it has no elements, or no memory."""
+    try:
+        if not tensor.numel() or not tensor.data_ptr():
+            return None
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
+    reach = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
 
 
 def _tensors(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
@@ -53,7 +196,7 @@ def _raw(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
     import torch
 
     with torch.no_grad():  # of a DTensor, the shard itself and no view for autograd
-        for prefix, part in module.named_modules(remove_duplicate=False):
+        for prefix, part in parts_of_module(module):
             before = f"{prefix}." if prefix else ""
             passing = part._non_persistent_buffers_set
             for (
@@ -113,13 +256,14 @@ class Held:
 
     def __init__(self, module: "torch.nn.Module", tensors: "dict[str, torch.Tensor]") -> None:
         self._module = module
+        self._left_out = {name for name, _ in _raw(module)} - tensors.keys()
         with plainly():
             self._known = {name: _facts(tensor) for name, tensor in tensors.items()}
 
     def replaced(self) -> list[str]:
         """Each tensor that the module has, or had, and that is not the registered one: its name, and what it is now."""
         with plainly():
-            found = {name: _facts(tensor) for name, tensor in _tensors(self._module)}
+            found = {n: _facts(tensor) for n, tensor in _tensors(self._module) if n not in self._left_out}
         if found == self._known:
             return []
         wrong = [_difference(name, known, found.get(name)) for name, known in self._known.items()]

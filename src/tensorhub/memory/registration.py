@@ -29,7 +29,16 @@ from .guarded import unwritable
 from .host import HostStream, Piece
 from .in_place import NAMES_SHOWN, InPlace, some
 from .masters import Casts, cast
-from .modules import Held, HeldMapping, boxes_of_module, is_dtensor, is_module, parts_of, tensors_of_module
+from .modules import (
+    Held,
+    HeldMapping,
+    boxes_of_module,
+    is_dtensor,
+    is_module,
+    names_left_out,
+    parts_of,
+    tensors_of_module,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +70,9 @@ class Registration:
     is_partial: bool = False  # they leave some of the model out, and whoever registered them knows
     shares: tuple[str, str] | None = None  # which boxes share memory, so that nothing can fill them; and a hint
     _held: Held | HeldMapping | None = None  # whose tensors they are, where that is known
-    given: tuple[object, object, object] | None = None  # by the caller: a module or mapping, dtypes, boxes
+    given: tuple[object, object, object, object] | None = (
+        None  # by the caller: tensors, dtypes, boxes, what is left out
+    )
 
     def __repr__(self) -> str:
         return f"<Registration of {len(self.layout.tensors)} tensors, {self.size_bytes} B on {self.device}>"
@@ -157,22 +168,19 @@ def register(
     boxes: "Mapping[str, Sequence[Box]] | None" = None,
     *,
     partial: bool = False,
+    leave_out: object = (),
 ) -> Registration:
     """Take tensors in place, as torch tensors or numpy arrays, or those of a module.
 
     `dtype`: in which those of floating-point numbers are published, or a mapping from names to dtypes. `boxes`: which
     parts of which global tensors they are; a tensor that is not named is one whole global tensor, a DTensor what its
     mesh and placements say. DTensors in a mapping are taken so without `boxes` too. `partial`: with boxes, and some of
-    the model is left out. Raises `UsageError` naming the tensor that cannot be, and `HostMemoryFull` where there is no
-    room to cast into.
+    the model is left out. `leave_out`: names and patterns of what the module, or mapping, has and is not registered.
+    Raises `UsageError` naming the tensor that cannot be, and `HostMemoryFull` where there is no room to cast into.
     """
     given_boxes = boxes
     if is_module(tensors):
-        found = tensors_of_module(tensors)
-        if boxes is not None:
-            boxes = {**boxes_of_module(tensors), **boxes}
-        registered = register(found, dtype, boxes, partial=partial)
-        return replace(registered, _held=Held(tensors, found), given=(tensors, dtype, given_boxes))
+        return _register_module(tensors, dtype, boxes, partial, leave_out)
     if not isinstance(tensors, Mapping):
         raise UsageError(
             f"register takes a module, or a mapping from names to tensors, not a {type(tensors).__name__}",
@@ -180,7 +188,10 @@ def register(
         )
     if not tensors:
         raise UsageError("no tensors to register: the mapping is empty", hint="pass the module")
-    given_items = items = list(tensors.items())
+    left_out = names_left_out(leave_out, [name for name in tensors if isinstance(name, str)])
+    given_items = items = [(name, tensor) for name, tensor in tensors.items() if name not in left_out]
+    if not items:
+        raise UsageError("no tensors to register: all are left out", hint="leave_out= names too many of them")
     distributed = {name: tensor for name, tensor in items if is_dtensor(tensor)}
     if distributed:
         found, known = parts_of(distributed)
@@ -212,12 +223,26 @@ def register(
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
         _held=HeldMapping(tensors, given_items),
-        given=(tensors, dtype, given_boxes),
+        given=(tensors, dtype, given_boxes, leave_out),
         table=table,
         boxes=encoded,
         is_partial=partial,
         shares=shares,
     )
+
+
+def _register_module(
+    module: "torch.nn.Module",
+    dtype: object,
+    boxes: "Mapping[str, Sequence[Box]] | None",
+    partial: bool,
+    leave_out: object,
+) -> Registration:
+    found, given = tensors_of_module(module, leave_out), (module, dtype, boxes, leave_out)
+    if boxes is not None:
+        known = boxes_of_module(module)
+        boxes = {**{name: each for name, each in known.items() if name in found}, **boxes}
+    return replace(register(found, dtype, boxes, partial=partial), _held=Held(module, found), given=given)
 
 
 def _boxed(

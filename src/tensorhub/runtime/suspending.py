@@ -23,7 +23,9 @@ class Suspension:
 
     def __init__(self, driver: Driver, behind: Behind, turn: Turn) -> None:
         self._driver, self._behind, self._turn = driver, behind, turn
-        self._given: tuple[object, object, object] | None = None  # what was registered; None while nothing is suspended
+        self._given: tuple[object, object, object, object] | None = (
+            None  # what was registered; None while nothing is suspended
+        )
 
     @property
     def is_suspended(self) -> bool:
@@ -73,9 +75,9 @@ class Suspension:
         given, before, me = self._given, self._driver.data.registration, self._driver.me
         if given is None or before is None:
             raise UsageError(f"resume() of {me}, which is not suspended", hint="suspend() comes first")
-        source, dtype, boxes = given
+        source, dtype, boxes, leave_out = given
         again = source if tensors is None else tensors
-        found = register(again, dtype, boxes, partial=before.is_partial)  # type: ignore[arg-type]
+        found = register(again, dtype, boxes, partial=before.is_partial, leave_out=leave_out)  # type: ignore[arg-type]
         if found.layout_digest != before.layout_digest:
             known = {spec.name: (spec.dtype, spec.shape, spec.strides) for spec in before.layout.tensors}
             now = {spec.name: (spec.dtype, spec.shape, spec.strides) for spec in found.layout.tensors}
