@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, LocalStateDictConfig, ShardedStateDictConfig, fully_shard
+from torch.distributed.fsdp import StateDictType as Kind
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -28,6 +29,8 @@ from tensorhub.integrations import fsdp
 
 from .kit import digest_of, eventually
 
+GATHERING = ("fsdp1", "fsdp1-part", "fsdp1-original", "fsdp1-inside", "fsdp1-sharded", "fsdp1-local", "zero3")
+CPU = torch.device("cpu")
 SUBMESHES = ("dp-tp", "two-meshes", "copies-cut")
 INSIDE = {"tp": 6, "fsdp-tp": 8} | dict.fromkeys(SUBMESHES, 8)  # cut twice along one dimension: evenly
 BEFORE = ("replaced", "said")  # how a rank fails before its step begins
@@ -86,6 +89,8 @@ class Rank:
             self._on_submeshes(init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("rows", "parallel")))
         elif kind == "stages":  # plain tensors, and each rank has others
             self.module = self.module.up if dist.get_rank() else torch.nn.Sequential(self.module.norm, self.module.last)
+        elif kind in GATHERING:
+            self._gathering()
         elif kind == "ddp":
             self.module = torch.nn.parallel.DistributedDataParallel(self.module)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1 if path is None else 0.2)
@@ -99,6 +104,23 @@ class Rank:
         elif self.kind == "copies-cut":
             placements = (Shard(0), Replicate())
             self.module.down.weight = torch.nn.Parameter(distribute_tensor(self.module.down.weight, mesh, placements))
+
+    def _gathering(self):
+        """All of it, or one of its layers, is FSDP1's or ZeRO-3's, or was."""
+        if self.kind == "zero3":  # what DeepSpeed makes of a parameter
+            for at, parameter in enumerate(self.module.down.parameters()):
+                parameter.ds_id, parameter.ds_tensor = at, parameter.detach().flatten()
+                parameter.data = torch.empty(0)
+            return
+        if self.kind == "fsdp1-part":
+            self.module.down = FullyShardedDataParallel(self.module.down, device_id=CPU)
+            return
+        whole = FullyShardedDataParallel(self.module, device_id=CPU, use_orig_params=self.kind == "fsdp1-original")
+        self.module = whole.module if self.kind == "fsdp1-inside" else whole
+        if self.kind == "fsdp1-sharded":
+            FullyShardedDataParallel.set_state_dict_type(whole, Kind.SHARDED_STATE_DICT, ShardedStateDictConfig())
+        elif self.kind == "fsdp1-local":
+            FullyShardedDataParallel.set_state_dict_type(whole, Kind.LOCAL_STATE_DICT, LocalStateDictConfig())
 
     def _language(self, path):
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""What a module's state holds beside tensors: it is refused by name, unless it says nothing."""
+"""What `fsdp.attach` does not publish is refused by name, on all ranks: state beside tensors, FSDP1, ZeRO-3."""
 
 import io
 
@@ -7,6 +7,8 @@ import torch
 
 import tensorhub
 from tensorhub.integrations import fsdp
+
+from .rank import GATHERING
 
 
 def kind_of(extra):
@@ -73,3 +75,27 @@ def test_what_is_meant_to_be_left_out_is(server):
         with trainer.step():
             pass
         assert set(tensorhub.load("policy@1", server=server)) == {"0.scale", "1.weight"}
+
+
+SAID = {
+    "fsdp1-part": "'down' is of class FullyShardedDataParallel",
+    "fsdp1-inside": "is flattened by FSDP1",
+    "zero3": "parameter 'weight' of 'down', class Linear, is cut by DeepSpeed's ZeRO-3",
+}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_what_gathers_with_other_ranks_is_refused_on_all_of_them(start, server):
+    """Before any rank waits in a collective that others do not call."""
+    job = start(2)
+    for kind in GATHERING:
+        job.call("build", kind=kind)
+        found = job.answers("attach", model="policy")
+        assert [each["code"] for each in found] == ["usage", "usage"], (kind, found)
+        for each in found:
+            assert SAID.get(kind, "the module is of class FullyShardedDataParallel") in each["message"], (kind, found)
+            assert "fully_shard" in each["hint"]
+    assert tensorhub.connect(server).versions("policy") == ()
+    job.call("build", kind="fsdp")
+    assert job.call("attach", model="policy") == 0
