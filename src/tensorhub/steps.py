@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .core.metadata import encode_metadata
+from .memory.dtensors import boxes_of_dtensor as boxes_of_dtensor
+from .memory.modules import parts_of_module as parts_of_module
 from .memory.modules import state_of_module as state_of_module
 from .runtime.config import options_without_token, parse_seconds
 from .runtime.specs import parse_number

@@ -10,9 +10,10 @@ Rules:
 1. Each rank that holds a shard is one worker. Which shard it is follows from the mesh of the module's DTensors. Along a
    dimension of the mesh on which nothing is cut (HSDP), and without any DTensor (DDP), ranks hold copies, and the first
    one publishes. Ranks that were cut by anything else say `shard=`, `shards=` and `boxes=` themselves.
-2. Registered are the tensors of `state_dict()` where they lie. DTensors say which part of what they are, all others are
-   whole: so whoever says boxes can read them, however it is cut. What FSDP2 gathers it also frees: gathered parameters
-   are never registered, and `state_dict()` puts the shards back.
+2. Registered are the tensors of the module where they lie, by the names of its checkpoint (`checkpoint_names`).
+   DTensors say which part of what they are, all others are whole: readers that say boxes can read them, however those
+   are cut. What FSDP2 gathers it also frees: gathered parameters are never registered, and `state_dict()` puts the
+   shards back.
 3. All ranks begin a step together and end it together. A rank that raises, or is gone, makes it a failure on all of
    them: nothing is published, the tensors stay unpublished, and the number is free again.
 4. Where somebody holds a version of the model, the module is filled with the newest one: a trainer that was started
@@ -22,7 +23,7 @@ Rules:
 It must never: gather a parameter, or wait for a rank that has raised.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from types import TracebackType
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import tensorhub
 
 from ..steps import check_metadata, check_step, longest_s, seconds_of, state_of_module
+from .checkpoint_names import Names, as_checkpoint
 from .newest import of_view
 from .ranks import Ranks
 
@@ -54,35 +56,37 @@ def attach(
     shards: int | None = None,
     boxes: Mapping[str, "Sequence[tensorhub.Box]"] | None = None,
     leave_out: str | Sequence[str] = (),
+    rename: "Mapping[str, str] | Callable[[str], str | None] | None" = None,
     **options: Any,
 ) -> "Publisher":
     """Register this rank's part of the module, and publish what it holds now, as `version` or the next free number.
 
     Where somebody else holds a version of the model, the module is filled with the newest of those instead, unless
     `fill=False`. `Publisher.version` says which it is. `dtype` is what is published ("bfloat16"), where the optimizer
-    works on another; `boxes` and `leave_out` are those of `register`: of plain tensors that are parts, and names or
-    patterns of state that is not published. `options` are those of
+    works on another; `boxes` are those of `register`, of plain tensors that are parts. Names are those of the model's
+    checkpoint (see `checkpoint_names`). `leave_out`, as of `register`, and `rename`, a mapping or a function, go by the
+    module's names, without those of wrappers; what is renamed is published as it lies in memory. `options` are those of
     `tensorhub.open`. On all ranks at once; raises as `open`, `register`, `publish` and `replicate` do, and
     `GroupIncomplete` where another rank did.
     """
-    module = _bare(module)
     ranks = Ranks(WAIT_S + SLACK_S)
     with ExitStack() as stack:  # who leaves for an error keeps no sibling waiting
         stack.callback(ranks.leave, "this rank has left the others: attach() failed")
         with ranks.agreeing("attach() failed"):
             timeout = options.get("timeout")
             joining_s, call_s = longest_s(timeout=timeout, call_timeout=options.get("call_timeout"))
-            longest = max(2 * joining_s, joining_s + call_s)  # two questions, or joining and one call
-            ranks.wait_s = max(WAIT_S, longest) + SLACK_S
+            ranks.wait_s = max(WAIT_S, 2 * joining_s, joining_s + call_s) + SLACK_S  # two questions, or join and call
             publisher, version = Publisher(module, ranks, call_s, leave_out), max(version, 0)
-            cut = [value for value in tensors_of(module, leave_out).values() if _is_cut(value)]
+            publisher.names.check_merged()
+            tensors, known = as_checkpoint(publisher.names, publisher.state(), rename, boxes)
+            cut = [value for value in tensors.values() if _is_cut(value)]
             place = ranks.place(cut, shard, shards)
             view = tensorhub.connect(**of_view(options), timeout=timeout)
             after = view.next_version(model)  # first: a restarted server answers when it has heard what is held
             held = _held_by_others(view.versions(model), replica) if fill else -1
             after = max(after, held + 1)
             is_one_of_many = not cut and shard is None and shards is None  # and so has, as is said, the same as rank 0
-            mine = _outline(tensors_of(module, leave_out))
+            mine = _outline(tensors)
         held, after, first = ranks.told(held, after, mine)
         number = max(version, after) if held < 0 else held
         publishes, weights = place.copy == 0, None
@@ -95,7 +99,7 @@ def attach(
                 options |= {} if publishes else {"reliable": False, "host_bytes": 0}
                 opening = tensorhub.open(model, replica=name, shard=place.shard, shards=place.shards, **options)
                 weights = stack.enter_context(opening)
-                weights.register(tensors_of(module, leave_out), dtype=dtype, boxes=boxes or {})
+                weights.register(tensors, dtype=dtype, boxes=known)
         with ranks.agreeing("attach() failed"):
             if weights is not None:
                 if held >= 0:
@@ -137,7 +141,8 @@ class Publisher:
         self, module: "torch.nn.Module", ranks: "Ranks", call_s: float, leave_out: str | Sequence[str]
     ) -> None:
         self._module, self._ranks, self._call_s, self._leave_out = module, ranks, call_s, leave_out
-        self._known = _facts(tensors_of(module, leave_out))
+        self.names = Names(module)
+        self._known = _facts(self.state())
 
     def __enter__(self) -> "Publisher":
         return self
@@ -182,26 +187,26 @@ class Publisher:
             with self._ranks.agreeing(f"step({version}) failed, and nothing was published"):
                 yield version
                 self._check_same()
+                self.names.check_merged()
                 check_metadata(metadata)
             with self._ranks.agreeing(f"step({version}) was not published by all ranks"):  # who holds a copy asks too
                 stack.close()
         self.version, self.next_version = version, version + 1
 
+    def state(self) -> dict[str, Any]:
+        """This rank's parameters and persistent buffers that are published, by name, without those of wrappers.
+
+        Raises `UsageError` naming other state that is not left out: a version would be less than the module.
+        """
+        return state_of_module(self._module, self._leave_out, self.names)
+
     def _check_same(self) -> None:
-        now = _facts(tensors_of(self._module, self._leave_out))
+        now = _facts(self.state())
         wrong = sorted(name for name in self._known.keys() | now.keys() if self._known.get(name) != now.get(name))
         if wrong:
             text = f"{len(wrong)} tensors of the module are no longer those that were registered"
             hint = "change them in place, or close() and attach(..., fill=False), which keeps what is there"
             raise tensorhub.UsageError(f"{text}: {', '.join(wrong[:5])}", hint=hint)
-
-
-def tensors_of(module: "torch.nn.Module", leave_out: str | Sequence[str] = ()) -> dict[str, Any]:
-    """This rank's parameters and persistent buffers, sorted by name, as other replicas have whole tensors too.
-
-    Raises `UsageError` naming other state that is not left out: a version would be less than the module.
-    """
-    return dict(sorted(state_of_module(module, leave_out).items()))
 
 
 def _facts(tensors: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
@@ -212,14 +217,6 @@ def _facts(tensors: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
     return {
         name: (each.data_ptr() if each.numel() else 0, each.dtype, each.shape, each.stride()) for name, each in found
     }
-
-
-def _bare(module: "torch.nn.Module") -> "torch.nn.Module":
-    """Without DDP and `torch.compile` around it, whose names are not the model's."""
-    names = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-    while (inside := names.get(type(module).__name__)) is not None:
-        module = getattr(module, inside)
-    return module
 
 
 def _is_cut(value: "torch.Tensor") -> bool:

@@ -20,7 +20,7 @@ Never: import torch before a module is given, or change a parameter.
 import io
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -50,17 +50,24 @@ def tensors_of_module(module: "torch.nn.Module", leave_out: object = ()) -> "dic
     return {name: _local(tensor) for name, tensor in state_of_module(module, leave_out).items()}
 
 
-def state_of_module(module: "torch.nn.Module", leave_out: object = ()) -> "dict[str, torch.Tensor]":
-    """The same, and DTensors as they are. What FSDP2 has gathered is sharded again."""
-    state = _asked(module)  # first: it puts FSDP2's shards back
-    found = dict(_raw(module))
+def state_of_module(
+    module: "torch.nn.Module", leave_out: object = (), named: "Callable[[str], str | None] | None" = None
+) -> "dict[str, torch.Tensor]":
+    """The same, and DTensors as they are. What FSDP2 has gathered is sharded again.
+
+    `named` gives a tensor of the module its name, or None for one that is no part of the model.
+    """
+    asked = _asked(module)  # first: it puts FSDP2's shards back
+    called = named or _as_it_is
+    found = {public: each for name, each in _raw(module) if (public := called(name)) is not None}
+    state = {public: (name, each) for name, each in asked.items() if (public := called(name)) is not None}
     others = _beyond(module, state, found)
     left_out = names_left_out(leave_out, [*found, *(name for name in state if name not in found)])
     wrong = [(name, what) for name, what in others.items() if name not in left_out]
     if wrong:
-        named = "; ".join(what for _, what in wrong[:NAMES_SHOWN])
+        listed = "; ".join(what for _, what in wrong[:NAMES_SHOWN])
         more = f"; and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
-        text = f"state of the module that is neither a parameter nor a persistent buffer: {named}{more}"
+        text = f"state of the module that is neither a parameter nor a persistent buffer: {listed}{more}"
         names = [name for name, _ in wrong[:NAMES_SHOWN]]
         hint = f"readers would not get it: keep it in a buffer, or say leave_out={names} if they can do without"
         raise UsageError(text, hint=hint)
@@ -71,6 +78,10 @@ def state_of_module(module: "torch.nn.Module", leave_out: object = ()) -> "dict[
         text = f"{name} has neither parameters nor persistent buffers{left}"
         raise UsageError(text, hint="register a module with weights")
     return kept
+
+
+def _as_it_is(name: str) -> str | None:
+    return name
 
 
 def names_left_out(leave_out: object, names: "Iterable[str]") -> set[str]:
@@ -131,20 +142,23 @@ def _refuse_gathering(path: str, part: "torch.nn.Module") -> None:
 
 
 def _beyond(
-    module: "torch.nn.Module", state: "Mapping[str, object]", found: "dict[str, torch.Tensor]"
+    module: "torch.nn.Module", state: "Mapping[str, tuple[str, object]]", found: "dict[str, torch.Tensor]"
 ) -> dict[str, str]:
-    """What of the state does not lie in the tensors found, and says something: by name, in words that name it."""
+    """What of the state does not lie in the tensors found, and says something: by name, in words that name it.
+
+    `state` has the module's own names too.
+    """
     with plainly():
         spans = [_span(_local(tensor)) for tensor in found.values()]
         inside = sorted(span for span in spans if span is not None)
-        wrong = [name for name, value in state.items() if not _is_known(value, found.get(name), inside)]
+        wrong = [name for name, (_, value) in state.items() if not _is_known(value, found.get(name), inside)]
     parts = dict(parts_of_module(module)) if wrong else {}
     told = {}
     for name in wrong:
-        path = name
+        path, value = state[name]
         while path not in parts:
             path = path.rpartition(".")[0]
-        kind = type(state[name]).__qualname__ + (", not the module's own," if name in found else "")
+        kind = type(value).__qualname__ + (", not the module's own," if name in found else "")
         holder = repr(path) if path else "the module"
         told[name] = f"{name!r} ({kind} of {holder}, class {type(parts[path]).__qualname__})"
     return told
