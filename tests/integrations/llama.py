@@ -36,12 +36,25 @@ KINDS = {  # by what transformers calls them; what they have beside that
     "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
 }
 
+FAMILIES = {  # the same, of those that only some tests have
+    **KINDS,
+    "qwen2": {},  # with biases of q, k and v
+    "gemma3_text": {
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # fused in memory, one by one in files
+    "gpt_neox": {"num_key_value_heads": 4},  # q, k and v are one tensor, with a bias
+}
+
 
 class Judge:
     """A model of transformers: what answers have to be."""
 
     def __init__(self, folder, kind="llama", **config):
-        module = tiny(kind, **{**ALL, **KINDS[kind], **config})
+        module = tiny(kind, **{**ALL, **FAMILIES[kind], **config})
         self.module = module.to(torch.bfloat16).eval()
         self.kind, self.path = kind, str(folder / kind)
         config = self.module.config
@@ -49,6 +62,13 @@ class Judge:
         config.torch_dtype = "bfloat16"
         config.save_pretrained(self.path)
         self.before = None
+
+    def change(self):
+        self.before = copy.deepcopy(self.module)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(0.3).add_(torch.randn_like(parameter) * 0.14)
 
     def follow(self, job, version):
         """Become what the ranks of that job say that they are, rounded."""
@@ -118,10 +138,3 @@ class Trainer(Judge):
         """Another random model, of another job: it is version 0 again."""
         self.change()
         self.publisher = fsdp.attach(self.module, "policy", replica="trainer", server=server)
-
-    def change(self):
-        self.before = copy.deepcopy(self.module)
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(0.3).add_(torch.randn_like(parameter) * 0.14)

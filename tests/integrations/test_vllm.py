@@ -175,10 +175,8 @@ def test_experts_one_by_one_as_files_have_them_and_what_is_left_out(server, star
         weights.publish(0)
         found = engine.ask("attach")
         if left_out:
-            assert found["kind"] == "VersionUnavailable"
-            assert f"nothing that is published is loaded as {left_out!r}" in engine.log.read_text()
-            refused = engine.ask("answer", prompts=PROMPTS)
-            assert refused is None or "kind" in refused, "never a mixture"
+            assert found["kind"] == "TensorHubError"
+            assert f"has no {left_out!r}" in found["message"]
         else:
             assert found == {"value": 0}
             judge.check(engine)

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 import tensorhub
 from tensorhub.integrations import vllm_in_place
-from tensorhub.integrations.vllm_plan import Plan
+from tensorhub.integrations.vllm_plan import Plan, Published
 
 from .engine import UNPACKED
 from .engines import is_reading, started, stopped
@@ -198,15 +198,15 @@ def test_whatever_packs_a_parameter_that_stays_is_seen(how):
 
 def test_a_rank_whose_tensors_were_refused_has_left_and_joins_again(server, monkeypatch):
     """Else each later fetch would be `ShardTaken`, by this rank itself."""
-    plan = Plan({"w": torch.zeros(4)}, {"w": [tensorhub.Box("w", (4,), (0,), (4,))]})
+    plan = Plan({"w": torch.zeros(4)}, {"w": [tensorhub.Box("w", (4,), (0,), (4,))]}, {})
     monkeypatch.setattr(vllm_in_place, "processed", lambda *_: {})
     monkeypatch.setattr(vllm_in_place, "planned", lambda *_: plan)
     with tensorhub.open("policy", replica="trainer", server=server) as trainer:
         trainer.register({"w": torch.ones(4)}, boxes={})
         trainer.publish(1)
-        published = tensorhub.connect(server).layout("policy")
+        published = Published(tensorhub.connect(server).layout("policy").shards[0], ())
         place = {"replica": "rollout-0", "shard": 0, "shards": 1, "server": server}
-        way = vllm_in_place.InPlace(torch.nn.Module(), torch.float32, lambda _: published, "policy", **place)
+        way = vllm_in_place.InPlace(torch.nn.Module(), torch.float32, lambda *_: published, "policy", **place)
         refuse = mock.patch.object(tensorhub.Weights, "register", side_effect=tensorhub.UsageError("not these"))
         for _ in range(2):
             with refuse, pytest.raises(tensorhub.UsageError, match="not these"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tensorhub
-from tensorhub.integrations.vllm_plan import planned
+from tensorhub.integrations.vllm_plan import Reload, planned, refuse_unused
 
 RANKS, HIDDEN, VOCAB, PADDED = 2, 6, 10, 16
 
@@ -296,3 +296,64 @@ def test_regions_that_interleave_are_counted_as_what_they_are():
     published = [SimpleNamespace(name=name, shape=(4, 3), dtype="float32") for name in "01"]
     plan = planned(Columns(), published)
     assert sum(box.size[0] * (box.size[1] if len(box.size) > 1 else 1) for box in plan.boxes["w"]) == 24
+
+
+RELOAD = Reload(lambda: True, {}, frozenset())
+
+
+def ranks_of(published, *loaders):
+    """What each rank takes, with these loaders of its own into a `w` of (4, 6)."""
+    return [planned(Model(each, w=(4, 6)), named(published), (), RELOAD).taken for each in loaders]
+
+
+def test_each_element_of_what_is_published_is_taken_by_some_rank():
+    published = numbered(a=(8, 6))
+    both = ranks_of(published, {"a": cut(0, 0, "w")}, {"a": cut(1, 0, "w")})
+    refuse_unused(named(published), (), both)
+    with pytest.raises(tensorhub.UsageError, match=r"'a' of shape \[8, 6\] .* takes 24 of its 48 elements"):
+        refuse_unused(named(published), (), both[:1])
+    refuse_unused(named(numbered(a=(4, 6))), (), ranks_of(numbered(a=(4, 6)), *[{"a": whole("w")}] * 2))
+
+
+def test_columns_of_ranks_interleave_and_what_a_loader_narrows_is_missing():
+    def columns(rank):
+        return {"a": lambda model, tensor: model.w.data.copy_(tensor[:4, rank * 6 : rank * 6 + 6])}
+
+    refuse_unused(named(numbered(a=(4, 12))), (), ranks_of(numbered(a=(4, 12)), columns(0), columns(1)))
+    with pytest.raises(tensorhub.UsageError, match="takes 48 of its 60 elements"):
+        refuse_unused(named(numbered(a=(5, 12))), (), ranks_of(numbered(a=(5, 12)), columns(0), columns(1)))
+
+
+def test_what_goes_nowhere_is_refused_unless_it_is_tied_to_what_is_taken():
+    published = numbered(a=(4, 6), head=(4, 6))
+    taken = ranks_of(published, {"a": whole("w")})
+    refuse_unused(named(published), [("a", "head")], taken)
+    with pytest.raises(tensorhub.UsageError, match=r"'head' of shape .* takes nothing of it"):
+        refuse_unused(named(published), (), taken)
+
+
+@pytest.mark.parametrize(
+    ("load", "missing"),
+    [
+        (lambda model, tensor: model.w.data.copy_(-tensor), ""),
+        (lambda model, tensor: model.w.data.copy_(tensor.half()), ""),
+        (lambda model, tensor: model.w.data.copy_(tensor.t().contiguous().view(6, 4).t()), ""),
+        (lambda model, tensor: model.w.data.copy_(torch.cat([tensor[:2], tensor[2:]])), ""),
+        (lambda model, tensor: model.w.data.copy_(torch.cat([tensor, tensor])[:4]), "'a (after cat, 1)' of shape"),
+        (lambda model, tensor: model.w.data.copy_((tensor[:2] * 2).repeat(2, 1)), "'a' of shape [4, 6] is published"),
+    ],
+)
+def test_a_reload_may_compute_and_cast_and_leaves_nothing_out(load, missing):
+    published = numbered(a=(4, 6))
+    taken = ranks_of(published, {"a": load})
+    if missing:
+        with pytest.raises(tensorhub.UsageError, match=re.escape(missing)):
+            refuse_unused(named(published), (), taken)
+    else:
+        refuse_unused(named(published), (), taken)
+
+
+def test_two_tensors_for_one_parameter_are_refused_by_a_reload():
+    published = numbered(a=(4, 6), b=(4, 6))
+    with pytest.raises(tensorhub.UsageError, match="'a' and 'b' are loaded into the same part of it"):
+        ranks_of(published, {"a": whole("w"), "b": whole("w")})

@@ -8,9 +8,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-engines")
 
 import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 import tensorhub
+from tensorhub.integrations.vllm_plan import Published
 from tensorhub.integrations.vllm_reload import Reload
 from tensorhub.integrations.whole import Whole
 
@@ -27,20 +29,24 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """`load` is what is done with each tensor that is published."""
+    """`load` is what is done with each tensor that is published: with its parameter, the tensor, and its name."""
 
     def __init__(self, load):
         super().__init__()
         self.first, self.second, self.load = Layer(), Layer(), load
 
     def load_weights(self, weights):
-        return {self.load(self.get_parameter(name), tensor) or name for name, tensor in weights}
+        return {self.load(self.get_parameter(name), tensor, name) or name for name, tensor in weights}
 
 
-def as_vllm_does(parameter, tensor):
+def as_vllm_does(parameter, tensor, _):
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+
+
+def chosen(layout):
+    return Published(layout.shards[0], layout.tied)
 
 
 @pytest.fixture
@@ -61,7 +67,7 @@ def reload():
             given = SimpleNamespace(dtype=torch.float32), SimpleNamespace(load_format=load_format)
             config = SimpleNamespace(model_config=given[0], load_config=given[1])
             whole = Whole("policy", replica=f"rollout-{len(ways)}", server=hub.address)
-            ways.append(Reload(model, config, torch.device("cpu"), whole))
+            ways.append(Reload(model, config, torch.device("cpu"), whole, chosen))
             ways[-1].fetch(0, 30.0)
             ways[-1].load(0)
             return model, ways[-1]
@@ -77,7 +83,7 @@ def check(model):
     assert found == {name: [float(at)] * 4 for at, name in enumerate(wanted)}
 
 
-def directly(parameter, tensor):
+def directly(parameter, tensor, _):
     parameter.data.copy_(tensor)
 
 
@@ -85,16 +91,15 @@ def directly(parameter, tensor):
 @pytest.mark.parametrize(
     ("passed_by", "said"),
     [
-        (["first.weight", "first.other"], "copies 'first.other', and 1 others past vLLM's reload"),
-        (["second.other"], "copies 'second.other' past vLLM's reload"),
+        (["first.weight", "first.other"], "'first.other' cannot be loaded: the model's load_weights copies it past"),
+        (["second.other"], "'second.other' cannot be loaded: the model's load_weights copies it past vLLM's reload"),
     ],
 )
 def test_what_a_loader_copies_by_itself_is_lost_and_refused_by_name(reload, load_format, passed_by, said):
     """Of a whole layer, and of one parameter of a layer: whatever the loader says that it has loaded."""
-    direct = {2.0: "second.weight", 3.0: "second.other", 0.0: "first.weight", 1.0: "first.other"}
 
-    def some(parameter, tensor):
-        (directly if direct[tensor[0].item()] in passed_by else as_vllm_does)(parameter, tensor)
+    def some(parameter, tensor, name):
+        (directly if name in passed_by else as_vllm_does)(parameter, tensor, name)
 
     with pytest.raises(tensorhub.UsageError, match=re.escape(said)):
         reload(some, load_format)
@@ -104,11 +109,11 @@ def test_what_a_loader_copies_by_itself_is_lost_and_refused_by_name(reload, load
 def test_a_layer_to_which_nothing_comes_is_refused_by_name(reload, load_format):
     """Also where it has been loaded from a file before: those are the weights of another version."""
 
-    def some(parameter, tensor):
-        if tensor[0] < 2.0:
-            as_vllm_does(parameter, tensor)
+    def some(parameter, tensor, name):
+        if name.startswith("first"):
+            as_vllm_does(parameter, tensor, name)
 
-    with pytest.raises(tensorhub.UsageError, match=r"nothing .* is loaded as 'second.other', nor as 1"):
+    with pytest.raises(tensorhub.UsageError, match=r"'second.other' cannot be loaded: 0 of its 4 .*; so it is with 1"):
         reload(some, load_format)
 
 
@@ -125,8 +130,8 @@ def test_what_has_its_memory_may_be_copied_by_the_loader_itself(reload):
         def get_parameter(self, name):
             return super().get_parameter(name.replace("other", "bias"))
 
-    def load(parameter, tensor):
-        (as_vllm_does if parameter.is_meta else directly)(parameter, tensor)
+    def load(parameter, tensor, name):
+        (as_vllm_does if parameter.is_meta else directly)(parameter, tensor, name)
 
     model, _ = reload(load, kind=Biased)
     assert {name: parameter[0].item() for name, parameter in model.named_parameters()} == {
@@ -144,11 +149,71 @@ def test_all_that_is_loaded_as_vllm_wants_it_is_there(reload):
     check(model)
 
 
+def test_what_has_been_loaded_before_is_judged_anew(reload):
+    """vLLM leaves marks of its last reload."""
+    model, way = reload(as_vllm_does)
+    way.close(5.0)
+    way.published = None
+    way.fetch(0, 30.0)
+    way.load(0)
+    check(model)
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_a_load_that_fails_is_mended_by_the_next_one(reload, after):
+    """Wherever it fails: before, between, or behind the tensors of a layer."""
+    left = []
+
+    def load(parameter, tensor, name):
+        if left:
+            left.pop()
+            if not left:
+                raise ValueError("a load that fails")
+        as_vllm_does(parameter, tensor, name)
+
+    model, way = reload(load)
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    for _ in range(2):
+        left[:] = [0] * after
+        if after:
+            with pytest.raises(ValueError, match="a load that fails"):
+                way.load(0)
+            assert not way.holds(0)
+        way.load(0)
+        check(model)
+        assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+
+
+def test_a_tied_layer_is_processed_again(reload):
+    """vLLM's reload passes by a layer into which nothing came, and leaves it what it made of the version before."""
+    processed = []
+
+    class Method(QuantizeMethodBase):
+        def create_weights(self, *_, **__): ...
+
+        def apply(self, *_): ...
+
+        def process_weights_after_loading(self, layer):
+            processed.append(layer.weight.tolist())
+
+    class Tied(Model):
+        def __init__(self, load):
+            super().__init__(load)
+            self.head = torch.nn.Module()
+            self.head.weight, self.head.quant_method = self.first.weight, Method()
+
+    model, way = reload(as_vllm_does, kind=Tied)
+    assert processed == [[0.0] * 4]
+    way.load(0)
+    assert processed == [[0.0] * 4] * 2
+    assert model.head.weight is model.first.weight
+
+
 def test_a_loader_that_changes_what_it_is_given_changes_nothing_that_others_read(reload):
-    def careless(parameter, tensor):
-        if tensor[0] == 3.0:
+    def careless(parameter, tensor, name):
+        if name == "second.other":
             tensor.add_(1.0)
-        as_vllm_does(parameter, tensor)
+        as_vllm_does(parameter, tensor, name)
 
     model, way = reload(careless)
     way.weights.check()

@@ -32,10 +32,20 @@ class TransferEngine(Generic):
         return self.update_info_cls(**given)
 
 
+def info_of(layer: torch.nn.Module) -> SimpleNamespace:
+    """What vLLM has noted of a layer before it processed it: here nothing is processed."""
+    metas = {name: each.data.to("meta") for name, each in layer._parameters.items() if each is not None}
+    return SimpleNamespace(restore_metadata=(metas, {}), reset=lambda: None)
+
+
+def default_weight_loader(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+    assert parameter.shape == tensor.shape
+    parameter.data.copy_(tensor)
+
+
 def modules() -> dict[str, dict[str, Any]]:
     """By name, and what is imported from them."""
     group = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0], cpu_group=None)
-    info = SimpleNamespace(can_load=lambda: False, load_numel=1, restore_metadata=({}, {}))
     return {
         "vllm": {},
         "vllm.config": {"set_current_vllm_config": lambda _: contextlib.nullcontext(), "VllmConfig": object},
@@ -57,7 +67,15 @@ def modules() -> dict[str, dict[str, Any]]:
             "initialize_layerwise_reload": lambda _: None,
             "finalize_layerwise_reload": lambda *_: None,
         },
-        "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda _: info},
+        "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": info_of},
+        "vllm.model_executor.model_loader.reload.meta": {
+            "SKIP_LOAD_TENSORS": set(),
+            "SKIP_MODULES": set(),
+            "SKIP_TENSORS": set(),
+            "to_meta_tensor": lambda tensor: tensor.to("meta"),
+        },
+        "vllm.model_executor.model_loader.reload.sanitize": {"restore_layer_refs": lambda tensor, _: tensor},
+        "vllm.model_executor.model_loader.weight_utils": {"default_weight_loader": default_weight_loader},
     }
 
 
@@ -73,7 +91,7 @@ class Model(torch.nn.Module):
         mine = dict(self.named_parameters())
         for name, tensor in weights:
             if name in mine:
-                mine[name].copy_(tensor)
+                getattr(mine[name], "weight_loader", default_weight_loader)(mine[name], tensor)
 
     def forward(self) -> int:
         return 1

@@ -24,6 +24,7 @@ It must never: let two ranks load different versions, or import vLLM before it i
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import tensorhub
@@ -45,15 +46,23 @@ def register() -> None:
 
 
 def attach(
-    engine: Any, model: str, *, replica: str, in_place: bool = False, timeout: float | None = None, **options: Any
+    engine: Any,
+    model: str,
+    *,
+    replica: str,
+    in_place: bool = False,
+    ignore: Sequence[str] = (),
+    timeout: float | None = None,
+    **options: Any,
 ) -> "Updater":
     """Let the engine's ranks join `model`, and load a first version; returns when it is in.
 
     `engine` is a `vllm.LLM` or the address of a server. `in_place`: versions are read over the parameters that the
     engine computes with; refused, naming a parameter, where vLLM computes with something else, or they are no plain
-    copies of what is published. `options` are those of `tensorhub.open`, plain values.
+    copies of what is published. `ignore`: tensors of these names, or patterns such as "value_head.*", are left out.
+    `options` are those of `tensorhub.open`, plain values.
     """
-    updater = Updater(engine_of(engine), model, replica, options, in_place=in_place)
+    updater = Updater(engine_of(engine), model, replica, options, in_place=in_place, ignore=ignore)
     updater.update(timeout=timeout)
     return updater
 
@@ -62,10 +71,18 @@ class Updater:
     """Brings an engine to newer versions. Made by `attach`; as a context, it leaves at the end."""
 
     def __init__(
-        self, engine: Engine, model: str, replica: str, options: dict[str, Any], *, in_place: bool = False
+        self,
+        engine: Engine,
+        model: str,
+        replica: str,
+        options: dict[str, Any],
+        *,
+        in_place: bool = False,
+        ignore: Sequence[str] = (),
     ) -> None:
         self.engine, self.model, self.replica = engine, model, replica
-        self._joins = {"model": model, "replica": replica, "in_place": in_place, "options": options}
+        patterns = [ignore] if isinstance(ignore, str) else [*ignore]
+        self._joins = {"model": model, "replica": replica, "in_place": in_place, "ignore": patterns, "options": options}
         self._is_there = False  # the ranks have joined, as far as is known
         self._loaded: int | None = None  # what the ranks have, as they said; the engine may not have gone on with it
         self.version: int | None = None  # what the engine computes with; None: nothing that may be used
@@ -124,13 +141,11 @@ class Updater:
             if not is_kept and before is None and self._not_so(same=True) is None:  # another driver has loaded one
                 self.engine.resume()
                 is_kept, goes_on = True, "and the engine goes on with what it had"
-            text = f"a rank could not fetch {self.model}@{wanted}, {goes_on}"
+            text = f"a rank could not fetch {self.model}@{wanted}, {goes_on}: {missing}"
             if not is_kept:
-                text = f"{self.model}@{wanted} was loaded in part: the engine answers nothing now"
-            hint = "the engine's log says why; then update() again"
-            raise tensorhub.VersionUnavailable(
-                text, hint=hint if is_kept else f"{hint}, or start the engine anew"
-            ) from missing
+                text = f"{self.model}@{wanted} was loaded in part, the engine answers nothing now: {missing}"
+            hint = "update() again when that is mended; the engine's log says more"
+            raise tensorhub.VersionUnavailable(text, hint=hint) from missing
         return wanted
 
     def _join(self, deadline: float) -> None:

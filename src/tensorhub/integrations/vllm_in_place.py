@@ -7,7 +7,6 @@ That is only right where parameters are what vLLM computes with. Packed, quantiz
 itself: its processing after a load is begun once more, and whatever it would touch is refused by name, untouched.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 import tensorhub
 
-from .vllm_plan import planned, refuse
-
-_log = logging.getLogger(__name__)
+from .vllm_plan import PROCESSED, Published, Taken, planned, refuse
 
 LEAVE_S = 1.0  # for what has never held anything
 ONCE = "_already_called_process_weights_after_loading"  # vLLM's mark for layers that it must not process twice
@@ -34,11 +31,18 @@ class InPlace:
     """One rank of an engine: a shard of a replica, over the model's own parameters."""
 
     weights: "tensorhub.Weights | None" = None
+    published: "Published | None" = None  # what it was planned for
+    taken: Taken
 
     def __init__(
-        self, model: torch.nn.Module, dtype: torch.dtype, layout: Callable[[float | None], Any], name: str, **where: Any
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        layout: "Callable[[float | None, int | str], Published]",
+        name: str,
+        **where: Any,
     ) -> None:
-        """`layout` tells within a time what is published: `View.layout`.
+        """`layout` tells within a time what a version is made of: `View.layout`.
 
         Raises `UsageError` naming a parameter that cannot be read in place.
         """
@@ -51,25 +55,29 @@ class InPlace:
         """Become a shard of the replica, without a version as yet. What goes where, what is published now tells."""
         if self.weights is not None:
             return
-        published = self._layout(timeout)
-        plan = planned(self._model, published.shards[0], published.tied)
+        published = self._layout(timeout, "latest")
+        plan = planned(self._model, published.tensors, published.tied)
         mine = {box.name for boxes in plan.boxes.values() for box in boxes}
-        ignored = [tensor.name for tensor in published.shards[0] if tensor.name not in mine]
-        weights = tensorhub.open(self._name, **{"reliable": False, **self._where})
-        if ignored:  # by vLLM's loader, or other ranks have them
-            _log.info("%d tensors of %s are not read, such as %r", len(ignored), self._name, ignored[0])
+        others = any(tensor.name not in mine for tensor in published.tensors)  # which other ranks have
+        is_reliable = bool(self._where.get("reliable"))  # only then it keeps copies, which others may rely on
+        options = {"reliable": is_reliable, **({} if is_reliable else {"host_bytes": 0}), **self._where}
+        weights = tensorhub.open(self._name, **options)
         try:
-            weights.register(plan.tensors, boxes=plan.boxes, partial=bool(ignored))
+            weights.register(plan.tensors, boxes=plan.boxes, partial=published.is_partial or others)
         except BaseException:  # else the next fetch could not join, and would say only that
             weights.close(timeout=LEAVE_S)
             raise
-        self.weights = weights
+        self.weights, self.published, self.taken = weights, published, plan.taken
 
     def fetch(self, version: int, timeout: float | None) -> None:
-        """Nothing moves yet: what is there is what vLLM computes with. Raises if the version never comes."""
+        """Nothing moves yet: what is there is what vLLM computes with. Raises if it never comes, or is unfit."""
         self.join(timeout)
         assert self.weights is not None
         self.weights.wait_for(version, timeout=timeout)
+        published = self._layout(timeout, version)
+        if published != self.published:
+            self.taken = planned(self._model, published.tensors, published.tied).taken
+            self.published = published
         self._timeout = timeout
 
     def load(self, version: int) -> None:
@@ -92,19 +100,18 @@ class InPlace:
 
 def processed(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, str]:
     """The parameters that vLLM makes something else of after it has loaded them, and how that shows."""
-    why = "vLLM computes with a processed copy of it"
     found = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in found.items()}
-    wrong = {name: why for name, parameter in found.items() if not parameter.numel()}
+    wrong = {name: PROCESSED for name, parameter in found.items() if not parameter.numel()}
     for at, layer in model.named_modules():
         prefix = f"{at}." if at else ""
         before, _ = get_layerwise_info(layer).restore_metadata
         for name, meta in before.items():
             now = getattr(layer, name, None)
             if now is None or (now.shape, now.dtype, now.stride()) != (meta.shape, meta.dtype, meta.stride()):
-                wrong[names.get(id(now), prefix + name)] = why
+                wrong[names.get(id(now), prefix + name)] = PROCESSED
         if hasattr(layer, ONCE):
-            wrong |= {prefix + name: why for name, _ in layer.named_parameters(recurse=False)}
+            wrong |= {prefix + name: PROCESSED for name, _ in layer.named_parameters(recurse=False)}
     if wrong:
         return wrong
     for _, layer in model.named_modules():
@@ -121,7 +128,7 @@ def processed(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, str]:
                 model.process_weights_after_loading()
         wrong |= {name: f"vLLM's processing after a load reads it ({how})" for name, how in watched.touched.items()}
     moved = [name for name, parameter in model.named_parameters() if parameter is not found.get(name)]
-    return wrong | dict.fromkeys(moved, why)
+    return wrong | dict.fromkeys(moved, PROCESSED)
 
 
 class _Touched(BaseException):

@@ -4,38 +4,57 @@ Each of vLLM's ranks is a replica of its own, which serves what it has on the ho
 layerwise reload fuses, cuts and processes for the rank, and keeps every address. It is given a copy of each tensor, one
 after the other: loaders may change what they are given, and others read what is on the host.
 
-Meanwhile parameters have no memory, and vLLM notes what their own `weight_loader`s are called with. What a model's
-`load_weights` copies into a parameter past those is lost, without an error: that is seen here, and refused by name.
+Before a version is fetched, `vllm_plan` follows the model's `load_weights` into the parameters as they were before vLLM
+processed them, without memory. What of the engine comes from nowhere, or of the version goes nowhere, is refused by
+name. vLLM itself notes only a layer into which nothing came; and what `load_weights` copies into a parameter past its
+own `weight_loader`, vLLM's reload loses.
 
 It must never: let an engine compute with parameters to which the version has brought nothing, random ones
 (`load_format="dummy"`) or those of a version before, or let a loader write what is published.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_MODULES, SKIP_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 import tensorhub
 
-from .vllm_writes import written
+from . import vllm_plan
+from .vllm_plan import Published, Taken, planned
 from .whole import Whole
 
-VLLMS = "online_process_loader"  # the name of what vLLM puts in place of a `weight_loader`, and knows it by
+LEAVE_S = 1.0  # for what has never held anything
+VLLMS = "online_process_loader"  # the name of what vLLM puts in place of a `weight_loader` while it reloads
 
 
 class Reload:
     """One rank of an engine."""
 
-    def __init__(self, model: torch.nn.Module, config: VllmConfig, device: torch.device, whole: Whole) -> None:
+    published: "Published | None" = None  # what it was planned for
+    taken: Taken
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: VllmConfig,
+        device: torch.device,
+        whole: Whole,
+        chosen: "Callable[[Any], Published]",
+    ) -> None:
+        """`chosen`: what is to be loaded of a layout."""
         self._model, self._model_config, self._device = model, config.model_config, device
-        self.whole = whole
+        self.whole, self._chosen = whole, chosen
         self._is_loaded = False  # what is on the host, as it lies there
 
     @property
@@ -44,11 +63,24 @@ class Reload:
         return self.whole.weights
 
     def join(self, timeout: float | None) -> None:
-        """Become a replica, without a version as yet."""
+        """Become a replica, without a version as yet. Raises `UsageError` if the engine cannot load what there is."""
+        was_here = self.weights is not None
         self.whole.join(timeout=timeout)
+        published = self._chosen(self.whole.layout)
+        if published == self.published:
+            return
+        try:
+            with self._device, before_processing(self._model) as reload:
+                self.taken = planned(self._model, published.tensors, published.tied, reload).taken
+        except BaseException:  # else the next one would be expected to be made of these tensors
+            if not was_here:
+                self.whole.close(timeout=LEAVE_S)
+            raise
+        self.published = published
 
     def fetch(self, version: int, timeout: float | None) -> None:
-        """To the host. vLLM computes with the version before."""
+        """To the host. vLLM computes with the version before. What is made of other tensors is refused by name."""
+        self.join(timeout)
         if self.whole.version != version:  # the number alone does not tell: another job may have begun with it anew
             self._is_loaded = False
         found = self.whole.update(version, timeout=timeout)
@@ -56,25 +88,24 @@ class Reload:
             raise tensorhub.UsageError(f"{version} was asked for, and {self.whole.replica} holds {found} already")
 
     def load(self, version: int) -> None:
-        """Over the version before."""
+        """Over the version before. A load that fails leaves a mixture, which the next one mends."""
+        assert self.published is not None, "fetched before"
         self._is_loaded = False
         if self._device.type == "cpu":
             _forget_kernels_of_experts(self._model)
-        names = {name for name, _ in self._model.named_parameters()}  # of tied ones one
-        with self._device, torch.no_grad():
-            initialize_layerwise_reload(self._model)
-            direct = _Direct(self._model)
-            with direct:
-                self._model.load_weights(self.whole.copies())  # type: ignore[operator]
-            missing = (names & _nothing_came(self._model)) - direct.kept
-            finalize_layerwise_reload(self._model, self._model_config)
-        if direct.lost:
-            others = f", and {len(direct.lost) - 1} others" if len(direct.lost) > 1 else ""
-            text = f"this model's load_weights copies {min(direct.lost)!r}{others} past vLLM's reload, which loses them"
-            raise tensorhub.UsageError(text, hint="attach(..., in_place=True) may do")
-        if missing:
-            others = f", nor as {len(missing) - 1} other parameters" if len(missing) > 1 else ""
-            raise tensorhub.UsageError(f"nothing that is published is loaded as {min(missing)!r}{others}")
+        names = {tensor.name for tensor in self.published.tensors}
+        layers = _Layers(self._model)
+        try:
+            with self._device, torch.no_grad():
+                initialize_layerwise_reload(self._model)
+                self._model.load_weights(each for each in self.whole.copies() if each[0] in names)  # type: ignore[operator]
+                finalize_layerwise_reload(self._model, self._model_config)
+                _process_tied(self._model)
+        except BaseException:  # else vLLM would go on with this load when the next one begins
+            layers.put_back()
+            for layer in self._model.modules():
+                get_layerwise_info(layer).reset()
+            raise
         self._is_loaded = True
 
     def holds(self, version: int | None) -> bool:
@@ -90,52 +121,95 @@ class Reload:
         self.whole.close(timeout=timeout)
 
 
-class _Direct(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What a model's loader writes by itself, and not through a `weight_loader`. Entered after the reload has begun."""
+class _Layers:
+    """What the layers of a model are, to be put back: attributes, parameters and buffers, not what is in them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lost: set[str] = set()  # had no memory
-        self.kept: set[str] = set()  # had memory: vLLM leaves it to some, such as biases
-        self._names: dict[int, tuple[str, Any]] = {}  # of parameters and buffers, by their storage, which is kept
-        for at, layer in model.named_modules():
-            for name, tensor in {**layer._parameters, **layer._buffers}.items():
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    self._names[storage._cdata] = f"{at}.{name}" if at else name, storage
-                    loader = getattr(tensor, "weight_loader", None)
-                    if loader is not None and loader.__name__ == VLLMS:
-                        tensor.weight_loader = _unwatched(loader)
+        self._were = [
+            (layer, {**vars(layer)}, {**layer._parameters}, {**layer._buffers}, {*layer._non_persistent_buffers_set})
+            for layer in model.modules()
+        ]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: "Mapping[str, Any] | None" = None
-    ) -> Any:
-        for each in written(func, args, kwargs):
-            found = self._names.get(each.untyped_storage()._cdata)
-            if found is not None and each.numel():
-                (self.lost if each.is_meta else self.kept).add(found[0])
-        return func(*args, **(kwargs or {}))
+    def put_back(self) -> None:
+        for layer, attributes, parameters, buffers, not_persistent in self._were:
+            vars(layer).clear()
+            vars(layer).update(attributes)
+            vars(layer).update(_parameters=parameters, _buffers=buffers, _non_persistent_buffers_set=not_persistent)
 
 
-def _unwatched(loader: Callable[..., Any]) -> Callable[..., Any]:
-    """It writes where it should, and may begin vLLM's processing of the layer. Keeps the name that vLLM looks for."""
+@contextmanager
+def before_processing(model: torch.nn.Module) -> "Iterator[vllm_plan.Reload]":
+    """A block in which parameters and buffers are what vLLM's reload loads into, and nothing can be written."""
+    layers, inside = _Layers(model), [0]
+    same, optional = _names(model)
+    try:
+        model._do_torchao_reload = False  # type: ignore[assignment]
+        for layer in model.modules():
+            if type(layer).__name__ not in SKIP_MODULES:
+                _put_before(layer, inside)
+        yield vllm_plan.Reload(lambda: inside[0] > 0, same, optional)
+    finally:
+        layers.put_back()
+
+
+def _put_before(layer: torch.nn.Module, inside: list[int]) -> None:
+    """The layer's tensors as they were before vLLM processed them; those that its reload leaves alone stay."""
+    before = get_layerwise_info(layer).restore_metadata
+    for kind, metas in zip(("_parameters", "_buffers"), before, strict=True):
+        made = {name: each for name, each in vars(layer)[kind].items() if each is None or name in SKIP_TENSORS}
+        for name, meta in metas.items():
+            if name not in SKIP_TENSORS:
+                made[name] = restore_layer_refs(to_meta_tensor(meta), layer)
+                loader = getattr(made[name], "weight_loader", default_weight_loader)
+                while loader.__name__ == VLLMS:
+                    loader = loader.__wrapped__
+                made[name].weight_loader = _noted(loader, inside)
+                vars(layer).pop(name, None)
+        vars(layer)[kind] = made
+
+
+def _noted(loader: Callable[..., Any], inside: list[int]) -> Callable[..., Any]:
+    """The loader, and that it runs: what it copies vLLM's reload copies as well."""
 
     @wraps(loader)
     def load(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        inside[0] += 1
+        try:
             return loader(*args, **kwargs)
+        finally:
+            inside[0] -= 1
 
     return load
 
 
-def _nothing_came(model: torch.nn.Module) -> set[str]:
-    """The parameters of layers to which the load has brought nothing. vLLM gives them back what they were."""
-    found: set[str] = set()
+def _names(model: torch.nn.Module) -> tuple[dict[str, str], frozenset[str]]:
+    """The first name of each parameter that has several; and parameters that vLLM does without."""
+    first: dict[int, str] = {}
+    same: dict[str, str] = {}
+    optional: set[str] = set()
     for at, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and not info.load_numel and not is_deferred_attention_layer(layer):
-            found |= {f"{at}.{name}" if at else name for name, _ in layer.named_parameters(recurse=False)}
-    return found
+        before, _ = get_layerwise_info(layer).restore_metadata  # vLLM drops some of them when it has used them
+        for name in {**before, **layer._parameters}:
+            full, parameter = f"{at}.{name}" if at else name, layer._parameters.get(name)
+            if parameter is not None:
+                same[full] = first.setdefault(id(parameter), full)
+            if name in SKIP_LOAD_TENSORS or is_deferred_attention_layer(layer):
+                optional.add(full)
+    return same, frozenset(optional)
+
+
+def _process_tied(model: torch.nn.Module) -> None:
+    """Layers whose parameters are all of another layer, such as a tied head: vLLM's reload passes them by.
+
+    Where it computes with a processed copy of them, as on CPUs, that would stay the one of the version before.
+    """
+    seen: set[int] = set()
+    for layer in model.modules():
+        mine = {id(each) for each in layer.parameters(recurse=False)}
+        method = getattr(layer, "quant_method", None)
+        if mine and mine <= seen and isinstance(method, QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
+        seen |= mine
 
 
 def _forget_kernels_of_experts(model: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .newest import newest_version, of_view
 from .vllm import BACKEND
 from .vllm_engines import NOTHING, WAIT_S
 from .vllm_in_place import InPlace
+from .vllm_plan import Published, refuse_unused
 from .vllm_reload import Reload
 from .whole import Whole, layout_of_whole
 
@@ -44,6 +46,7 @@ class InitInfo(WeightTransferInitInfo):
     model: str
     replica: str
     in_place: bool = False
+    ignore: list[str] = field(default_factory=list)  # patterns of names that are left out
     options: dict[str, Any] = field(default_factory=dict, repr=False)  # a token may be among them
     timeout: float | None = None
     loaded: int | None = None  # asked: whether all ranks have loaded this version, and hold it
@@ -71,6 +74,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._way: Reload | InPlace | None = None
         self._joined: tuple[str, str, bool] | None = None  # model, replica, in place
         self._options: dict[str, Any] = {}  # with which it has joined
+        self._ignore: list[str] = []
+        self._judged: Published | None = None  # all ranks together have a place for it
         self._loaded: int | None = None
         self._next: int | None = None  # fetched, and to be loaded
         self._is_mixture = False
@@ -121,11 +126,15 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     raise tensorhub.UsageError(text, hint="close() what attach() has returned, then attach() again")
                 way = None  # it has left: with the new ones it joins anew
             way = way or self._made(info)
+            self._ignore = info.ignore
             way.join(info.timeout)
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             wrong = error
         try:
             self._agree(wrong)
+            assert way is not None, "else the line above raises"
+            unused = self._unused(way)
+            self._agree(tensorhub.UsageError(unused) if unused else None)
         except tensorhub.TensorHubError:
             if way is not None and not was_here:
                 way.close(LEAVE_S)
@@ -146,36 +155,69 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not info.in_place:
             name = f"{name}.{parallel.rank}" if parallel.world_size > 1 else name
             whole = Whole(info.model, replica=name, **info.options)
-            return Reload(self.model, self.vllm_config, self.device, whole)
+            return Reload(self.model, self.vllm_config, self.device, whole, self._chosen)
         place = {"replica": name, "shard": parallel.rank, "shards": parallel.world_size, **info.options}
 
-        def layout(timeout: float | None) -> Any:
-            return layout_of_whole(_view(info), info.model, time.monotonic() + (WAIT_S if timeout is None else timeout))
+        view = _view(info)
+
+        def layout(timeout: float | None, version: int | str) -> Published:
+            deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
+            return self._chosen(layout_of_whole(view, info.model, deadline, version))
 
         return InPlace(self.model, self.model_config.dtype, layout, info.model, **place)
 
+    def _chosen(self, layout: Any) -> Published:
+        """What of it is to be loaded."""
+        tensors = (each for each in layout.shards[0] if not any(fnmatchcase(each.name, it) for it in self._ignore))
+        return Published(tuple(tensors), tuple(map(tuple, layout.tied)), is_partial=bool(self._ignore))
+
+    def _unused(self, way: Reload | InPlace, is_well: bool = True) -> str:
+        """What of the version no rank takes; "" if there is nothing. All ranks ask, once for each layout."""
+        published = way.published if is_well else None
+        if self._all(published is not None and published == self._judged):
+            return ""
+        found = self._gathered(way.taken if published is not None else None)
+        if published is None or None in found:  # something else is wrong, there
+            return ""
+        parallel = self.parallel_config
+        is_spread = parallel.data_parallel_size > 1 and parallel.enable_expert_parallel  # experts of other engines
+        try:
+            if not is_spread:
+                refuse_unused(published.tensors, published.tied, found)
+        except tensorhub.UsageError as error:
+            return said(error)
+        self._judged = published
+        return ""
+
     def _answer(self, asked: InitInfo) -> None:
         """Raises on all ranks if it is not so on one."""
-        wrong = None
+        wrong = ""
         if asked.loaded is not None and not self._has(asked.loaded):
-            wrong = tensorhub.VersionUnavailable(f"version {asked.loaded} is not loaded: {self._why}")
+            wrong = f"version {asked.loaded} is not loaded"
         if asked.kept is not None and (self._is_mixture or asked.kept != _number(self._loaded)):
-            wrong = tensorhub.VersionUnavailable(f"the weights are not what they were: {self._why}")
+            wrong = "the weights are not what they were"
         if asked.same and (self._is_mixture or self._loaded is None):
-            wrong = tensorhub.VersionUnavailable(f"the weights are no version: {self._why}")
-        self._agree(wrong)
+            wrong = "the weights are no version"
+        why = next(
+            filter(None, self._gathered(self._why)), "nothing was loaded"
+        )  # where one rank has failed none loads
+        self._agree(tensorhub.VersionUnavailable(f"{wrong}: {why}") if wrong else None)
 
     def _agree(self, wrong: Exception | None) -> None:
         """Raise on all ranks what is wrong on the first of them."""
-        group = get_world_group()
-        mine = None if wrong is None else " - ".join([str(wrong), *filter(None, [getattr(wrong, "hint", None)])])
-        found: list[str | None] = [mine] * group.world_size
-        if group.world_size > 1:
-            torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+        found = self._gathered(None if wrong is None else said(wrong))
         for rank, each in enumerate(found):
             if each is not None:
-                text = f"rank {rank}: {each}" if group.world_size > 1 else each
+                text = f"rank {rank}: {each}" if len(found) > 1 else each
                 raise tensorhub.TensorHubError(text) from wrong
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """What each rank gives, on all of them."""
+        group = get_world_group()
+        found = [mine] * group.world_size
+        if group.world_size > 1:
+            torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+        return found
 
     def start_weight_update(self) -> None:
         """Nothing is touched before everybody has the version."""
@@ -188,13 +230,17 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Fetch the version, as far as it can be while vLLM computes with the one before."""
         if self._way is None:
             raise tensorhub.UsageError("the engine has joined nothing", hint="integrations.vllm.attach() first")
-        self._next, self._why = None, "nothing was loaded"
+        self._next, self._why = None, ""
         if update_info.version is None:
             return
+        why = ""
         try:
             self._way.fetch(update_info.version, update_info.timeout)
         except Exception as error:  # noqa: BLE001 - said to the driver when it asks: who raises here is not read
-            self._why = f"version {update_info.version} could not be fetched: {error}"
+            why = said(error) or type(error).__name__
+        why = self._unused(self._way, is_well=not why) or why
+        if why:
+            self._why = f"version {update_info.version} could not be fetched: {why}"
             logger.error("%s", self._why)
             return
         self._next = update_info.version
@@ -210,6 +256,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._refuse(f"loading version {wanted} has failed half-way")
         if self._all(self._has_loaded(wanted)):
             self._loaded = wanted
+            _clear_caches(self.model)
         elif self._all(self._way.holds(before)):
             self._loaded = before
         else:
@@ -228,7 +275,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self._way.load(version)
         except Exception as error:  # said as above; this rank refuses to compute
-            self._why = f"version {version} was not loaded, or in part: {error}"
+            self._why = f"version {version} was not loaded: {type(error).__name__}: {said(error)}"
             logger.exception("%s", self._why)
             return False
         return True
@@ -266,6 +313,22 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Stop being a replica. What vLLM computes with stays, and the next fetch joins again."""
         if self._way is not None:
             self._way.close(LEAVE_S)
+
+
+def _clear_caches(model: torch.nn.Module) -> None:
+    """Zeros for keys and values that an earlier version has computed: a NaN among them would spoil what comes after.
+
+    vLLM forgets to whom they belong, and attention multiplies what lies there by 0, which leaves NaN what it is.
+    """
+    for layer in model.modules():
+        for cache in torch.utils._pytree.tree_leaves(getattr(layer, "kv_cache", None)):
+            if isinstance(cache, torch.Tensor) and not cache.is_meta:
+                cache.zero_()
+
+
+def said(wrong: Exception) -> str:
+    """What is wrong, and what to do."""
+    return " - ".join([str(wrong), *filter(None, [getattr(wrong, "hint", None)])])
 
 
 def _number(version: int | None) -> int:

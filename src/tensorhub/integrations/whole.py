@@ -32,6 +32,7 @@ class Whole:
     """One replica of a model, whole. Nothing is asked or allocated before `join`, or the first `update`."""
 
     weights: "tensorhub.Weights | None" = None  # from then on
+    layout: Any = None  # what it is made of: `View.layout`
 
     def __init__(self, model: str, *, replica: str, reliable: bool = False, **options: Any) -> None:
         self.model, self.replica = model, replica
@@ -108,14 +109,14 @@ class Whole:
         except BaseException:
             weights.close(timeout=1.0)
             raise
-        self.weights, self._tensors = weights, tensors
+        self.weights, self.layout, self._tensors = weights, layout, tensors
 
 
-def layout_of_whole(view: "tensorhub.View", model: str, deadline: float) -> Any:
-    """What the newest version is made of, in whole tensors. Waits for a first version."""
+def layout_of_whole(view: "tensorhub.View", model: str, deadline: float, version: int | str = "latest") -> Any:
+    """What that version is made of, in whole tensors. Waits until it is there."""
     while True:
         try:
-            found = view.layout(model, timeout=max(POLL_S, deadline - time.monotonic()))
+            found = view.layout(model, version, timeout=max(POLL_S, deadline - time.monotonic()))
             break
         except tensorhub.VersionUnavailable:
             if time.monotonic() + POLL_S >= deadline:
