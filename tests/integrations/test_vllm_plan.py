@@ -340,6 +340,7 @@ def test_what_goes_nowhere_is_refused_unless_it_is_tied_to_what_is_taken():
         (lambda model, tensor: model.w.data.copy_(tensor.t().contiguous().view(6, 4).t()), ""),
         (lambda model, tensor: model.w.data.copy_(torch.cat([tensor[:2], tensor[2:]])), ""),
         (lambda model, tensor: model.w.data.copy_(torch.cat([tensor, tensor])[:4]), "'a (after cat, 1)' of shape"),
+        (lambda model, tensor: model.w.data.fill_(tensor.clone().t().contiguous().numel()), "'a (after clone, 1)' of"),
         (lambda model, tensor: model.w.data.copy_((tensor[:2] * 2).repeat(2, 1)), "'a' of shape [4, 6] is published"),
     ],
 )

@@ -186,7 +186,7 @@ TABLE = [
             "experts": (
                 lambda tensors: {
                     **tensors,
-                    **{n.replace(".3.w", ".4.w"): t for n, t in tensors.items() if ".3.w" in n},
+                    **{n.replace(".3.w", ".4.w"): t.clone() for n, t in tensors.items() if ".3.w" in n},
                 },
                 "experts.4.",
             ),

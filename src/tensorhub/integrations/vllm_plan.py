@@ -373,7 +373,9 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 origin = self._source(given[0])
                 assert origin is not None
                 text = f"{origin.name} (after {name}, {self._count})"
-                self._add(Source(text, tuple(made.shape), origin.dtype if name == "_to_copy" else made.dtype), made)
+                derived = Source(text, tuple(made.shape), origin.dtype if name == "_to_copy" else made.dtype)
+                self._add(derived, made)
+                self._targets.take(derived, [])
         for each in given:
             source = self._source(each)
             if source is not None and each.numel():

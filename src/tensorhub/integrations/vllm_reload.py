@@ -94,13 +94,17 @@ class Reload:
         if self._device.type == "cpu":
             _forget_kernels_of_experts(self._model)
         names = {tensor.name for tensor in self.published.tensors}
-        layers = _Layers(self._model)
+        layers, tied = _Layers(self._model), _tied(self._model)
         try:
             with self._device, torch.no_grad():
                 initialize_layerwise_reload(self._model)
                 self._model.load_weights(each for each in self.whole.copies() if each[0] in names)  # type: ignore[operator]
+                again = [layer for layer in tied if _is_passed_by(layer)]
                 finalize_layerwise_reload(self._model, self._model_config)
-                _process_tied(self._model)
+                for layer in again:
+                    method = getattr(layer, "quant_method", None)
+                    if isinstance(method, QuantizeMethodBase):
+                        method.process_weights_after_loading(layer)
         except BaseException:  # else vLLM would go on with this load when the next one begins
             layers.put_back()
             for layer in self._model.modules():
@@ -198,18 +202,25 @@ def _names(model: torch.nn.Module) -> tuple[dict[str, str], frozenset[str]]:
     return same, frozenset(optional)
 
 
-def _process_tied(model: torch.nn.Module) -> None:
-    """Layers whose parameters are all of another layer, such as a tied head: vLLM's reload passes them by.
-
-    Where it computes with a processed copy of them, as on CPUs, that would stay the one of the version before.
-    """
+def _tied(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Layers whose parameters are all of other layers, such as a tied head."""
     seen: set[int] = set()
+    found = []
     for layer in model.modules():
         mine = {id(each) for each in layer.parameters(recurse=False)}
-        method = getattr(layer, "quant_method", None)
-        if mine and mine <= seen and isinstance(method, QuantizeMethodBase):
-            method.process_weights_after_loading(layer)
+        if mine and mine <= seen:
+            found.append(layer)
         seen |= mine
+    return found
+
+
+def _is_passed_by(layer: torch.nn.Module) -> bool:
+    """True while a reload has brought nothing to it: vLLM then does not process it.
+
+    Where it computes with a processed copy, as on CPUs, that would stay the one of the version before.
+    """
+    info = get_layerwise_info(layer)
+    return info.can_load() and not info.load_numel
 
 
 def _forget_kernels_of_experts(model: torch.nn.Module) -> None:
