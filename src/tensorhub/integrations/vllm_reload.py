@@ -126,19 +126,19 @@ class Reload:
 
 
 class _Layers:
-    """What the layers of a model are, to be put back: attributes, parameters and buffers, not what is in them."""
+    """What the layers of a model are, to be put back: parameters, buffers and other values, not what is in them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._were = [
-            (layer, {**vars(layer)}, {**layer._parameters}, {**layer._buffers}, {*layer._non_persistent_buffers_set})
-            for layer in model.modules()
-        ]
+        self._were = []
+        for layer in model.modules():
+            values = {name: each for name, each in vars(layer).items() if not callable(each)}
+            tensors = {"_parameters": {**layer._parameters}, "_buffers": {**layer._buffers}}
+            values.update(tensors, _non_persistent_buffers_set={*layer._non_persistent_buffers_set})
+            self._were.append((layer, values))
 
     def put_back(self) -> None:
-        for layer, attributes, parameters, buffers, not_persistent in self._were:
-            vars(layer).clear()
-            vars(layer).update(attributes)
-            vars(layer).update(_parameters=parameters, _buffers=buffers, _non_persistent_buffers_set=not_persistent)
+        for layer, values in self._were:
+            vars(layer).update(values)
 
 
 @contextmanager
@@ -147,7 +147,8 @@ def before_processing(model: torch.nn.Module) -> "Iterator[vllm_plan.Reload]":
     layers, inside = _Layers(model), [0]
     same, optional = _names(model)
     try:
-        model._do_torchao_reload = False  # type: ignore[assignment]
+        if hasattr(model, "_do_torchao_reload"):  # else its load_weights would begin a reload by itself
+            model._do_torchao_reload = False  # type: ignore[assignment]
         for layer in model.modules():
             if type(layer).__name__ not in SKIP_MODULES:
                 _put_before(layer, inside)
