@@ -231,7 +231,7 @@ def test_no_worker_can_sign_a_receipt_by_what_it_knows(token, monkeypatch, tmp_p
         async with line_to(server.address, hello(token=token), Report(1, **told)) as line:
             return await hear(line)
 
-    with tensorhub.serve(token=token, fresh=False, lease_s=2, report_s=0.2) as server:
+    with tensorhub.serve(token=token, insecure=not token, fresh=False, lease_s=2, report_s=0.2) as server:
         orders = asyncio.run(talk(server))
     assert isinstance(orders, Orders)
     assert orders.number < ceiling
