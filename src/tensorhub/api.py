@@ -57,13 +57,12 @@ def open(
     unless told otherwise. Peers read from this worker at `host`; several addresses, or interfaces ("eth0,eth1"), are
     used side by side. `reliable=False`: it may vanish at any time; others read from it, but nobody relies on it.
 
-    `retain` is how many of the newest versions of the model are kept whoever leaves, until all have left (1 unless the
-    server says more; the most that reliable workers ask for, and 8 unless the server says otherwise): the last reliable
-    worker to leave one copies it to host memory first, of which all its copies together take at most `host_bytes` (by
-    default two copies of the shard, or `retain` + 1, if there is room at `register`; 0: none). `site` names this
-    worker's datacenter: between sites each shard of a version travels once. `prefetch` says when versions are fetched
-    into host memory before anybody asks: "seed", for a site that lacks the newest one; "always", for this worker too;
-    "never".
+    `retain` is how many of the newest versions of the model are kept until all workers have left: the most that
+    reliable workers ask for, 1 at least and 8 at most unless the server says otherwise. The last reliable worker to
+    leave one copies it to host memory first. All its copies together take at most `host_bytes` (by default two copies
+    of the shard, or `retain` + 1, if there is room at `register`; 0: none). `site` names this worker's datacenter:
+    between sites each shard of a version travels once. `prefetch` says when versions are fetched into host memory
+    ahead: "seed", for a site that lacks the newest one; "always", for this worker too; "never".
 
     Raises `ServerUnreachable`, `ShardTaken`, `Refused` (token, protocol), and `UsageError` naming a bad argument.
     """

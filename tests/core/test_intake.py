@@ -199,7 +199,7 @@ def test_of_what_the_last_holder_takes_along_only_that_is_said_which_nothing_new
     town.until(4.5)
     (said,) = town.server.state.said
     assert said.startswith("version 3 of policy is lost")
-    town.joins(worker("of another cut", shard=1), shards=2, buffer=Holding(ONE, Digest("half"), published=True))
+    town.joins(worker("of-another-cut", shard=1), shards=2, buffer=Holding(ONE, Digest("half"), published=True))
     town.until(9.0)
     lost = [text.split(" is lost")[0] for text in town.server.state.said]
     assert lost == [f"version {number} of policy" for number in ((3,) if reader_has is None else (3, 2))]

@@ -102,7 +102,7 @@ class Player:
         self.memory = ["-"] * CHUNKS
         boxes = f"{self.cut}/{self.me.shard}".encode() if self.cut else b""
         info = LayoutInfo.of(layout, boxes, partial=self.cut.startswith("part-"))
-        self.tell(Registered(info, info.digest(), layout.size_bytes, copies))
+        self.tell(Registered(info, info.digest(), CHUNKS * len(layout.tensors), copies))  # a chunk of each is a byte
 
     # --- events in, effects out ---------------------------------------------------------------------------------------
 

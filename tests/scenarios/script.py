@@ -7,8 +7,9 @@ are rewritten by `make bless`. README.md in this folder lists the commands.
 import re
 import textwrap
 from collections.abc import Callable
+from math import prod
 
-from tensorhub.core.manifest import Layout, TensorSpec
+from tensorhub.core.manifest import Layout, TensorSpec, contiguous_strides, item_bytes
 from tensorhub.core.messages import PROTOCOL, Failure, Hello, Roster
 from tensorhub.core.names import Digest, ModelName, Number, ReplicaName, Shard, Version
 from tensorhub.core.server.receipts import Notary
@@ -162,11 +163,13 @@ def _layout(text: str) -> Layout:
     found = re.findall(r"(\w+):(\w+)\[([\d,]*)\]", text)
     if not found:
         raise ValueError(f"{text!r} is no tensors; write w:float32[4] b:int64[2,3]")
-    tensors = []
-    for index, (name, dtype, sizes) in enumerate(found):
+    tensors, at = list[TensorSpec](), 0
+    for name, dtype, sizes in found:
         shape = tuple(int(size) for size in sizes.split(",") if size)
-        tensors.append(TensorSpec(name, dtype, shape, (1,) * len(shape), index * CHUNKS, CHUNKS))
-    return Layout(tuple(tensors), CHUNKS * len(tensors))
+        size_bytes = prod(shape) * item_bytes(dtype)
+        tensors.append(TensorSpec(name, dtype, shape, contiguous_strides(shape), at, size_bytes))
+        at += size_bytes
+    return Layout(tuple(tensors), at)
 
 
 def _crash(stage: Stage, words: list[str]) -> None:
