@@ -36,6 +36,7 @@ from .core.errors import (
     VersionConflict,
     VersionUnavailable,
 )
+from .transport import shortages as _shortages
 
 if TYPE_CHECKING:
     from . import aio
@@ -101,10 +102,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "aio":
-        return import_module(".aio", __name__)
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name], __name__), name)
+    with _shortages.named(f"it loaded tensorhub.{name}"):
+        if name == "aio":
+            return import_module(".aio", __name__)
+        if name in _LAZY:
+            return getattr(import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -68,7 +68,7 @@ def open(
     """
     began = time.monotonic()
     options = options_without_token(connect_s=None if timeout is None else parse_seconds(timeout, "timeout"))
-    thread = loop_thread()  # before there is a coroutine, which nobody would await if there can be none
+    thread = loop_thread()
     opening = aio.open(
         model,
         replica=replica,

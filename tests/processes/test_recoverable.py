@@ -1,5 +1,6 @@
 """What goes wrong on this machine is an error of the call that met it: the worker lives, and the next call succeeds."""
 
+import numpy as np
 import pytest
 
 import tensorhub
@@ -287,3 +288,105 @@ say(left=left(before), replicas=[r.name for r in tensorhub.connect(address).repl
     assert found["interrupted"]
     assert found["left"] == [0, 0]
     assert found["replicas"] == ["trainer"]
+
+
+SPARE = """
+import gc, resource, warnings
+warnings.simplefilter("always")
+before_all = resource.getrlimit(resource.RLIMIT_NOFILE)
+def leave(spare):
+    gc.collect()
+    taken = {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+    last = [number for number in range(1 << 10) if number not in taken][spare]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last, before_all[1]))
+def free():
+    resource.setrlimit(resource.RLIMIT_NOFILE, before_all)
+def settled():
+    found, same = None, 0
+    while same < 5:
+        found, before = (threading.active_count(), files()), found
+        same = same + 1 if found == before else 0
+        time.sleep(0.01)
+    return found
+def tried(call, spare):
+    leave(spare)
+    try:
+        value = call()
+        return value, {"is_retryable": True, "text": ""}
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        return None, {"is_retryable": isinstance(error, tensorhub.Unavailable), "text": text}
+    finally:
+        free()
+"""
+
+
+def assert_passing(ended, found):
+    """Each was done, or is to be tried again, and then it was done; nothing is left of it."""
+    assert all(each["first"]["is_retryable"] for each in found), found
+    assert all(each["then"] == {"is_retryable": True, "text": ""} for each in found), found
+    assert all(each["left"] == [0, 0] for each in found), found
+    for word in ("never awaited", "Traceback", "unclosed event loop", "CRITICAL", "Exception ignored"):
+        assert word not in ended.log
+
+
+@pytest.mark.parametrize("what", ["open", "serve", "load"])
+def test_a_process_with_few_descriptors_to_spare_is_told_to_try_again(server, what):
+    """Each number of them in a process that has done nothing yet."""
+    call = {
+        "open": 'tensorhub.open("m", replica=f"r{spare}", server=address, timeout=3)',
+        "serve": "tensorhub.serve()",
+        "load": 'tensorhub.load("m@1", server=address, timeout=3)',
+    }
+    story = f"""
+for spare in range(0, 21):
+    if spare == 1:
+        import tensorhub.api  # with 0 it is not even loaded
+    if (child := os.fork()) == 0:
+        def call():
+            found = {call[what]}
+            if hasattr(found, "close"):
+                found.close()
+        try:
+            _, first = tried(call, spare)
+            _, then = tried(call, 400)
+            baseline = settled()
+            _, again = tried(call, spare)
+            say(first=first, then=then, again=again, left=left(baseline))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+"""
+    with tensorhub.open("m", replica="trainer", server=server.address) as trainer:
+        trainer.register({"w": np.ones(1000, np.float32)})
+        trainer.publish(1)
+        ended = run(BEGIN + SPARE + story, server.address)
+    assert len(ended.said) == 21, ended.log
+    assert_passing(ended, ended.said)
+    assert ended.said[-1]["again"]["text"] == "", "20 are enough"
+
+
+@pytest.mark.parametrize("transports", ["local", "tcp", "local,tcp"])
+def test_a_reader_with_few_descriptors_to_spare_remembers_nothing_of_its_source(server, transports):
+    story = f"""
+join("first", 0)[0].close()
+baseline = settled()
+for spare in (0, 1, 2, 3, 4, 6, 8, 12, 20):
+    reader, target = join("reader", 0, size=1_000_000, transports={transports!r})
+    _, first = tried(lambda: reader.replicate(1, timeout=1.5), spare)
+    _, then = tried(lambda: reader.replicate(1, timeout=20), 400)
+    ways = list(reader.statistics()["bytes_by_transport"])
+    reader.close()
+    say(first=first, then=then, right=int(target.min()), ways=ways, left=left(baseline))
+"""
+    with tensorhub.open("m", replica="trainer", server=server.address) as trainer:
+        trainer.register({"w": np.ones(1_000_000, np.uint8)})
+        trainer.publish(1)
+        ended = run(BEGIN + SPARE + story, server.address)
+    assert len(ended.said) == 9, ended.log
+    assert_passing(ended, ended.said)
+    assert all(each["right"] == 1 for each in ended.said)
+    best = transports.partition(",")[0]
+    ways = [each["ways"] for each in ended.said if each["first"]["text"]]
+    assert ways, "0 are too few"
+    assert all(way == [best] for way in ways), "the best way is not given up for good"

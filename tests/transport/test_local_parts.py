@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.errors import Refused, SourceLost, TransportMissing
+from tensorhub.core.errors import Refused, SourceLost, TransportMissing, Unavailable
 from tensorhub.transport import local_host, local_memory
 from tensorhub.transport.base import Export
 from tensorhub.transport.local import LocalTransport
@@ -207,7 +207,7 @@ def test_a_living_source_is_not_lost_to_a_shortage_of_descriptors(
     if is_told_later:
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", limited)
-            with pytest.raises(TransportMissing, match="cannot be found out: Too many open files"):
+            with pytest.raises(Unavailable, match="when it looked at a source's process: "):
                 Process(os.getpid())
     process = Process(os.getpid())
     if not is_told_later:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tensorhub.core.errors import TransportMissing
+from tensorhub.core.errors import Unavailable
 from tensorhub.transport import nixl_path, nixl_server
 
 from . import kit
@@ -46,7 +46,7 @@ def test_who_lacks_them_is_read_another_way(make: Make, monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         patched.setattr(limited, "lacks_descriptors", lambda: "next to all are open")
         error = read_all(reader, source.endpoint, "k", Target(right, CHUNK))
-    assert isinstance(error, TransportMissing)
+    assert isinstance(error, Unavailable)
     assert "next to all are open" in str(error)
     assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
 
@@ -60,6 +60,6 @@ def test_a_source_that_can_open_one_file_more_aborts_no_reader(make: Make, spawn
         endpoint = line(source)
         kit.leave_one_descriptor(source)
         error = read_all(reader, endpoint, "k", Target(right, CHUNK))
-        assert isinstance(error, TransportMissing)
+        assert isinstance(error, Unavailable)
         assert "files that this process may open are open" in str(error) or "no file can be opened" in str(error)
         source.kill()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.core.errors import SourceLost
+from tensorhub.core.errors import Unavailable
 from tensorhub.transport import shortages
 
 from .conftest import Make
@@ -50,8 +50,8 @@ def test_a_reader_without_a_descriptor_knows_that_it_met_a_limit(make: Make, mon
     with monkeypatch.context() as patch:
         patch.setattr(socket, "socket", Limited)
         error = read_all(reader, source.endpoint, "k", Target(right, 64))
-    assert isinstance(error, SourceLost), "another try may find one"
-    assert "cannot connect: [Errno 24] Too many open files" in str(error)
+    assert isinstance(error, Unavailable), "another try may find one"
+    assert "when it connected to a source: [Errno 24] Too many open files" in str(error)
     assert shortages.recent().endswith("when it connected to a source: Too many open files")
     assert read_all(reader, source.endpoint, "k", Target(right, 64)) is None
 

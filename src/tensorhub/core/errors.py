@@ -188,13 +188,6 @@ def _tree(root: type[TensorHubError]) -> dict[str, type[TensorHubError]]:
 BY_CODE: dict[str, type[TensorHubError]] = _tree(TensorHubError)
 
 
-def caused_by(error: Exception, text: str) -> TensorHubError:
-    """An error of no known kind, with its cause."""
-    unknown = TensorHubError(f"{text}: {error!r}")
-    unknown.__cause__ = error
-    return unknown
-
-
 def error_from_code(code: str, message: str, *, hint: str | None = None) -> TensorHubError:
     """The error that `code` stands for; an unknown code (a newer peer) becomes the root class."""
     return BY_CODE.get(code, TensorHubError)(message, hint=hint)

@@ -23,7 +23,7 @@ from ..core.errors import HostMemoryFull
 from ..transport import shortages
 from ..transport.base import ByteStream
 from ..transport.located import Located
-from ..transport.threads import MEMORY
+from ..transport.shortages import MEMORY
 from ..transport.vectors import IOV_MAX, Addresses
 
 PART_BYTES = 4 << 20  # a chunk of the usual size at once: each part waits twice for the interpreter where it is busy
@@ -123,9 +123,11 @@ def _moved(source: "array[int]", target: "array[int]") -> int:
     if not _is_refused:
         theirs, ours = source.buffer_info()[0], target.buffer_info()[0]
         moved = _calls()[0](os.getpid(), ours, len(target) // 2, theirs, len(source) // 2, 0)
-        if moved >= 0 or ctypes.get_errno() == errno.EFAULT:
+        number = ctypes.get_errno()
+        if moved >= 0 or number == errno.EFAULT:
             return moved
-        refuse()
+        if not shortages.is_shortage(OSError(number, "")):
+            refuse()
     return _through_pipe(source, target)
 
 

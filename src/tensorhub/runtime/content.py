@@ -15,6 +15,7 @@ from ..memory.tiles.across import Across
 from ..memory.tiles.tiled import TiledVersion
 from ..transport.base import Export, Transport
 from ..transport.progress import Progress
+from ..transport.shortages import as_ours
 from .loops import in_thread
 
 Known = Manifest | TiledVersion  # what a version is, in whichever way it was published
@@ -31,7 +32,8 @@ def _as_ours(error: Exception, scheme: str) -> TensorHubError:
     """Without a traceback: it would hold all that is exported."""
     text = f"it is held, but peers cannot read it by {scheme}: {error}"
     hint = f"unpublish() takes it back; TENSORHUB_TRANSPORTS can leave {scheme} out"
-    return error_from_code(error.code if isinstance(error, TensorHubError) else "error", text, hint=hint)
+    code = error.code if isinstance(error, TensorHubError) else as_ours(error, scheme).code
+    return error_from_code(code, text, hint=hint)
 
 
 class Content:

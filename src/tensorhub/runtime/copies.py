@@ -16,7 +16,6 @@ from ..core.errors import (
     TensorHubError,
     UsageError,
     VersionConflict,
-    caused_by,
     error_from_code,
 )
 from ..core.manifest import Manifest
@@ -38,6 +37,7 @@ from ..transport import sealed
 from ..transport.base import ByteStream, Transport
 from ..transport.progress import Progress
 from ..transport.sealed import Shared
+from ..transport.shortages import as_ours
 from .config import Verify
 from .content import Content, Known, key_of
 from .loops import in_thread, report_end
@@ -368,7 +368,7 @@ class HostCopies:
         except Exception as error:  # noqa: BLE001 - the top of a task: the machine waits for the end of the copy
             if not isinstance(error, TensorHubError):
                 _log.exception("%s: copying to or from host memory failed", self.me)
-                return self.failure(caused_by(error, "copying to or from host memory failed"))
+                error = as_ours(error, "copying to or from host memory failed")
             self._say(error, is_ahead=is_ahead)
             failure = self.failure(error)
             if isinstance(error, CorruptTransfer) and not failure.hint:

@@ -14,7 +14,7 @@ from functools import partial
 
 from msgspec import structs
 
-from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing
+from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing, Unavailable
 from ..core.messages import Failure, Grant
 from ..core.names import Digest, Ticket, Version, WorkerId, is_tiled
 from ..core.worker import events
@@ -23,7 +23,9 @@ from ..memory.fill import FillSink
 from ..memory.registration import Registration
 from ..memory.tiles.grid import BAND_BYTES
 from ..transport.base import Transport
+from ..transport.choose import Way
 from ..transport.progress import Progress
+from ..transport.shortages import as_ours
 from .background import Background
 from .config import Verify
 from .content import Content, Known, key_of
@@ -328,6 +330,11 @@ class DataPlane:
             error = self._read_by_any(reading)
             if error is None:
                 return
+        elif type(error) is Unavailable and reading.ways and not reading.sink.is_stopped:
+            _log.info("%s: not by %s now: %s", self.me, reading.way.scheme if reading.way is not None else "", error)
+            error = self._read_by_any(reading, reading.ways)
+            if error is None:
+                return
         self._reading = None
         reading.end()
         reading.log_end(self.me)
@@ -364,7 +371,7 @@ class DataPlane:
             self._ended(reading, error.with_traceback(None))
             return
         except Exception as error:  # noqa: BLE001 - no memory, or our bug: the read ends all the same, and says so
-            self._ended(reading, TensorHubError(f"the copy from {reading.grant.source} cannot be seen: {error!r}"))
+            self._ended(reading, as_ours(error, f"the copy from {reading.grant.source} cannot be seen"))
             return
         if self._reading is reading:
             self._reading = None
@@ -372,10 +379,10 @@ class DataPlane:
             self.copies.keep_shared(content, sink)
             self.tell(ReadEnded(reading.grant.ticket, complete=True))
 
-    def _read_by_any(self, reading: OpenRead) -> TensorHubError | None:
-        """Begin, or begin again, by the ways that are left; returns why there is none."""
+    def _read_by_any(self, reading: OpenRead, ways: list[Way] | None = None) -> TensorHubError | None:
+        """Begin, or begin again, by these ways or all that are known; returns why there is none."""
         try:
-            reading.ways = self.routes.to(reading.grant)
+            reading.ways = ways or self.routes.to(reading.grant)
             self._read(reading)
         except TensorHubError as nothing_left:
             return nothing_left.with_traceback(None)  # it knows this frame, and so the one that is given it

@@ -48,9 +48,26 @@ class Tracked(selectors.DefaultSelector):
         return [key.fd for key in list(self.get_map().values())] + [self.fileno()]
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """One that is closed if it cannot be made: asyncio's would fail once more when it is collected."""
+
+    def _make_self_pipe(self) -> None:
+        try:
+            super()._make_self_pipe()  # type: ignore[misc]
+        except BaseException:
+            asyncio.BaseEventLoop.close(self)
+            raise
+
+
 def inheritable_loop() -> asyncio.SelectorEventLoop:
-    """An event loop that a forked child may inherit: it keeps none of its sockets open."""
-    loop = asyncio.SelectorEventLoop(Tracked())
+    """An event loop that a forked child may inherit: it keeps none of its sockets open. Raises `Unavailable`."""
+    with shortages.named("it made an event loop"):
+        selector = Tracked()
+        try:
+            loop = _Loop(selector)
+        except BaseException:
+            selector.close()
+            raise
     waker = getattr(loop, "_csock", None)  # of its two for itself the one that it does not wait for
     if isinstance(waker, socket.socket):
         tracked(waker)
@@ -83,7 +100,8 @@ class LoopThread:
         takes back what the work has brought, where it had just ended. An interrupt waits a moment for all that, so
         that the caller finds nothing half done.
         """
-        return wait_in(self.loop, work, deadline=deadline, what=what, undo=undo)
+        with shortages.named(f"it did {what}"):
+            return wait_in(self.loop, work, deadline=deadline, what=what, undo=undo)
 
     def leaves(self, make_work: Callable[[], Coroutine[object, object, object]]) -> bool:
         """For what a finaliser may do, which runs wherever the collector does: whether it is not to be waited for.
@@ -107,7 +125,8 @@ class LoopThread:
         """Run it in the loop and await it from any loop; a cancelled caller cancels it, as an interrupt of `wait`."""
         loop = asyncio.get_running_loop()
         if loop is self.loop:
-            return await work
+            with shortages.named("it worked for a caller"):
+                return await work
         ended, settled = loop.create_future(), loop.create_future()
         errand = Errand(
             *(self.loop, work),
@@ -118,7 +137,8 @@ class LoopThread:
         try:
             errand.begin()
             await ended
-            return errand.outcome()
+            with shortages.named("it worked for a caller"):
+                return errand.outcome()
         except BaseException:
             if errand.abandon_unless_over():
                 await asyncio.wait([settled], timeout=UNWIND_S)

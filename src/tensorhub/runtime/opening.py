@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ..core.errors import ServerUnreachable, ShardTaken, TensorHubError, TransportMissing, Unavailable, UsageError
 from ..core.messages import PROTOCOL, Hello
 from ..core.names import ModelName, ReplicaName, Shard
-from ..transport import nixl_path, sealed
+from ..transport import nixl_path, sealed, shortages
 from ..transport.base import Transport
 from ..transport.choose import PREFERENCE
 from ..transport.local import LocalSettings, LocalTransport
@@ -152,9 +152,17 @@ def _hello(
 
 
 def _place(transports: Mapping[str, Transport]) -> str:
-    """Where others can map our host copies, and we theirs; empty where nobody can."""
+    """Where others can map our host copies, and we theirs; empty where nobody can. Raises `Unavailable` at a limit."""
     local = transports.get("local")
-    return local.mapping_place if isinstance(local, LocalTransport) and not sealed.why_not() else ""
+    if not isinstance(local, LocalTransport):
+        return ""
+    try:
+        sealed.probe()
+    except sealed.Unmappable as error:
+        if error.__cause__ is not None and shortages.is_shortage(error.__cause__):
+            raise shortages.unavailable(error.__cause__, "it made memory that others can map") from error
+        return ""
+    return local.mapping_place
 
 
 def wanted_transports(options: Options) -> tuple[str, ...]:
@@ -201,7 +209,7 @@ def _check_guarded(transports: Mapping[str, Transport], options: Options) -> Non
 
 
 def make_transport(scheme: str, host: str, options: Options, *, probe_s: float = MOST_PROBE_S) -> Transport:
-    """A transport by its scheme, listening. Raises `TransportMissing` where it cannot be had.
+    """A transport by its scheme, listening. Raises `TransportMissing` where it cannot be had, or is `Unavailable` now.
 
     The first `nixl` of a process tries NIXL in a child process, which takes about a second, and `probe_s` at most.
     """
@@ -209,6 +217,8 @@ def make_transport(scheme: str, host: str, options: Options, *, probe_s: float =
     try:
         return _made(scheme, host, token, options, probe_s)
     except OSError as error:
+        if shortages.is_shortage(error):
+            raise shortages.unavailable(error, f"it made its {scheme} transport") from error
         text = f"cannot listen for peers on host={host!r}: {error.strerror or error}"
         raise UsageError(text, hint="set host= or TENSORHUB_HOST to an address of this machine") from error
 
@@ -230,9 +240,9 @@ def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: 
 def _address_towards(server: str) -> str:
     """This machine's address on the way to the server: peers reach us there. Sends nothing."""
     host, _, port = server.rpartition(":")
-    with contextlib.suppress(OSError):
+    with shortages.tolerated("it looked for its own address"):
         for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            with shortages.tolerated("it looked for its own address"), socket.socket(family, kind) as probe:
                 probe.connect(address)
                 return host_of(probe.getsockname())
     return "127.0.0.1"

@@ -22,6 +22,7 @@ from aiohttp import web
 from ..core.errors import Closed, TensorHubError, UsageError
 from ..core.settings import Settings
 from ..core.snapshot import Status
+from ..transport import shortages
 from ..transport.signals import block_sigpipe
 from ..transport.tcp_addresses import check_all_interfaces, is_loopback
 from ..transport.threads import Thread, start
@@ -65,10 +66,10 @@ async def start_server(
     names: str | Sequence[str] | None = None,
     fresh: bool,
 ) -> RunningServer:
-    """Listen. Port 0 takes any free one. Raises `UsageError`.
+    """Listen. Port 0 takes any free one. Raises `Unavailable` at a limit of this process, and `UsageError`.
 
-    For what is no address, or one that cannot be had, for a token that no client could give, and where a token that
-    nobody has given cannot be made.
+    That is for what is no address, or one that cannot be had, for a token that no client could give, and where the
+    token of this user cannot be made.
     """
     check_integer(port, "port", least=0, most=65535)
     host = parse_text(host, "host").strip("[]")
@@ -96,7 +97,12 @@ async def start_server(
         raise
     except OSError as error:
         await runner.cleanup()
+        if shortages.is_shortage(error):
+            raise shortages.unavailable(error, f"it listened on {shown}:{port}") from error
         raise _not_to_be_had(f"{shown}:{port}", error) from error
+    if shortages.lacks_files():  # asyncio passes over an address for which it has no socket
+        await runner.cleanup()
+        raise shortages.unavailable(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), f"it listened on {shown}:{port}")
     bound = runner.addresses[0][1]
     if not all(is_loopback(address[0]) for address in runner.addresses):
         shell.names.look_up()
@@ -181,7 +187,11 @@ def run_server(
         if server.shell.failure is not None:
             raise server.shell.failure
 
-    with _garbage_collected_rarely(), asyncio.Runner(loop_factory=_fastest_loop()) as runner:
+    with (
+        shortages.named("it ran a server"),
+        _garbage_collected_rarely(),
+        asyncio.Runner(loop_factory=_fastest_loop()) as runner,
+    ):
         runner.run(serve())
 
 
@@ -283,7 +293,7 @@ class ServerThread:
     def _run(self) -> None:
         block_sigpipe()
         try:
-            with asyncio.Runner(loop_factory=inheritable_loop) as runner:
+            with shortages.named("it ran a server"), asyncio.Runner(loop_factory=inheritable_loop) as runner:
                 runner.run(self._serve())
         except Exception as error:  # noqa: BLE001 - the top of a thread: raised where the server was started
             self._error = error

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
-from ..core.errors import HostMemoryFull, TensorHubError, UsageError, caused_by
+from ..core.errors import HostMemoryFull, TensorHubError, UsageError
 from ..core.messages import Failure, Grant
 from ..core.names import Ticket, Version, WorkerId
 from ..core.worker.events import Event
@@ -14,6 +14,7 @@ from ..memory.tiles.legs import Leg
 from ..memory.tiles.tiled import Offer, TiledVersion
 from ..transport.base import Read, Transport
 from ..transport.choose import Way
+from ..transport.shortages import as_ours
 from .content import Content
 from .legs import Trusted
 from .open_read import Received
@@ -104,4 +105,4 @@ def known(error: Exception, version: Version) -> TensorHubError:
     """Whatever went wrong in a thread that works something out."""
     if isinstance(error, TensorHubError):
         return error.with_traceback(None)
-    return caused_by(error, f"tiles of version {version} cannot be worked out")
+    return as_ours(error, f"tiles of version {version} cannot be worked out")

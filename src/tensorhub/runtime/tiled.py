@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from ..core.errors import LayoutMismatch, SessionLost, SourceLost, TensorHubError, TransportMissing
+from ..core.errors import LayoutMismatch, SessionLost, SourceLost, TensorHubError, TransportMissing, Unavailable
 from ..core.messages import Failure, Grant
 from ..core.names import Ticket
 from ..core.worker.events import ReadEnded, ReadOpened
@@ -265,6 +265,9 @@ class TileReading(Telling):
         if isinstance(error, TransportMissing) and not sink.is_stopped and part.way is not None:
             self.plane.routes.failed(part.way, part.grant, error)
             part.ways = []
+            self._read(part, sink)
+            return
+        if type(error) is Unavailable and part.ways and not sink.is_stopped:  # for now: the next way of this grant
             self._read(part, sink)
             return
         self._handled(part, sink, error)

@@ -33,6 +33,7 @@ from .local_pieces import LocalPieces
 from .local_reader import LocalRead, LocalStream
 from .local_server import LocalServer
 from .parcels import Piecewise
+from .shortages import is_shortage
 from .tcp import TcpTransport
 from .tcp_reader import TcpRead
 from .tcp_server import TcpServer
@@ -94,6 +95,8 @@ class LocalTransport(TcpTransport):
         try:
             return LocalServer(self.settings, self._place)
         except OSError as error:
+            if is_shortage(error):
+                raise
             raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:

@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..core.errors import TransportMissing
+from . import shortages
 
 SCHEME = "local"
 _ENDPOINT = re.compile(r"local://([0-9a-f-]{1,40})\.(\d{1,20})\.(\d{1,20})\.(\d{1,20})/([A-Za-z0-9_-]{1,80})\Z")
@@ -67,12 +68,14 @@ def _namespace(kind: str) -> int:
 
 
 def here() -> Place:
-    """This process's place. Raises `TransportMissing` where it cannot be known."""
+    """This process's place. Raises `TransportMissing` where it cannot be known, `Unavailable` while it cannot."""
     if sys.platform != "linux":
         raise TransportMissing(f"the local transport needs Linux, this is {sys.platform}", hint="use tcp")
     try:
         return _here(os.geteuid())
     except OSError as error:
+        if shortages.is_shortage(error):
+            raise shortages.unavailable(error, "it looked where it is") from error
         raise TransportMissing(f"the local transport needs /proc: {error}", hint="use tcp") from error
 
 

@@ -37,10 +37,13 @@ _NOTHING = bytes(SEAL_BYTES)
 REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
 
-def refused(pid: int, number: int) -> TransportMissing:
-    """The kernel does not permit it."""
-    text = f"reading the memory of process {pid} is refused: {os.strerror(number)}"
-    return TransportMissing(text, hint=remedy())
+def check_refused(pid: int, number: int) -> None:
+    """Raises `TransportMissing` if the kernel does not permit it, `Unavailable` if it has no room for it now."""
+    error = OSError(number, os.strerror(number))
+    if shortages.is_shortage(error):
+        raise shortages.unavailable(error, f"it read the memory of process {pid}")
+    if number in REFUSED:
+        raise TransportMissing(f"reading the memory of process {pid} is refused: {error.strerror}", hint=remedy())
 
 
 class Seal:
@@ -107,7 +110,9 @@ class Process:
             shortages.note(error, did="it looked at a source's process")
             try:
                 self._started = _start_time(pid)
-            except OSError as unknown:  # descriptors are short: nothing would tell it from another one later
+            except OSError as unknown:  # nothing would tell it from another one later
+                if shortages.is_shortage(unknown):
+                    raise shortages.unavailable(unknown, "it looked at a source's process") from unknown
                 raise TransportMissing(f"when process {pid} began cannot be found out: {unknown.strerror}") from unknown
 
     @property
@@ -200,8 +205,8 @@ class Process:
 
     def _failed(self, moved: int) -> NoReturn:
         number = ctypes.get_errno()
-        if moved < 0 and number in REFUSED:
-            raise refused(self.pid, number)
+        if moved < 0:
+            check_refused(self.pid, number)
         raise Lost(f"process {self.pid} cannot be read: {os.strerror(number) if moved < 0 else 'no byte came'}")
 
 

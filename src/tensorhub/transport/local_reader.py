@@ -25,7 +25,7 @@ from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
 from .local_mapping import FROZEN, MAPPED, MAX_MAPPED_BYTES, Mapped, Received, hand_over, receive_header
-from .local_memory import REFUSED, Call, Lost, Process, Token, refused
+from .local_memory import Call, Lost, Process, Token, check_refused
 from .local_server import SEAL, check_listener, credentials_of
 from .located import Located
 from .native import shapes
@@ -321,10 +321,10 @@ class LocalStream(Stream):
 
     def conclude(self, state: shapes.StreamState) -> None:
         if state.status == shapes.UNREADABLE:
+            check_refused(state.pid, state.error)
             raise unreadable(state.pid, os.strerror(state.error))
         if state.status == shapes.LOST:
-            if state.error in REFUSED:
-                raise refused(state.pid, state.error)
+            check_refused(state.pid, state.error)
             raise self._left()
         super().conclude(state)
 

@@ -10,10 +10,11 @@ of plain sockets and cannot be called back. Hardware needs a device at both ends
 import os
 import resource
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+
+from .shortages import tolerated
 
 HOST = 0  # a device's code: 0 is the host's memory, n + 1 the memory of CUDA device n
 
@@ -60,9 +61,9 @@ def lacks_descriptors() -> str:
 def facts(tls: str = "") -> Facts:
     """This process's."""
     boot, rdma = "", tuple[str, ...]()
-    with suppress(OSError):
+    with tolerated("it looked for RDMA devices"):
         boot = _BOOT.read_text().strip()
-    with suppress(OSError):
+    with tolerated("it looked for RDMA devices"):
         rdma = tuple(sorted(entry.name for entry in _RDMA.iterdir()))
     return Facts(boot, rdma, tls or os.environ.get("UCX_TLS", ""))
 
@@ -73,12 +74,12 @@ def advantage(rdma: Path = _RDMA, gpus: Path = _GPUS) -> tuple[bool, str]:
     Reads names of the kernel's, in microseconds: this is asked at every `open`.
     """
     active, idle = list[str](), list[str]()
-    with suppress(OSError):
+    with tolerated("it looked for RDMA devices"):
         for device in sorted(rdma.iterdir()):
             states = [state.read_text() for state in sorted((device / "ports").glob("*/state"))]
             (active if any("ACTIVE" in state for state in states) else idle).append(device.name)
     found = [f"RDMA ({', '.join(active)})"] if active else []
-    with suppress(OSError):
+    with tolerated("it looked for RDMA devices"):
         found += ["a GPU (CUDA IPC, NVLink)"] if any(gpus.iterdir()) else []
     if found:
         return True, " and ".join(found)

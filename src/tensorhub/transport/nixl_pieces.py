@@ -24,9 +24,9 @@ from .nixl_path import HOST
 from .nixl_reader import USE_TCP, NixlStream
 from .parcels import Parcels
 from .rows import RowStream
+from .shortages import MEMORY
 from .tcp_stream import Stream
 from .tcp_wire import Unreadable
-from .threads import MEMORY
 from .views import advance, batch, flat
 
 SENT_BELOW_BYTES = 16384  # runs that are shorter on an average are sent

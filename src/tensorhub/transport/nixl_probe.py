@@ -25,6 +25,7 @@ from . import nixl_path
 from .base import ByteStream
 from .nixl_agent import MODULES, Agent, Broken, Stuck, load
 from .nixl_memory import Page
+from .shortages import is_shortage
 
 DEADLINE_S = 30.0  # it takes 1 s on an idle machine; 6 s were seen on one with ten times more to do than it could
 INSTALL = "pip install 'tensorhub[nixl]'"
@@ -64,7 +65,10 @@ _lock = threading.Lock()
 
 
 def probe(deadline_s: float = DEADLINE_S) -> Probe:
-    """Whether and how NIXL works in a process like this one. Never hangs, never raises for what NIXL does."""
+    """Whether and how NIXL works in a process like this one. Never hangs, never raises for what NIXL does.
+
+    Raises `OSError` while no child process can be started at a limit of this one: that is not remembered.
+    """
     tls = os.environ.get("UCX_TLS", "")
     with _lock:
         if tls not in _found:
@@ -96,6 +100,8 @@ def _ask_a_child(deadline_s: float) -> Probe:
     except subprocess.TimeoutExpired:
         return Probe(why_not=f"trying it in a child process did not end within {deadline_s:g} s")
     except OSError as error:
+        if is_shortage(error):
+            raise
         return Probe(why_not=f"no child process can be started to try it in: {error}")
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):

@@ -24,7 +24,7 @@ from functools import partial
 import msgspec
 
 from ..core.decoding import Undecodable, decoded
-from ..core.errors import SourceLost, TensorHubError, TransportMissing
+from ..core.errors import SourceLost, TensorHubError, TransportMissing, Unavailable
 from . import nixl_path, tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
 from .base import OnEnd, Sink
@@ -35,6 +35,7 @@ from .nixl_memory import SEAL_BYTES
 from .nixl_path import HOST, Facts, Lane
 from .nixl_server import SCHEME, Memory
 from .parcels import Piecewise
+from .shortages import FILES
 from .tcp_addresses import Address
 from .tcp_addresses import parse_endpoint as parse_tcp_endpoint
 from .tcp_dial import dial
@@ -170,7 +171,7 @@ class NixlStream(Stream):
         if memory.size_bytes != self._size_bytes:
             raise Garbled(f"addresses of {memory.size_bytes} B for content of {self._size_bytes} B")
         if lacking := nixl_path.lacks_descriptors():
-            raise TransportMissing(f"NIXL cannot connect from here: {lacking}", hint="raise `ulimit -n`")
+            raise Unavailable(f"NIXL cannot connect from here: {lacking}", hint=FILES)
         try:
             self._its.meeting = Meeting(self._its.agents.current(), memory, self._its.agents.scratch)
         except Broken as error:

@@ -87,7 +87,7 @@ class NixlServer(AnnouncingServer):
         if not isinstance(served.export.stream, Located | Placed):
             return Refusal("memory", "its tensors have no addresses that NIXL could be told")
         lacking = lacks_descriptors()
-        return Refusal("memory", lacking) if lacking else None
+        return Refusal("short", lacking) if lacking else None
 
     def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
         assert isinstance(served, NixlServed)

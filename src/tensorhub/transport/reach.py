@@ -8,7 +8,7 @@ not tried, and the reader says what to change. Where a source is, its endpoint o
 import ipaddress
 from collections.abc import Sequence
 
-from ..core.errors import TransportMissing
+from ..core.errors import TransportMissing, Unavailable
 from . import local_host
 from .tcp_addresses import parse_endpoint
 
@@ -34,7 +34,7 @@ def _is_elsewhere(offered: Sequence[str]) -> bool:
     """The source is known to be on another host, or in another network namespace of this one."""
     try:
         here = local_host.here()
-    except TransportMissing:
+    except (TransportMissing, Unavailable):
         return False
     for endpoint in offered:
         try:

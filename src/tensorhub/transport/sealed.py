@@ -321,7 +321,7 @@ def _large(address: int, size_bytes: int) -> shapes.Large | None:
 def why_not() -> str:
     """Why no memory of this process can be mapped by others; empty where it can."""
     try:
-        _probe()
+        probe()
     except Unmappable as error:
         return str(error)
     return ""
@@ -335,7 +335,8 @@ def has_large_pages() -> bool:
         return False
 
 
-def _probe() -> None:
+def probe() -> None:
+    """Raises `Unmappable` where others can map no memory of this process."""
     Sealed(mmap.PAGESIZE)
 
 

@@ -13,13 +13,14 @@ the others do their work (decision 0036). It must never: listen on more than was
 import socket
 import struct
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
+from .shortages import is_shortage, tolerated, unavailable
 from .tcp_settings import TcpSettings, tune
 
 SCHEME = "tcp"
@@ -126,11 +127,15 @@ def _address_of_interface(name: str) -> str | None:
     """The first address of the network interface of this name; None if there is no such interface."""
     try:
         socket.if_nametoindex(name)
-    except (OSError, ValueError):
+    except ValueError:
         return None
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    except OSError as error:  # it says of each failure that there is no such interface
+        if is_shortage(error):
+            raise unavailable(error, "it looked at a network interface") from error
+        return None
+    with tolerated("it looked at a network interface"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return _ipv4_address_of(probe, name)
-    with suppress(OSError):
+    with tolerated("it looked at a network interface"):
         lines = list(map(str.split, Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()))
         for scope, zone in ((_GLOBAL, ""), (_LINK, f"%{name}")):
             for address, _, _, found, _, device in lines:
@@ -160,7 +165,7 @@ def _reachable(host: str) -> list[str]:
 
 def _outward_address(family: socket.AddressFamily, target: str) -> str:
     """The address that the default route leaves from; empty on a host without one. Sends nothing."""
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with tolerated("it looked for this host's address"), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))
         return host_of(probe.getsockname())
     return ""

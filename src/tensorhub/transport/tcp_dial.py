@@ -85,11 +85,12 @@ def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_f
 
 
 def wire_for(job: Job, family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> Wire:
-    """A connection to be, which the job knows. Raises `Vanished` where this process has no descriptor for it."""
+    """A connection to be, which the job knows. Raises `Unavailable` where this process has no descriptor for it."""
     try:
         wire = Wire(made(lambda: socket.socket(family, kind, protocol)), job.settings)
     except OSError as error:
-        shortages.note(error, did="it connected to a source")
+        if shortages.is_shortage(error):
+            raise shortages.unavailable(error, "it connected to a source") from error
         raise Vanished(f"cannot connect: {error}") from error
     job.enter(wire)
     return wire

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..core.errors import Refused, SourceLost, TensorHubError
+from ..core.errors import Refused, SourceLost, TensorHubError, Unavailable
 from ..core.manifest import chunk_count
 from .base import Sink
 from .native_read import Mover
 from .parcels import Parcels, Piecewise
+from .shortages import FILES
 from .tcp_claims import Claims
 from .tcp_settings import TcpSettings
 from .tcp_wire import Refusal
@@ -185,6 +186,8 @@ class Job:
         )
 
     def refused(self, refusal: Refusal) -> TensorHubError:
+        if refusal.code == "short":
+            return Unavailable(f"{self.endpoint} cannot serve {self.key!r} now: {refusal.message}", hint=FILES)
         error = SourceLost(
             f"{self.endpoint} does not serve {self.key!r} ({self.received_bytes} B done): {refusal.message}",
             hint=_HINTS.get(refusal.code),

@@ -165,9 +165,7 @@ class TcpRead(Read):
 
     def _unforeseen(self, error: Exception) -> TensorHubError:
         """Made here, so that it is no variable of a frame that its cause's traceback knows."""
-        wrapped = TensorHubError(f"reading {self.job.key!r} from {self.job.endpoint} failed: {error!r}")
-        wrapped.__cause__ = error
-        return wrapped
+        return shortages.as_ours(error, f"reading {self.job.key!r} from {self.job.endpoint} failed")
 
     def _lead(self, index: int, brisk: Brisk) -> None:
         """The first stream: learn what there is, decide what is wanted, start the others."""

@@ -14,14 +14,9 @@ from collections.abc import Callable
 
 from ..core.errors import Unavailable
 from . import shortages
+from .shortages import MEMORY, THREADS, NotStarted
 
 START_S = 2.5  # a thread begins within 0.1 s beside ten busy ones; a shared machine stands still for seconds
-HINT = "raise the limit on threads (`ulimit -u`, or pids.max of the container's cgroup), or start fewer; then retry"
-MEMORY = "is there memory left (`ulimit -v`, or memory.max of the container's cgroup)? Retry when there is"
-
-
-class NotStarted(RuntimeError):
-    """The system had a thread for us, which never took its first step."""
 
 
 class _Unawaited(threading.Event):
@@ -57,7 +52,7 @@ def no_thread(name: str, error: BaseException) -> Unavailable:
     shortages.note(error, did=f"it started {name}")
     if isinstance(error, NotStarted | MemoryError):
         return Unavailable(f"{name} needs a thread, and that cannot be started: {error or 'no memory'}", hint=MEMORY)
-    return Unavailable(f"this process may start no more threads, and {name} needs one", hint=HINT)
+    return Unavailable(f"this process may start no more threads, and {name} needs one", hint=THREADS)
 
 
 def start(thread: Thread, *, otherwise: Callable[[], object] = lambda: None) -> None:

@@ -12,6 +12,7 @@ import os
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 
+from ..shortages import lacks_files
 from . import build, shapes
 
 _log = logging.getLogger(__name__)
@@ -106,21 +107,30 @@ def _found() -> Library:
 
 @cache
 def _loaded() -> tuple[Library | None, str]:
+    """Raises `Unusable` while no file can be opened: that is not remembered."""
     try:
         return _found(), ""
     except Unusable as error:
+        if lacks_files():
+            raise
         _log.info("Python moves the bytes, the native mover is not used: %s (%s)", error, COST)
         return None, str(error)
 
 
 def library() -> Library | None:
     """The mover, or None where Python moves the bytes."""
-    return _loaded()[0]
+    try:
+        return _loaded()[0]
+    except Unusable:
+        return None
 
 
 def why_not() -> str:
     """Why Python moves the bytes; empty where it does not."""
-    return _loaded()[1]
+    try:
+        return _loaded()[1]
+    except Unusable as error:
+        return str(error)
 
 
 def forget() -> None:
