@@ -7,6 +7,7 @@ tensors, and take memory for masters, in a thread of their own.)
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
@@ -33,7 +34,7 @@ from .runtime.config import (
 )
 from .runtime.descriptions import layout_of, metadata_of
 from .runtime.errands import Undo
-from .runtime.loops import LoopThread, check_process, in_thread, loop_thread
+from .runtime.loops import LoopThread, check_process, in_thread, loop_thread, warn_unreferenced
 from .runtime.opening import leave_at_once, open_client
 from .runtime.questions import fetch_status, wait_for_number
 from .runtime.specs import parse_number, plain_spec
@@ -113,10 +114,21 @@ class Weights:
         self._client = client
         self._thread = thread
         self._pid = os.getpid()
+        self._kept: object = None  # the module, or mapping, that was registered: the loop knows its tensors only
+        self._is_closing = False
         client.callers.note()
 
     def __repr__(self) -> str:
         return f"<Weights {self._client.me}>"
+
+    def __del__(self) -> None:
+        """Nobody references it any more: it leaves as `close()` would, without anybody who waits for it."""
+        if sys.is_finalizing() or getattr(self, "_is_closing", True) or os.getpid() != self._pid:
+            return
+        client = self._client
+        if not client.is_leaving:
+            self._thread.begin(lambda: client.close(time.monotonic() + client.options.timeout_s))
+            warn_unreferenced(self, f"{self!r} at {client.options.server}")
 
     async def __aenter__(self) -> "Weights":
         return self
@@ -141,11 +153,12 @@ class Weights:
         self._check_process()
         options = {"partial": partial, "leave_out": leave_out}
         looking = in_thread(lambda: register_tensors(tensors, dtype, boxes, **options), name="register")  # type: ignore[arg-type]
-        await self.take(await looking)
+        await self.take(await looking, of=tensors)
 
-    async def take(self, registration: Registration, *, is_resumed: bool = False) -> None:
-        """Take tensors that `memory.registration.register` has looked at already."""
+    async def take(self, registration: Registration, *, of: object = None, is_resumed: bool = False) -> None:
+        """Take tensors that `memory.registration.register` has looked at already. `of`: the module that has them."""
         await self._here(self._client.register(registration, self._deadline(None), is_resumed=is_resumed))
+        self._kept = self._kept if of is None else of
 
     async def suspend(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Withdraw, and forget where the tensors are, until `resume`."""
@@ -158,7 +171,8 @@ class Weights:
     async def resume(self, tensors: "type_of_weights | None" = None) -> None:
         """Register again what was suspended, where it is now, or these tensors."""
         self._check_process()
-        await self.take(await in_thread(lambda: self._client.suspension.again(tensors), name="resume"), is_resumed=True)
+        found = await in_thread(lambda: self._client.suspension.again(tensors), name="resume")
+        await self.take(found, of=tensors, is_resumed=True)
 
     async def publish(
         self,
@@ -207,6 +221,7 @@ class Weights:
 
     async def _leave(self) -> None:
         """It was opened when its caller gave up: nobody will ever use it."""
+        self._is_closing = True
         await leave_at_once(self._client)
 
     def _drop_claim(self) -> None:
@@ -265,6 +280,7 @@ class Weights:
 
     async def close(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Withdraw, wait for readers, leave. Idempotent."""
+        self._is_closing = True
         await self._here(self._client.close(self._deadline(timeout)))
 
     # --- how things are -----------------------------------------------------------------------------------------------
@@ -318,6 +334,7 @@ class Weights:
 
     def _close_and_wait(self, timeout: float | None) -> None:
         """For the blocking wrapper, whose `close` a finaliser may call."""
+        self._is_closing = True
         if not self._thread.leaves(lambda: self.close(timeout=timeout)):
             self._block_on(self.close(timeout=timeout), timeout, "close()")
 

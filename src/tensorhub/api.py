@@ -150,7 +150,7 @@ class Weights:
         """
         self._aio._check_process()
         registration = register_tensors(tensors, dtype, boxes, partial=partial, leave_out=leave_out)
-        self._wait(self._aio.take(registration), None, "register()")
+        self._wait(self._aio.take(registration, of=tensors), None, "register()")
 
     def suspend(self, *, timeout: float | None = None) -> None:
         """Withdraw, and forget where the tensors are: their memory may be unmapped, freed or moved until `resume`.
@@ -168,7 +168,8 @@ class Weights:
         `replicate` fills them, `publish` takes them for what they are: after `register`, if a failed fill spoiled them.
         """
         self._aio._check_process()
-        self._wait(self._aio.take(self._aio._client.suspension.again(tensors), is_resumed=True), None, "resume()")
+        found = self._aio._client.suspension.again(tensors)
+        self._wait(self._aio.take(found, of=tensors, is_resumed=True), None, "resume()")
 
     def publish(
         self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None

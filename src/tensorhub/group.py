@@ -126,7 +126,7 @@ class Group(Several):
         ]
         members = self._members
         self._wait([m._here(m._client.may_register(m._deadline(None))) for m in members], None, "register()")
-        works = [member.take(one) for member, one in zip(self._members, taken, strict=True)]
+        works = [member.take(one, of=each) for member, one, each in zip(self._members, taken, every or (), strict=True)]
         self._wait(works, None, "register()")
 
     def replicate(self, spec: Spec = "latest", *, wait: bool = False, timeout: float | None = None) -> int:

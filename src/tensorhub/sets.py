@@ -134,7 +134,8 @@ class WeightsSet(Several):
             register_tensors(tensors[name], dtype, None if boxes is None else boxes.get(name, {}), partial=partial)
             for name in self._models
         ]
-        works = [member.take(one) for member, one in zip(self._members, taken, strict=True)]
+        every = zip(self._members, taken, self._models, strict=True)
+        works = [member.take(one, of=tensors[name]) for member, one, name in every]
         self._wait(works, None, "register()")
 
     def publish(

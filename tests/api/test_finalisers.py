@@ -1,10 +1,16 @@
 """A `__del__` that closes runs where the collector does, and keeps nobody waiting, nor the end of the process."""
 
+import asyncio
 import gc
+import socket
 import subprocess
 import sys
+import threading
+import warnings
 
+import numpy as np
 import pytest
+import torch
 
 import tensorhub
 from runtime.kit import eventually, within
@@ -94,3 +100,99 @@ def test_a_finaliser_does_not_keep_its_process(does):
     assert done.stdout == "ends\n"
     assert done.returncode == 0
     assert ("the interpreter ends" in done.stderr) == (does == "unpublish()")
+
+
+# --- what nobody references any more ----------------------------------------------------------------------------------
+
+
+class Trainer(torch.nn.Module):
+    """A module that knows its own `Weights`, which has registered it."""
+
+    def __init__(self, server):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.weights = tensorhub.open("m", replica="gone", server=server.address)
+        self.weights.register(self)
+        self.weights.publish(1)
+        self.callback = self.weights.publish
+
+
+def forget_one(server):
+    weights = tensorhub.open("m", replica="gone", server=server.address)
+    weights.register({"w": np.ones(10)})
+    weights.publish(1)
+
+
+def forget_in_a_cycle(server):
+    opened = [tensorhub.open("m", replica="gone", server=server.address)]
+    opened.append(opened)
+
+
+def forget_one_of_a_loop_of_its_own(server):
+    async def main():
+        weights = await tensorhub.aio.open("m", replica="gone", server=server.address)
+        await weights.register({"w": np.ones(10)})
+        await weights.publish(1)
+
+    asyncio.run(main())
+
+
+FORGET = {
+    "one": forget_one,
+    "one in a cycle": forget_in_a_cycle,
+    "one that its module knows": lambda server: Trainer(server) and None,
+    "one of aio": forget_one_of_a_loop_of_its_own,
+    "a group": lambda server: tensorhub.open_group("m", replica="gone", shards=2, server=server.address) and None,
+    "a set": lambda server: tensorhub.open_set(["m", "n"], replica="gone", server=server.address) and None,
+}
+
+
+def forget(how, server):
+    how(server)
+    gc.collect()
+
+
+@pytest.mark.parametrize("what", FORGET)
+def test_what_nobody_references_says_so_and_leaves(server, what):
+    with tensorhub.open("m", replica="stays", server=server.address):
+        before = threading.active_count()
+        with pytest.warns(ResourceWarning, match=r"gone\[0\]> at .* was not closed, .* call close\(\), or use `with`"):
+            forget(FORGET[what], server)
+        eventually(lambda: all(r.name != "gone" for m in server.status().models for r in m.replicas), "it has left")
+        eventually(lambda: threading.active_count() <= before, "its threads have ended")
+
+
+def test_what_was_closed_or_belongs_to_the_parent_says_nothing(server):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights = tensorhub.open("m", replica="gone", server=server.address)
+        weights.close()
+        del weights
+        with tensorhub.open("m", replica="gone", server=server.address):
+            pass
+        with pytest.raises(tensorhub.ServerUnreachable):
+            tensorhub.open("m", replica="gone", server="127.0.0.1:1", timeout=0.2)
+        gc.collect()
+
+
+def test_a_server_that_nobody_references_says_so_and_ends():
+    with pytest.warns(ResourceWarning, match=r"<reference server at .*> was not closed"):
+        address = tensorhub.serve().address
+
+    def is_free():
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) != 0
+
+    eventually(is_free, "its port is free")
+
+
+@pytest.mark.processes
+def test_at_the_end_of_a_process_nothing_is_said():
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", PROGRAM.replace("def __del__", "def last") % "close()"],
+        capture_output=True,
+        text=True,
+        timeout=END_S,
+    )
+    assert (done.returncode, done.stdout) == (0, "ends\n")
+    assert "was not closed" not in done.stderr

@@ -19,10 +19,11 @@ Never: import torch before a module is given, or change a parameter.
 
 import io
 import sys
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 from msgspec.structs import replace
 
@@ -256,6 +257,17 @@ def boxes_of_module(module: "torch.nn.Module") -> "dict[str, list[Box]]":
     return parts_of(found)[1] if found else {}
 
 
+T = TypeVar("T")
+
+
+def weakly(found: T) -> "Callable[[], T | None]":
+    """It, as long as it lives: it may know the `Weights`, which keeps it. What cannot be referenced so is kept here."""
+    try:
+        return weakref.ref(found)
+    except TypeError:  # a dict
+        return lambda: found
+
+
 class Facts(NamedTuple):
     """What makes a tensor the same one."""
 
@@ -269,15 +281,18 @@ class Held:
     """A module whose tensors are registered, and what they were then."""
 
     def __init__(self, module: "torch.nn.Module", tensors: "dict[str, torch.Tensor]") -> None:
-        self._module = module
+        self._module = weakly(module)
         self._left_out = {name for name, _ in _raw(module)} - tensors.keys()
         with plainly():
             self._known = {name: _facts(tensor) for name, tensor in tensors.items()}
 
     def replaced(self) -> list[str]:
         """Each tensor that the module has, or had, and that is not the registered one: its name, and what it is now."""
+        module = self._module()
+        if module is None:
+            return []
         with plainly():
-            found = {n: _facts(tensor) for n, tensor in _tensors(self._module) if n not in self._left_out}
+            found = {name: _facts(tensor) for name, tensor in _tensors(module) if name not in self._left_out}
         if found == self._known:
             return []
         wrong = [_difference(name, known, found.get(name)) for name, known in self._known.items()]
@@ -290,7 +305,7 @@ class HeldMapping:
 
     def __init__(self, tensors: "Mapping[str, object]", registered: "Iterable[tuple[str, object]]") -> None:
         """`registered` are those that it has given. One that it makes anew each time it is asked is never the same."""
-        self._tensors = tensors
+        self._tensors = weakly(tensors)
         with plainly():
             known = {name: (tensor, _facts_of_any(tensor)) for name, tensor in registered}
             self._known = {name: each for name, each in known.items() if self._is_still(name, *each)}
@@ -298,16 +313,20 @@ class HeldMapping:
     @property
     def kind(self) -> str:
         """What it is called in errors."""
-        return "dict" if isinstance(self._tensors, dict) else "mapping"
+        return "dict" if isinstance(self._tensors(), dict) else "mapping"
 
     def replaced(self) -> list[str]:
         """Each name that means another tensor by now, and what that is."""
+        tensors = self._tensors()
+        if tensors is None:
+            return []
         with plainly():
             changed = [name for name, each in self._known.items() if not self._is_still(name, *each)]
-            return [_difference(name, self._known[name][1], _facts_of_any(self._tensors.get(name))) for name in changed]
+            return [_difference(name, self._known[name][1], _facts_of_any(tensors.get(name))) for name in changed]
 
     def _is_still(self, name: str, known: object, facts: "Facts | None") -> bool:
-        now = self._tensors.get(name, known)
+        tensors = self._tensors()
+        now = known if tensors is None else tensors.get(name, known)
         return now is known or _facts_of_any(now) == facts
 
 

@@ -16,7 +16,7 @@ Rules:
 Memory that is mapped twice, at two addresses, is not recognised as shared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from .modules import (
     names_left_out,
     parts_of,
     tensors_of_module,
+    weakly,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Registration:
     is_partial: bool = False  # they leave some of the model out, and whoever registered them knows
     shares: tuple[str, str] | None = None  # which boxes share memory, so that nothing can fill them; and a hint
     _held: Held | HeldMapping | None = None  # whose tensors they are, where that is known
-    given: tuple[object, object, object, object] | None = (
+    given: tuple[Callable[[], object], object, object, object] | None = (
         None  # by the caller: tensors, dtypes, boxes, what is left out
     )
 
@@ -223,7 +224,7 @@ def register(
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
         _held=HeldMapping(tensors, given_items),
-        given=(tensors, dtype, given_boxes, leave_out),
+        given=(weakly(tensors), dtype, given_boxes, leave_out),
         table=table,
         boxes=encoded,
         is_partial=partial,
@@ -238,7 +239,7 @@ def _register_module(
     partial: bool,
     leave_out: object,
 ) -> Registration:
-    found, given = tensors_of_module(module, leave_out), (module, dtype, boxes, leave_out)
+    found, given = tensors_of_module(module, leave_out), (weakly(module), dtype, boxes, leave_out)
     if boxes is not None:
         known = boxes_of_module(module)
         boxes = {**{name: each for name, each in known.items() if name in found}, **boxes}

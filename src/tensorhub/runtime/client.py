@@ -363,6 +363,11 @@ class Client:
                 return UsageError(text, hint=hint)
         return None
 
+    @property
+    def is_leaving(self) -> bool:
+        """It was closed, or is about to be, or has stopped. Any thread may ask."""
+        return self._closing is not None or self.driver.is_gone or self.driver.broken is not None
+
     def is_idle_but_for(self, thread: threading.Thread) -> bool:
         """It is in no call, and nobody but that thread may begin one."""
         is_idle = not self.turn.calling and self._closing is None and not self.driver.is_gone

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Literal, TypeVar
@@ -116,6 +117,11 @@ class LoopThread:
         hand_over(self.loop, self._begin, make_work)
         return True
 
+    def begin(self, make_work: Callable[[], Coroutine[object, object, object]]) -> None:
+        """For a finaliser, in whatever thread: begun in the loop, and never waited for."""
+        with contextlib.suppress(RuntimeError, MemoryError):  # the loop has ended, and all of its workers
+            self.loop.call_soon_threadsafe(self._begin, make_work)
+
     def _begin(self, make_work: Callable[[], Coroutine[object, object, object]]) -> None:
         task = self.loop.create_task(_to_its_end(make_work()))
         self._left.add(task)
@@ -175,6 +181,12 @@ def wait_in(
             settled.acquire(timeout=UNWIND_S)
         del errand, work  # a failure's traceback knows this frame, and they the failure
         raise
+
+
+def warn_unreferenced(found: object, name: str) -> None:
+    """By a finaliser, after it has begun to close it: a filter may make an error of the warning."""
+    text = f"{name} was not closed, and nobody references it any more: it is closed now; call close(), or use `with`"
+    warnings.warn(text, ResourceWarning, stacklevel=3, source=found)
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -12,8 +12,9 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -28,7 +29,7 @@ from ..transport.tcp_addresses import check_all_interfaces, is_loopback
 from ..transport.threads import Thread, start
 from .config import access_of, check_integer, parse_text, server_names
 from .descriptors import check_limit, raise_limit
-from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in
+from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in, warn_unreferenced
 from .requests import Seldom
 from .server import DECISIONS, SPARE_CONNECTIONS, ServerShell
 from .state_dir import secret
@@ -208,10 +209,60 @@ def _garbage_collected_rarely() -> Iterator[None]:
         gc.unfreeze()
 
 
+class _Life:
+    """What a server's thread knows of it: not who started it, so that one whom nobody references can be closed."""
+
+    def __init__(self, start: Callable[[], Coroutine[object, object, RunningServer]]) -> None:
+        self.address = ""
+        self.token = ""  # that its workers are to show; empty: it is insecure
+        self.tried = held_lock()  # until it listens, or could not
+        self.error: Exception | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.server: RunningServer | None = None
+        self._stop: asyncio.Event | None = None
+        self._has_tried = False
+        self._start = start
+
+    def run(self) -> None:
+        """In its thread, to its end."""
+        block_sigpipe()
+        try:
+            with shortages.named("it ran a server"), asyncio.Runner(loop_factory=inheritable_loop) as runner:
+                runner.run(self._serve())
+        except Exception as error:  # noqa: BLE001 - the top of a thread: raised where the server was started
+            self.error = error
+            if self._has_tried:
+                _log.critical("the reference server at %s has ended: %r", self.address, error)
+        finally:
+            self._note_tried()
+
+    def stop(self) -> None:
+        """From any thread. Does not wait."""
+        if self.loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself
+                self.loop.call_soon_threadsafe(self._stop.set)
+
+    def _note_tried(self) -> None:
+        if not self._has_tried:
+            self._has_tried = True
+            self.tried.release()
+
+    async def _serve(self) -> None:
+        self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self.server = await self._start()
+        self.address, self.token = self.server.address, self.server.token
+        self._note_tried()
+        await _either(self._stop, self.server.shell.on_failure)
+        await self.server.stop()
+        if self.server.shell.failure is not None:
+            raise self.server.shell.failure
+
+
 class ServerThread:
     """A reference server inside this process, in a thread of its own: for notebooks, tests and single-node runs.
 
-    Runs from the start until `close` or the end of its `with` block. A child that is forked meanwhile does not have it.
+    Runs from the start until `close` or the end of its `with` block; where nobody references it any more, that is a
+    `ResourceWarning`, and it ends. A child that is forked meanwhile does not have it.
     """
 
     def __init__(
@@ -226,34 +277,43 @@ class ServerThread:
         fresh: bool = True,
     ) -> None:
         check_unpatched()
-        self.address = ""
-        self.token = ""  # that its workers are to show; empty: it is insecure
         self._pid = os.getpid()
-        self._tried = held_lock()  # until it listens, or could not
-        self._has_tried = False
-        self._error: Exception | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._server: RunningServer | None = None
-        self._start = partial(
-            start_server,
-            *(host, port),
-            settings=settings or Settings(),
-            token=token,
-            insecure=insecure,
-            names=names,
-            fresh=fresh,
+        self._life = _Life(
+            partial(
+                start_server,
+                *(host, port),
+                settings=settings or Settings(),
+                token=token,
+                insecure=insecure,
+                names=names,
+                fresh=fresh,
+            )
         )
-        self._thread = Thread(self._run, name="tensorhub-server")
-        start(self._thread)
+        self._is_closed = False
+        self._thread = Thread(self._life.run, name="tensorhub-server")
         try:
-            if not self._tried.acquire(timeout=START_S):
+            start(self._thread)
+            if not self._life.tried.acquire(timeout=START_S):
                 raise TensorHubError(f"the reference server did not start within {START_S:.0f} s")
+            if self._life.error is not None:
+                raise self._life.error
         except BaseException:
             self.close()
             raise
-        if self._error is not None:
-            raise self._error
+
+    @property
+    def address(self) -> str:
+        """What `open` takes as `server`."""
+        return self._life.address
+
+    @property
+    def token(self) -> str:
+        """That its workers are to show; empty: it is insecure."""
+        return self._life.token
+
+    @property
+    def _server(self) -> RunningServer | None:
+        return self._life.server
 
     def __repr__(self) -> str:
         return f"<reference server at {self.address}>"
@@ -266,10 +326,16 @@ class ServerThread:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and not getattr(self, "_is_closed", True) and os.getpid() == self._pid:
+            self._life.stop()
+            if self._thread.is_alive():
+                warn_unreferenced(self, repr(self))
+
     def status(self) -> Status:
         """How things are, seen from inside. Raises `Closed` once it has ended, and in a child that was forked."""
         check_process(self._pid, repr(self))
-        loop, server = self._loop, self._server
+        loop, server = self._life.loop, self._server
         assert loop is not None
         assert server is not None
         work = _ask(server.shell)
@@ -283,39 +349,10 @@ class ServerThread:
 
     def close(self) -> None:
         """Stop it and free its port. Idempotent."""
-        loop, stop = self._loop, self._stop
-        if os.getpid() != self._pid or loop is None or stop is None or not self._thread.is_alive():
-            return
-        with contextlib.suppress(RuntimeError):  # it has just ended by itself
-            loop.call_soon_threadsafe(stop.set)
-        self._thread.join(STOP_S + START_S)
-
-    def _run(self) -> None:
-        block_sigpipe()
-        try:
-            with shortages.named("it ran a server"), asyncio.Runner(loop_factory=inheritable_loop) as runner:
-                runner.run(self._serve())
-        except Exception as error:  # noqa: BLE001 - the top of a thread: raised where the server was started
-            self._error = error
-            if self._has_tried:
-                _log.critical("the reference server at %s has ended: %r", self.address, error)
-        finally:
-            self._note_tried()
-
-    def _note_tried(self) -> None:
-        if not self._has_tried:
-            self._has_tried = True
-            self._tried.release()
-
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._server = await self._start()
-        self.address, self.token = self._server.address, self._server.token
-        self._note_tried()
-        await _either(self._stop, self._server.shell.on_failure)
-        await self._server.stop()
-        if self._server.shell.failure is not None:
-            raise self._server.shell.failure
+        self._is_closed = True
+        if os.getpid() == self._pid and self._thread.is_alive():
+            self._life.stop()
+            self._thread.join(STOP_S + START_S)
 
 
 async def _ask(shell: ServerShell) -> Status:

@@ -5,6 +5,7 @@ and nothing that holds their memory. Host copies live on, and are read and fille
 memory that was suspended, or let a call begin that would.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..core.errors import NotDrained, UsageError
@@ -23,7 +24,7 @@ class Suspension:
 
     def __init__(self, driver: Driver, behind: Behind, turn: Turn) -> None:
         self._driver, self._behind, self._turn = driver, behind, turn
-        self._given: tuple[object, object, object, object] | None = (
+        self._given: tuple[Callable[[], object], object, object, object] | None = (
             None  # what was registered; None while nothing is suspended
         )
 
@@ -76,7 +77,7 @@ class Suspension:
         if given is None or before is None:
             raise UsageError(f"resume() of {me}, which is not suspended", hint="suspend() comes first")
         source, dtype, boxes, leave_out = given
-        again = source if tensors is None else tensors
+        again = source() if tensors is None else tensors
         found = register(again, dtype, boxes, partial=before.is_partial, leave_out=leave_out)  # type: ignore[arg-type]
         if found.layout_digest != before.layout_digest:
             known = {spec.name: (spec.dtype, spec.shape, spec.strides) for spec in before.layout.tensors}
