@@ -5,12 +5,12 @@ is the same. Torch tensors on the host where torch is installed, numpy arrays el
 """
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..core.errors import Unavailable, UsageError
 from ..core.manifest import Layout, TensorSpec, item_bytes
 from .describe import NUMPY_KINDS
+from .torch_here import loaded_torch, outside_modes, what_helps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,9 +27,10 @@ def allocate(layout: Layout) -> "dict[str, type_of_tensor]":
 
     Raises `UsageError` naming a dtype that is unknown here, `Unavailable` where there is no memory for them.
     """
-    make = _torch_block if find_spec("torch") is not None else _numpy_block
+    make = _torch_block if loaded_torch() is not None else _numpy_block
     try:
-        found = {name: tensor for block in _blocks(layout.tensors) for name, tensor in make(block)}
+        with outside_modes():
+            found = {name: tensor for block in _blocks(layout.tensors) for name, tensor in make(block)}
     except (MemoryError, RuntimeError, ValueError) as error:  # of torch, and of numpy for more than there are addresses
         text = f"{len(layout.tensors)} tensors of {layout.size_bytes} B could not be allocated: {error}"
         raise Unavailable(text, hint="free memory, or load where there is more") from error
@@ -104,5 +105,5 @@ def _numpy_dtype(spec: TensorSpec) -> "np.dtype[np.generic]":
     except TypeError:
         found = np.dtype(object)
     if found.name != spec.dtype or found.itemsize != item_bytes(spec.dtype) or found.kind not in NUMPY_KINDS:
-        raise UsageError(f"tensor {spec} has a dtype that numpy does not know", hint="install torch")
+        raise UsageError(f"tensor {spec} has a dtype that numpy does not know", hint=what_helps())
     return found

@@ -9,10 +9,10 @@ Never: import torch where numpy will do.
 
 import sys
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..core.errors import UsageError
+from .torch_here import INSTALL, loaded_torch, seen_torch, what_helps
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ def targets_of(described: "list[Described]", wanted: object) -> list[str]:
 
 def _dtype_name(dtype: object) -> str:
     """By torch's names, of a dtype of torch's or numpy's or the name of one."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    torch, numpy = seen_torch(), sys.modules.get("numpy")
     name = dtype if isinstance(dtype, str) else ""
     if torch is not None and isinstance(dtype, torch.dtype):
         name = str(dtype)
@@ -97,12 +97,15 @@ def _dtype_name(dtype: object) -> str:
 def mover(source: str, target: str) -> Move:
     """Casts all elements of one piece of memory into another. Raises `UsageError` if nothing here can."""
     is_plain = (source, target) in AS_TORCH
-    if is_plain and sys.modules.get("torch") is None:
+    if is_plain and seen_torch() is None:
         return _by_numpy(source, target)
-    if find_spec("torch") is None:
-        text = f"casting {source} to {target} needs torch, which is not installed"
+    if loaded_torch() is None:
+        if is_plain:
+            return _by_numpy(source, target)
+        why = "is not installed" if what_helps() == INSTALL else "cannot be loaded"
+        text = f"casting {source} to {target} needs torch, which {why}"
         plain = ", ".join(f"{old} to {new}" for old, new in sorted(AS_TORCH))
-        raise UsageError(text, hint=f"install torch; numpy alone casts {plain} as torch does")
+        raise UsageError(text, hint=f"{what_helps()}; numpy alone casts {plain} as torch does")
     return _by_torch(source, target)
 
 
@@ -134,7 +137,7 @@ def are_same(dtype: str, ours: memoryview, theirs: memoryview) -> bool:
     """All elements of that dtype are. What is no number is the same as any other such, whatever its payload."""
     if ours == theirs:
         return True
-    if sys.modules.get("torch") is None:
+    if seen_torch() is None:
         import numpy as np
 
         mine, yours = np.frombuffer(ours, np.dtype(dtype)), np.frombuffer(theirs, np.dtype(dtype))

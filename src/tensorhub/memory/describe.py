@@ -23,6 +23,7 @@ from ..core.decoding import MAX_TEXT
 from ..core.errors import UsageError, shortened
 from ..core.manifest import dense_strides
 from ..core.names import plain
+from .torch_here import seen_torch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +60,7 @@ def describe_all(items: Iterable[tuple[object, object]]) -> list[Described]:
 def plainly() -> ExitStack:
     """A block without autograd, and without a subclass's own operations: they are no business of ours."""
     with ExitStack() as block:
-        torch = sys.modules.get("torch")
+        torch = seen_torch()
         if torch is not None:
             block.enter_context(torch._C.DisableTorchFunctionSubclass())
             block.enter_context(torch.no_grad())
@@ -75,7 +76,7 @@ def _describe(name: object, tensor: object) -> Described:
         text = f"tensor name {shortened(repr(name), 200)} has unprintable characters, or more than {MAX_TEXT}"
         raise UsageError(f"{text}; nothing was registered", hint="name it in printable characters")
     name = plain(name)
-    torch = sys.modules.get("torch")
+    torch = seen_torch()
     if torch is not None and isinstance(tensor, torch.Tensor):
         return _describe_torch(name, tensor)
     numpy = sys.modules.get("numpy")
@@ -139,6 +140,8 @@ def _refuse_unusual(name: str, tensor: "torch.Tensor") -> None:
     import torch
 
     kind = type(tensor)
+    if kind.__name__ == "FakeTensor":
+        _refuse(name, "is a fake tensor: it has no memory", "make it outside of FakeTensorMode, or register another")
     if why := gathered_by(tensor):
         _refuse(name, why, GATHERED_HINT)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

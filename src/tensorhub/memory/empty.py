@@ -26,6 +26,7 @@ from ..core.errors import HostMemoryFull, UsageError
 from ..transport.sealed import HUGE_BYTES, Sealed, Unmappable
 from .host import host_view
 from .room import SPARE_BYTES, STEP_BYTES, room
+from .torch_here import loaded_torch, outside_modes, seen_torch, what_helps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,19 +105,18 @@ def empty(shape: "int | Sequence[int]", dtype: object = "float32") -> "type_of_a
     """A new tensor on the host with undefined content, from which readers of this host copy faster than from others.
 
     `shape`: the number of elements along each dimension, or one number. `dtype`: a torch or numpy dtype, or its name
-    ("bfloat16"). A contiguous torch tensor; a numpy array where torch is not installed. It begins at a page. `register`
-    takes it as any other. Memory is given back when none of the tensors that were made with it lives any more.
+    ("bfloat16"). A contiguous torch tensor; a numpy array where torch is not installed, or cannot be loaded. It begins
+    at a page. `register` takes it as any other. Memory is given back when none of the tensors that were made with it
+    lives any more.
 
     A forked child has the same memory, not a copy of it. Where the kernel has no sealed memfd the tensor lies in
     ordinary memory, and is read as any other. Raises `UsageError` if the shape or dtype is none, and `HostMemoryFull`
     if there is no memory.
     """
     sizes = _sizes(shape)
-    try:
-        found = _torch_dtype(dtype)
-    except ImportError:
-        return _array(sizes, dtype)
-    return _tensor(sizes, found)
+    torch = loaded_torch()
+    with outside_modes():
+        return _array(sizes, dtype) if torch is None else _tensor(sizes, _torch_dtype(dtype))
 
 
 def empty_like(tensor: "type_of_array") -> "type_of_array":
@@ -124,9 +124,10 @@ def empty_like(tensor: "type_of_array") -> "type_of_array":
 
     The result is contiguous and on the host, whatever the tensor is. Raises `UsageError` if it is no tensor.
     """
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    torch, numpy = seen_torch(), sys.modules.get("numpy")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        return _tensor(tuple(tensor.shape), tensor.dtype)
+        with outside_modes():
+            return _tensor(tuple(tensor.shape), tensor.dtype)
     if numpy is not None and isinstance(tensor, numpy.ndarray):
         return _array(tensor.shape, tensor.dtype)
     raise UsageError(f"empty_like takes a torch tensor or a numpy array, not a {type(tensor).__name__}")
@@ -179,7 +180,8 @@ def _array(sizes: tuple[int, ...], dtype: object) -> "np.ndarray[Any, np.dtype[A
             raise TypeError("None")  # numpy takes it for float64
         found: np.dtype[Any] = np.dtype(dtype)  # type: ignore[call-overload]
     except TypeError as error:
-        raise UsageError(f"dtype={dtype!r} is no dtype of numpy", hint='for example "float32"') from error
+        hint = 'for example "float32"' if loaded_torch() is not None else f'for example "float32"; or {what_helps()}'
+        raise UsageError(f"dtype={dtype!r} is no dtype of numpy", hint=hint) from error
     if found.hasobject:
         raise UsageError(f"dtype={dtype!r} has references to objects, not numbers")
     size_bytes = _size_bytes(sizes, found.itemsize)

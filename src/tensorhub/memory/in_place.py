@@ -11,11 +11,11 @@ Rules:
 Never: run an operation on a tensor, or take a tensor's word for another's.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .describe import Described
+from .torch_here import seen_torch
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class InPlace:
         self._known: list[Described] = []
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[tuple[Described, object]] = []
-        loaded = sys.modules.get("torch")
+        loaded = seen_torch()
         for known, tensor in zip(described, tensors, strict=True):
             if not known.size_bytes:
                 continue  # no bytes, no place

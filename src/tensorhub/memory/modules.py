@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from ..core.errors import UsageError
 from .describe import GATHERED_HINT, gathered_by, plainly
 from .in_place import NAMES_SHOWN
+from .torch_here import seen_torch
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 def is_module(found: object) -> "TypeGuard[torch.nn.Module]":
     """Whether it is a module of torch's, where torch is loaded."""
-    torch = sys.modules.get("torch")
+    torch = seen_torch()
     return torch is not None and isinstance(found, torch.nn.Module)
 
 
@@ -262,10 +263,7 @@ T = TypeVar("T")
 
 def weakly(found: T) -> "Callable[[], T | None]":
     """It, as long as it lives: it may know the `Weights`, which keeps it. What cannot be referenced so is kept here."""
-    try:
-        return weakref.ref(found)
-    except TypeError:  # a dict
-        return lambda: found
+    return weakref.ref(found) if type(found).__weakrefoffset__ else lambda: found  # of a dict there is none
 
 
 class Facts(NamedTuple):

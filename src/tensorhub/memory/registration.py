@@ -40,6 +40,7 @@ from .modules import (
     tensors_of_module,
     weakly,
 )
+from .torch_here import outside_modes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -179,6 +180,18 @@ def register(
     the model is left out. `leave_out`: names and patterns of what the module, or mapping, has and is not registered.
     Raises `UsageError` naming the tensor that cannot be, and `HostMemoryFull` where there is no room to cast into.
     """
+    with outside_modes():
+        return _register(tensors, dtype, boxes, partial=partial, leave_out=leave_out)
+
+
+def _register(
+    tensors: "type_of_weights",
+    dtype: object,
+    boxes: "Mapping[str, Sequence[Box]] | None",
+    *,
+    partial: bool,
+    leave_out: object = (),
+) -> Registration:
     given_boxes = boxes
     if is_module(tensors):
         return _register_module(tensors, dtype, boxes, partial, leave_out)
@@ -243,7 +256,7 @@ def _register_module(
     if boxes is not None:
         known = boxes_of_module(module)
         boxes = {**{name: each for name, each in known.items() if name in found}, **boxes}
-    return replace(register(found, dtype, boxes, partial=partial), _held=Held(module, found), given=given)
+    return replace(_register(found, dtype, boxes, partial=partial), _held=Held(module, found), given=given)
 
 
 def _boxed(

@@ -96,7 +96,7 @@ def unreached(address: str, why: str, *, hint: str = START, within: str = "") ->
     """What to say of a server that could not be asked, and what to do. One that is there, but full, is not missing."""
     if why in THERE:
         return f"the reference server at {address} took nobody in{within}: {why}", THERE[why]
-    return f"no reference server at {address}{within}: {why}", hint
+    return f"no reference server at {address}{within}: {why}", shortages.REMEDIES.get(why, hint)
 
 
 def _patience_s() -> float:

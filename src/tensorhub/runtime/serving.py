@@ -371,6 +371,8 @@ async def _either(*events: asyncio.Event) -> None:
 def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:
+    except Exception as error:  # noqa: BLE001 - whatever a broken one raises, asyncio's own loop does
+        if not isinstance(error, ModuleNotFoundError):
+            _log.warning("uvloop cannot be loaded, and is done without: %r", error)
         return None
     return uvloop.new_event_loop

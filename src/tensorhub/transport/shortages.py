@@ -21,6 +21,8 @@ _MOST_FILES = 2  # that one look-up of a name, or one import, has open at a time
 FILES = "raise `ulimit -n` (LimitNOFILE of systemd), or close what is not needed; then retry"
 MEMORY = "is there memory left (`ulimit -v`, or memory.max of the container's cgroup)? Retry when there is"
 THREADS = "raise the limit on threads (`ulimit -u`, or pids.max of the container's cgroup), or start fewer; then retry"
+REMEDIES = {os.strerror(number): FILES for number in _FILES}  # by the words of the system
+REMEDIES |= {os.strerror(number): MEMORY for number in (errno.ENOMEM, errno.ENOBUFS)}
 
 _last: tuple[float, str] | None = None
 
