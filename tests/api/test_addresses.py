@@ -50,7 +50,8 @@ print([":".join(part.rpartition(":")[0] for part in end.removeprefix("tcp://").s
 def test_an_address_of_one_link_keeps_its_zone_all_the_way() -> None:
     """Server, workers and what peers are told, in a network that has no other addresses."""
     links = ["ip link add one type veth peer name two"] + [
-        f"ip addr add fe80::{at}/64 dev {name} nodad && ip link set {name} up" for at, name in ((1, "one"), (2, "two"))
+        f"ip link set {name} addrgenmode none && ip addr add fe80::{at}/64 dev {name} nodad && ip link set {name} up"
+        for at, name in ((1, "one"), (2, "two"))
     ]
     script = " && ".join(["ip link set lo up", *links, f"exec {sys.executable} -c '{LINK_LOCAL}'"])
     made = subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True)
