@@ -101,8 +101,12 @@ class LoopThread:
         takes back what the work has brought, where it had just ended. An interrupt waits a moment for all that, so
         that the caller finds nothing half done.
         """
-        with shortages.named(f"it did {what}"):
+        try:  # no block: an interrupt at its end would lose what the work has brought
             return wait_in(self.loop, work, deadline=deadline, what=what, undo=undo)
+        except shortages.KINDS as error:
+            if not shortages.is_shortage(error):
+                raise
+            raise shortages.unavailable(error, f"it did {what}") from error
 
     def leaves(self, make_work: Callable[[], Coroutine[object, object, object]]) -> bool:
         """For what a finaliser may do, which runs wherever the collector does: whether it is not to be waited for.

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from aiohttp import web
 
-from ..core.errors import Closed, TensorHubError, UsageError
+from ..core.errors import Closed, TensorHubError, Unavailable, UsageError
 from ..core.settings import Settings
 from ..core.snapshot import Status
 from ..transport import shortages
@@ -130,6 +130,8 @@ def _key() -> str:
     """The key of the receipts: that of all servers of this user, or of this life only where no file can be had."""
     try:
         found = secret("server-key", create=True)
+    except Unavailable:  # for now, and this server would be without for all its life
+        raise
     except TensorHubError as error:
         found = None
         _log.warning("a restart of this server will wait for a lease, for it cannot keep its key: %s", error)

@@ -4,7 +4,6 @@ A secret is a file that only this user may read. It is made once: processes that
 """
 
 import contextlib
-import errno
 import os
 import secrets
 import stat
@@ -12,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from ..core.errors import TensorHubError, Unavailable, UsageError
+from ..core.errors import TensorHubError, UsageError
+from ..transport import shortages
 
 SECRET_BYTES = 32
 MAX_SECRET_BYTES = 4096
 ELSEWHERE = "set TENSORHUB_STATE_DIR to a directory of this user, give a token with --token-file, or use --insecure"
 ANEW = "remove it: the next server makes another"
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
 def state_directory(environ: Mapping[str, str] | None = None) -> Path:
@@ -130,7 +129,7 @@ def _make(path: Path) -> None:
 
 
 def _refused(error: OSError, did: str, hint: str = ELSEWHERE) -> TensorHubError:
+    if shortages.is_shortage(error):
+        return shortages.unavailable(error, f"it {did.replace('cannot ', 'tried to ')}")
     text = f"{did}: {error.strerror or error}"
-    if error.errno in _SHORT:
-        return Unavailable(text, hint="this process or machine has too few descriptors or memory just now: try again")
     return UsageError(text, hint=hint)

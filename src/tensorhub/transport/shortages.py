@@ -24,6 +24,8 @@ THREADS = "raise the limit on threads (`ulimit -u`, or pids.max of the container
 REMEDIES = {os.strerror(number): FILES for number in _FILES}  # by the words of the system
 REMEDIES |= {os.strerror(number): MEMORY for number in (errno.ENOMEM, errno.ENOBUFS)}
 
+KINDS = (OSError, ImportError, MemoryError, RuntimeError)  # of which an error that is a shortage may be
+
 _last: tuple[float, str] | None = None
 
 
@@ -96,7 +98,7 @@ def named(did: str) -> Iterator[None]:
     """In this block a shortage is an `Unavailable`."""
     try:
         yield
-    except (OSError, ImportError, MemoryError, RuntimeError) as error:
+    except KINDS as error:
         if not is_shortage(error):
             raise
         raise unavailable(error, did) from error
