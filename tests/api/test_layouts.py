@@ -170,6 +170,19 @@ def test_tensors_changed_while_published_are_refused_whatever_the_layout(server,
         assert engine[1][0].version is None  # a part of the new one had come, as in one layout
 
 
+def test_sources_that_can_show_only_parts_of_tiles_are_named_at_once(replica):
+    """They registered after the version was published, and nothing will change that."""
+    trainer = replica("trainer", (0, 100, ROWS), 0)
+    publish(trainer, 1)
+    fill(replica("late", (0, 80, COLUMNS), 1))
+    for weights, _, _ in trainer:
+        weights.close(timeout=5)
+    ((engine, _, _),) = replica("engine", (0, ROWS), 0)
+    with pytest.raises(tensorhub.SourceLost, match=r"can show only parts of some tiles") as raised:
+        engine.replicate("latest", timeout=30)
+    assert raised.value.hint == "others who hold it can; or publish the next version"
+
+
 def test_an_error_of_the_reader_itself_comes_with_its_hint_and_its_cause(replica, monkeypatch):
     """The shard that has met it raises the error itself; the other shards hear what to do about it."""
 
