@@ -62,8 +62,8 @@ MUTANTS = (
     ),
     Mutant(
         "a call for what is lost is given up while its source stands still",
-        "    is_fed = read is not None and not (model.is_lost(record) and progress.is_cut_off(state, read))\n",
-        "    is_fed = read is not None and not (model.is_lost(record) and progress.is_held_up(state, read))\n",
+        "    is_reading = read is not None and not across.is_short(state, member) and not progress.is_cut_off(state, read)\n",
+        "    is_reading = read is not None and not across.is_short(state, member) and not progress.is_held_up(state, read)\n",
         "who has the version and lost its session may go on feeding relays",
     ),
     Mutant(
@@ -1373,8 +1373,8 @@ MUTANTS = (
     ),
     Mutant(
         "a call fails beside a source that it has not tried",
-        "    return member.failures > state.settings.most_failures and not _has_hope(state, model, record, member)\n",
-        "    return member.failures > state.settings.most_failures\n",
+        "    return is_enough and not _has_hope(state, model, record, member, is_last=True)\n",
+        "    return is_enough\n",
         "no call gives up while somebody has the version who was not tried",
     ),
     Mutant(
@@ -1691,8 +1691,8 @@ MUTANTS = (
     ),
     Mutant(
         "a read that stands still keeps a call for what is lost",
-        "    is_fed = read is not None and not (model.is_lost(record) and progress.is_cut_off(state, read))\n",
-        "    is_fed = read is not None\n",
+        "    is_reading = read is not None and not across.is_short(state, member) and not progress.is_cut_off(state, read)\n",
+        "    is_reading = read is not None and not across.is_short(state, member)\n",
         "a call for what is lost ends, whatever is read in vain",
     ),
     Mutant(
