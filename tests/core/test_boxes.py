@@ -90,7 +90,7 @@ def test_two_sides_mean_the_same_tensor() -> None:
         LayoutMismatch, match=r"'embed' has global shape \[1000, 4\] here and \[1024, 4\] there"
     ) as caught:
         refuse_difference(mine, GlobalTensor("embed", "bfloat16", (1024, 4)), here="here", there="there")
-    assert caught.value.hint == "say the shape without padding; padding belongs to no box"
+    assert caught.value.hint == "give the whole shape, without padding; at= and size= of a Box say which part is here"
     for other in ((1024, 8), (1000, 4, 1), (1000,)):  # that is no padding
         with pytest.raises(LayoutMismatch, match="'embed' has global shape") as caught:
             refuse_difference(mine, GlobalTensor("embed", "bfloat16", other), here="here", there="there")

@@ -22,19 +22,19 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_what_is_scarce_is_remembered() -> None:
-    assert shortages.recent() == ""
+    assert shortages.recent() == ("", "")
     shortages.note(OSError(errno.ECONNREFUSED, "refused"), did="it connected")
-    assert shortages.recent() == ""
+    assert shortages.recent() == ("", "")
     shortages.note(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), did="it connected")
-    assert shortages.recent().endswith("when it connected: Too many open files")
+    assert shortages.recent()[0].endswith("when it connected: Too many open files")
     shortages.note(MemoryError(), did="it started a thread")
-    assert shortages.recent().endswith("when it started a thread: out of memory")
+    assert shortages.recent()[0].endswith("when it started a thread: out of memory")
 
 
 def test_what_was_long_ago_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     shortages.note(MemoryError(), did="it started a thread")
     monkeypatch.setattr(shortages, "RECENT_S", -1.0)
-    assert shortages.recent() == ""
+    assert shortages.recent() == ("", "")
 
 
 @pytest.mark.parametrize("kind", ["tcp-1", "local-1", "local-mapped-1", "pretended-nixl-2"], indirect=True)
@@ -52,7 +52,7 @@ def test_a_reader_without_a_descriptor_knows_that_it_met_a_limit(make: Make, mon
         error = read_all(reader, source.endpoint, "k", Target(right, 64))
     assert isinstance(error, Unavailable), "another try may find one"
     assert "when it connected to a source: [Errno 24] Too many open files" in str(error)
-    assert shortages.recent().endswith("when it connected to a source: Too many open files")
+    assert shortages.recent()[0].endswith("when it connected to a source: Too many open files")
     assert read_all(reader, source.endpoint, "k", Target(right, 64)) is None
 
 
@@ -65,4 +65,4 @@ def test_so_it_does_where_there_is_none_for_the_sources_process(make: Make, monk
     source.export(full("k", right, 64))
     monkeypatch.setattr(os, "pidfd_open", limited)
     assert read_all(reader, source.endpoint, "k", Target(right, 64)) is None
-    assert shortages.recent().endswith("when it looked at a source's process: Too many open files")
+    assert shortages.recent()[0].endswith("when it looked at a source's process: Too many open files")

@@ -191,5 +191,7 @@ def refuse_difference(mine: GlobalTensor, theirs: GlobalTensor, *, here: str, th
         is_padded = len(shorter) == len(longer) and sum(a != b for a, b in zip(shorter, longer, strict=True)) == 1
         raise LayoutMismatch(
             f"tensor {mine.name!r} has global shape {list(mine.shape)} {here} and {list(theirs.shape)} {there}",
-            hint="say the shape without padding; padding belongs to no box" if is_padded else None,
+            hint="give the whole shape, without padding; at= and size= of a Box say which part is here"
+            if is_padded
+            else None,
         )

@@ -352,7 +352,7 @@ ACCESS = ("token", "token_file", "insecure")
 ACCESS_VARIABLES = ("TENSORHUB_STATE_DIR", *map(variable_of, ACCESS))
 OTHER_HOST = (  # what to do about a token that is not the server's
     "give the server's: copy ~/.local/state/tensorhub/token from its host and user to the same place here (mode 600), "
-    "or set TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE or token=; insecure=True shows none"
+    "or set TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE or token=, and do not set insecure"
 )
 
 

@@ -210,8 +210,9 @@ class Driver:
         """With what only this process knows of why time ran out."""
         if failure.code != DeadlineExceeded.code:
             return failure
-        known = (self.line.why if not self.line.is_connected else "", shortages.recent())
-        return replace(failure, message="; ".join([failure.message, *filter(None, known)]))
+        shortage, remedy = shortages.recent()
+        known = (self.line.why if not self.line.is_connected else "", shortage)
+        return replace(failure, message="; ".join([failure.message, *filter(None, known)]), hint=remedy or failure.hint)
 
     def statistics(self) -> dict[str, object]:
         """Counters of this worker's life."""

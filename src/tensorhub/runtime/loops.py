@@ -178,7 +178,7 @@ def wait_in(
         errand.abandon()
         check_unpatched()
         text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
-        text += f"; {limit}" if (limit := shortages.recent()) else ""
+        text += f"; {limit}" if (limit := shortages.recent()[0]) else ""
         raise DeadlineExceeded(text, hint="does a native call hold the GIL, or was this process stopped?")
     except BaseException:
         if errand.abandon_unless_over():

@@ -143,7 +143,7 @@ def _not_to_be_had(address: str, error: OSError) -> UsageError:
     text, hint = f"cannot listen on {address}: ", None
     if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, None):  # asyncio's own, from 3.13 on
         text += "this machine has no such address"
-        hint = "use one of its own, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        hint = "use one of its own, such as 127.0.0.1, or 0.0.0.0 for all of them; the port is given apart from it"
     elif error.errno == errno.EADDRINUSE:
         text += "that port is in use"
         hint = f"is another server running there? `tensorhub status --server {address}` tells; or use another port"

@@ -26,7 +26,7 @@ REMEDIES |= {os.strerror(number): MEMORY for number in (errno.ENOMEM, errno.ENOB
 
 KINDS = (OSError, ImportError, MemoryError, RuntimeError)  # of which an error that is a shortage may be
 
-_last: tuple[float, str] | None = None
+_last: tuple[float, str, str] | None = None  # when, what and what helps
 
 
 class NotStarted(RuntimeError):
@@ -62,7 +62,7 @@ def note(error: BaseException, *, did: str) -> None:
     global _last
     if is_shortage(error):
         text = "out of memory" if isinstance(error, MemoryError) else getattr(error, "strerror", None) or error
-        _last = (time.monotonic(), f"{did}: {text}")
+        _last = (time.monotonic(), f"{did}: {text}", _hint(error))
 
 
 def unavailable(error: BaseException, did: str) -> Unavailable:
@@ -75,14 +75,14 @@ def unavailable(error: BaseException, did: str) -> Unavailable:
 
 def _unavailable(error: BaseException, text: str, did: str) -> Unavailable:
     note(error, did=did)
+    return Unavailable(text, hint=_hint(error))
+
+
+def _hint(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or number in (errno.ENOMEM, errno.ENOBUFS):
-        hint = MEMORY
-    elif isinstance(error, RuntimeError) or number == errno.EAGAIN:
-        hint = THREADS
-    else:
-        hint = FILES
-    return Unavailable(text, hint=hint)
+        return MEMORY
+    return THREADS if isinstance(error, RuntimeError) or number == errno.EAGAIN else FILES
 
 
 def as_ours(error: Exception, text: str) -> TensorHubError:
@@ -114,9 +114,9 @@ def tolerated(did: str) -> Iterator[None]:
             raise unavailable(error, did) from error
 
 
-def recent() -> str:
-    """The last of it, in words, if that is not long ago; else nothing."""
+def recent() -> tuple[str, str]:
+    """The last of it, in words, and what helps, if that is not long ago; else two empty texts."""
     found = _last
     if found is None or time.monotonic() > found[0] + RECENT_S:
-        return ""
-    return f"this process met a limit {time.monotonic() - found[0]:.3g} s ago, when {found[1]}"
+        return "", ""
+    return f"this process met a limit {time.monotonic() - found[0]:.3g} s ago, when {found[1]}", found[2]
