@@ -3,6 +3,8 @@
 import errno
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -66,3 +68,20 @@ def test_so_it_does_where_there_is_none_for_the_sources_process(make: Make, monk
     monkeypatch.setattr(os, "pidfd_open", limited)
     assert read_all(reader, source.endpoint, "k", Target(right, 64)) is None
     assert shortages.recent()[0].endswith("when it looked at a source's process: Too many open files")
+
+
+def test_a_library_that_cannot_be_mapped_for_want_of_memory_is_a_shortage() -> None:
+    """Its ImportError has no number (torch's: "failed to map segment from shared object")."""
+    code = """
+import resource
+from tensorhub.transport.shortages import is_shortage
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+before = is_shortage(ImportError("x"))
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), most))
+short = is_shortage(ImportError("x"))
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+print(before, short, is_shortage(ImportError("x")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False", "True", "False"]

@@ -1,7 +1,8 @@
 """What a reference server's log says of requests that went wrong: each kind seldom, whoever sends how many.
 
 aiohttp logs a traceback for each. A stranger must not fill the log with them, nor hide in them what matters. What is no
-HTTP is one line, and what fails is a defect of ours with its traceback; each says how many like it were left out.
+HTTP is one line, and so is a connection for which there is no descriptor. What fails is a defect of ours with its
+traceback. Each says how many like it were left out.
 
 Before 3.14.4 an address such as "http://[" went through aiohttp's parser as an exception: asyncio logs that one.
 """
@@ -16,8 +17,10 @@ from types import TracebackType
 from aiohttp.http import HttpProcessingError
 from aiohttp.web import RequestHandler, RequestPayloadError
 
-MALFORMED_EVERY_S = 60.0
-FAILED_EVERY_S = 10.0  # a defect is to be found by its first traceback
+from ..transport.shortages import is_shortage
+
+MALFORMED, SHORTAGE, FAILED = range(3)
+EVERY_S = {MALFORMED: 60.0, SHORTAGE: 60.0, FAILED: 10.0}  # a defect is to be found by its first traceback
 
 ErrorInfo = (
     bool
@@ -31,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 class Seldom(logging.LoggerAdapter[logging.Logger]):
-    """One server's, for aiohttp to log to. It writes either kind once in a while."""
+    """One server's, for aiohttp to log to. It writes each kind once in a while."""
 
     def __init__(self) -> None:
         super().__init__(_log, {})
-        self._written_at = {True: -inf, False: -inf}
-        self._left_out = {True: 0, False: 0}
+        self._written_at = dict.fromkeys(EVERY_S, -inf)
+        self._left_out = dict.fromkeys(EVERY_S, 0)
 
     def log(
         self,
@@ -53,15 +56,15 @@ class Seldom(logging.LoggerAdapter[logging.Logger]):
         text = str(msg) % args if args else str(msg)
         if level >= logging.WARNING:
             error = exc_info[1] if isinstance(exc_info, tuple) else exc_info
-            is_malformed = isinstance(error, HttpProcessingError | RequestPayloadError)
-            if not self._is_due(is_malformed):
+            kind = _kind(error)
+            if not self._is_due(kind):
                 return
-            if is_malformed:
+            if kind != FAILED:
                 level, exc_info = logging.WARNING, None
-                text = f"{text}: it is no HTTP ({type(error).__name__})"
-            if left_out := self._left_out[is_malformed]:
+                text += f": it is no HTTP ({type(error).__name__})" if kind == MALFORMED else f": {error}"
+            if left_out := self._left_out[kind]:
                 text = f"{text}; {left_out} more like it since the last one said"
-            self._left_out[is_malformed] = 0
+            self._left_out[kind] = 0
         above = stacklevel + 1  # whoever called this
         super().log(level, text, exc_info=exc_info, stack_info=stack_info, stacklevel=above, extra=extra, **more)
 
@@ -73,6 +76,8 @@ class Seldom(logging.LoggerAdapter[logging.Logger]):
             error = context.get("exception")
             if isinstance(context.get("protocol"), RequestHandler) and isinstance(error, ValueError):
                 self.error("Error handling request", exc_info=HttpProcessingError(code=400, message=str(error)))
+            elif isinstance(error, OSError) and is_shortage(error):  # for each connection that waits to be accepted
+                self.warning(str(context.get("message")), exc_info=error)
             elif before is not None:
                 before(loop, context)
             else:
@@ -80,10 +85,16 @@ class Seldom(logging.LoggerAdapter[logging.Logger]):
 
         loop.set_exception_handler(handle)
 
-    def _is_due(self, is_malformed: bool) -> bool:
+    def _is_due(self, kind: int) -> bool:
         now = time.monotonic()
-        if now - self._written_at[is_malformed] < (MALFORMED_EVERY_S if is_malformed else FAILED_EVERY_S):
-            self._left_out[is_malformed] += 1
+        if now - self._written_at[kind] < EVERY_S[kind]:
+            self._left_out[kind] += 1
             return False
-        self._written_at[is_malformed] = now
+        self._written_at[kind] = now
         return True
+
+
+def _kind(error: object) -> int:
+    if isinstance(error, HttpProcessingError | RequestPayloadError):
+        return MALFORMED
+    return SHORTAGE if isinstance(error, OSError) and is_shortage(error) else FAILED

@@ -5,6 +5,7 @@ missing, no source is bad. The last one is said where a call has run out of time
 """
 
 import errno
+import mmap
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from .scopes import scope
 RECENT_S = 60.0  # what was refused longer ago explains nothing
 _FILES = (errno.EMFILE, errno.ENFILE)
 _SCARCE = frozenset((*_FILES, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EAGAIN))
+_LIBRARY_BYTES = 1 << 30  # of torch for the CPU, with what it loads
 _MOST_FILES = 2  # that one look-up of a name, or one import, has open at a time
 
 FILES = "raise `ulimit -n` (LimitNOFILE of systemd), or close what is not needed; then retry"
@@ -36,12 +38,13 @@ class NotStarted(RuntimeError):
 def is_shortage(error: BaseException) -> bool:
     """The reason is something that this machine has too little of now.
 
-    An import, a library and a name that was not found give no number: they count if no file can be opened now.
+    An import, a library and a name that was not found give no number: they count if no file can be opened now, or no
+    library be mapped.
     """
     if isinstance(error, OSError) and (error.errno or 0) > 0:
         return error.errno in _SCARCE
     if isinstance(error, OSError | ImportError):
-        return lacks_files()
+        return lacks_files() or _lacks_memory()
     is_thread = isinstance(error, NotStarted) or (isinstance(error, RuntimeError) and "start new thread" in str(error))
     return isinstance(error, MemoryError) or is_thread
 
@@ -57,6 +60,15 @@ def lacks_files() -> bool:
     return False
 
 
+def _lacks_memory() -> bool:
+    """This process can map no large library now."""
+    try:
+        mmap.mmap(-1, _LIBRARY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ).close()
+    except OSError as error:
+        return error.errno == errno.ENOMEM
+    return False
+
+
 def note(error: BaseException, *, did: str) -> None:
     """Something failed here. It is remembered if that was for want of something that this machine has too little of."""
     global _last
@@ -69,7 +81,7 @@ def unavailable(error: BaseException, did: str) -> Unavailable:
     """The error of a call that met a shortage when `did`. To be raised from the other."""
     is_told = (isinstance(error, OSError) and (error.errno or 0) > 0) or not isinstance(error, OSError | ImportError)
     why = f"{error}" or "out of memory"
-    why = why if is_told else f"no file can be opened ({why})"
+    why = why if is_told else f"too few files, or too little memory ({why})"
     return _unavailable(error, f"this process met a limit when {did}: {why}", did)
 
 
