@@ -91,14 +91,15 @@ class Node:
         return Grant(Ticket(ticket), V, Digest(root), source.me, source.endpoints, "as the test wants", **options)
 
     def open(self, tickets: dict[int, "Node"], **options: object) -> None:
-        grants = tuple(self.grant(ticket, source, **options) for ticket, source in tickets.items())
+        self.parts = len({source.me.shard for source in tickets.values()})  # as the server says: of the cut
+        grants = tuple(self.grant(ticket, source, parts=self.parts, **options) for ticket, source in tickets.items())
         self.data.tiles.carry_out(OpenAcross(Ticket(min(tickets)), grants))
 
     def start(self, ticket: int) -> None:
         self.data.tiles.carry_out(StartAcross(Ticket(ticket), ()))
 
     def add(self, ticket: int, part: int, source: "Node") -> None:
-        self.data.tiles.carry_out(AddPart(Ticket(ticket), self.grant(part, source)))
+        self.data.tiles.carry_out(AddPart(Ticket(ticket), self.grant(part, source, parts=self.parts)))
 
     def of(self, kind: type) -> list:
         return [event for event in self.told if isinstance(event, kind)]
