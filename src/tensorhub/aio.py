@@ -122,7 +122,7 @@ class Weights:
         return f"<Weights {self._client.me}>"
 
     def __del__(self) -> None:
-        """Nobody references it any more: it leaves as `close()` would, without anybody who waits for it."""
+        """Nothing references it any more: it leaves as `close()` would, and no caller waits for it."""
         if sys.is_finalizing() or getattr(self, "_is_closing", True) or os.getpid() != self._pid:
             return
         client = self._client
