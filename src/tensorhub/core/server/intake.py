@@ -140,10 +140,11 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
     avoided.until = inf if is_for_good else state.now + state.settings.avoid_s
     if record is not None and failure.code == "corrupt-transfer":
         record.refused[failure.source] = state.now + state.settings.leave_s
-    if failure.code == "source-lost" and read is not None and read.part is not None and reader.report.across is None:
-        for part in reads:  # the read as a whole has ended: together they cannot show all that it wants
-            reader.avoided.setdefault(part.source, Avoided(0.0, 0)).until = inf
     source = state.members.get(failure.source)
+    has_ended = read is not None and read.part is not None and reader.report.across is None
+    if failure.code == "source-lost" and has_ended and avoided.times > 1:
+        # A source that is here and ends the read again cannot show all that this reader wants.
+        avoided.until = inf if source is not None and facts.is_here(state, source) else avoided.until
     if source is not None:
         source.is_doubted = True
     state.counters["failed_reads"] += 1
