@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 import tensorhub
-from tensorhub.memory.digests import Algorithm, build_manifest
+from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import register
 
 from .child import cpu_s
@@ -72,19 +72,16 @@ class Device:
 
         return self._timed(run)
 
-    def hash(self, algorithm: Algorithm) -> dict[str, float]:
+    def hash(self) -> dict[str, float]:
         """What a publish does before it says so."""
         registration = register(self.tensors)
-        build_manifest(registration, CHUNK_BYTES, algorithm=algorithm)
-        return self._timed(lambda: build_manifest(registration, CHUNK_BYTES, algorithm=algorithm))
+        build_manifest(registration, CHUNK_BYTES)
+        return self._timed(lambda: build_manifest(registration, CHUNK_BYTES))
 
     # --- two processes ------------------------------------------------------------------------------------------------
 
-    def open(self, transports: str, algorithm: str = "", **options: object) -> None:
+    def open(self, transports: str, **options: object) -> None:
         os.environ["TENSORHUB_TRANSPORTS"] = transports
-        os.environ.pop("TENSORHUB_DIGEST", None)
-        if algorithm:
-            os.environ["TENSORHUB_DIGEST"] = algorithm
         self.weights = tensorhub.open(**options)  # type: ignore[arg-type]
         self.weights.register(self.tensors)
 

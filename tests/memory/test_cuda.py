@@ -5,13 +5,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import xxhash
 
 from tensorhub.core.errors import CorruptTransfer
+from tensorhub.memory import cuda_device
 from tensorhub.memory.cuda import CudaStream
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.staging import StagingRing
+from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,15 +86,21 @@ def test_a_block_larger_than_a_slot_takes_several(image: Callable[[Registration]
         assert b"".join(views) == torch.arange(100_000).numpy().tobytes()
 
 
-def test_the_device_computes_the_digests_that_the_host_does() -> None:
-    made = {name: tensor for name, tensor in tensors("cpu").items() if name != "host"}
-    on_host = register(made)
-    on_device = register({name: tensor.to("cuda") for name, tensor in made.items()})
+def test_the_device_makes_the_digests_of_the_host() -> None:
+    assert cuda_device.why_not(torch.cuda.current_device()) is None
+    on_device, on_host = register(tensors("cuda")), register(tensors("cpu"))
     assert isinstance(on_device.stream, CudaStream)
-    assert on_device.stream.device_bytes(0, on_device.size_bytes) is not None, "hashed where it is"
-    theirs = build_manifest(on_host, 1 << 20, algorithm="multilinear-128")
-    assert build_manifest(on_device, 1 << 20, algorithm="multilinear-128") == theirs
-    mixed = register(tensors("cuda"))
-    assert build_manifest(mixed, 1 << 20, algorithm="multilinear-128") == build_manifest(
-        register(tensors("cpu")), 1 << 20, algorithm="multilinear-128"
-    )
+    for chunk_bytes in (1 << 20, 100_000, 4096):
+        theirs = build_manifest(on_host, chunk_bytes)
+        assert on_device.stream.device_digests(chunk_bytes), "hashed where it is"
+        assert build_manifest(on_device, chunk_bytes) == theirs
+
+
+def test_every_length_has_the_digest_of_the_host() -> None:
+    whole = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    there = whole.cuda()
+    for size_bytes in [*range(LEAST_BYTES, 5001), *(k * 1024 + d for k in (8, 16, 64, 1023) for d in (-1, 0, 1, 64))]:
+        inside = size_bytes % 17
+        spans = Spans([0], [there.data_ptr() + inside], size_bytes)
+        (found,) = cuda_device.device_digests(0, spans, Chunks(0, size_bytes, size_bytes))
+        assert found == xxhash.xxh3_128_digest(whole[inside : inside + size_bytes].numpy().tobytes()), size_bytes

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tensorhub.core.errors import TransferError, UsageError
-from tensorhub.memory import cuda
+from tensorhub.memory import cuda, cuda_device
 from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import Piece
 from tensorhub.memory.staging import StagingRing
+from tensorhub.memory.xxh3 import Chunks, Spans
 from tensorhub.transport import captures
 
 
@@ -185,3 +186,25 @@ def test_a_capture_that_forbids_the_wait_is_named(monkeypatch: pytest.MonkeyPatc
         cuda.synchronize("cuda:1")
     assert "cuda:1" in str(raised.value)
     assert "before the capture or after it" in (raised.value.hint or "")
+
+
+def test_chunks_on_devices_are_hashed_there_and_the_others_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    _, pieces = pieces_on("cuda:0", "cuda:0", "cpu", "cuda:1", "cuda:1", "cuda:1", "cuda:1")
+    asked: list[tuple[int, Spans, Chunks]] = []
+
+    def hashed(index: int, spans: Spans, chunks: Chunks) -> list[bytes]:
+        asked.append((index, spans, chunks))
+        return [b"%d" % index] * chunks.count
+
+    monkeypatch.setattr(cuda_device, "why_not", lambda index: None)
+    monkeypatch.setattr(cuda_device, "device_digests", hashed)
+    monkeypatch.setattr(cuda, "LEAST_BYTES", 20)
+    stream = cuda.CudaStream(pieces, StagingRing(64, 8))
+    assert stream.device_digests(90) == {0: b"0", 1: b"0", 4: b"1", 5: b"1", 6: b"1", 7: b"1"}
+    assert [(index, chunks) for index, _, chunks in asked] == [(0, Chunks(0, 180, 90)), (1, Chunks(360, 700, 90))]
+    assert list(asked[1][1].starts) == [300, 400, 500, 600]
+    assert stream.device_digests(115) == {0: b"0", 3: b"1", 4: b"1", 5: b"1"}  # the last one, of 10 B, is the host's
+    assert stream.device_digests(19) == {}
+    monkeypatch.setattr(cuda_device, "why_not", lambda index: "no compiler")
+    assert stream.device_digests(90) == {}

@@ -8,9 +8,10 @@ Rules:
 4. The user's threads may capture CUDA graphs meanwhile: these copies neither fail for that nor spoil the capture. Only
    `synchronize` would, so it is for calls of the user's, never for what others or this library itself begin.
 
-Imported only once a tensor on a CUDA device is registered. Never: launch a kernel, allocate device memory.
+Imported only once a tensor on a CUDA device is registered. `cuda_device` launches kernels.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -21,6 +22,9 @@ from ..transport.captures import beside_captures
 from .guarded import Freed
 from .host import Piece, host_view
 from .staging import Copy, StagedStream, StagingRing
+from .xxh3 import LEAST_BYTES, Chunks, NoRoom, Spans
+
+_log = logging.getLogger(__name__)
 
 
 def synchronize(device: str) -> None:
@@ -46,17 +50,37 @@ class CudaStream(StagedStream):
         self._cuda = CudaCopier(pieces)
         super().__init__(pieces, self._cuda, ring)
 
-    def device_bytes(self, start: int, stop: int) -> torch.Tensor | None:
-        """Bytes [start, stop) as one uint8 tensor on their device, gathered if need be; None if not all are on one."""
-        parts: list[torch.Tensor] = []
-        for index, begin, end in self._portions(start, stop):
-            memory = self._cuda.memory_of(index)
-            if memory is None or (parts and memory.device != parts[0].device):
-                return None
-            parts.append(memory[begin:end])
-        if not parts:
-            return None
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def device_digests(self, chunk_bytes: int) -> dict[int, bytes]:
+        """By chunk, of those that lie on one CUDA device that hashes. Waits for it. Raises `Freed`."""
+        found: dict[int, bytes] = {}
+        for name, spans in self._cuda.spans():
+            stop = spans.stop if spans.stop == self.size_bytes else spans.stop // chunk_bytes * chunk_bytes
+            start = -(-spans.starts[0] // chunk_bytes) * chunk_bytes
+            stop -= (stop - start) % chunk_bytes if (stop - start) % chunk_bytes < LEAST_BYTES else 0
+            if start < stop and chunk_bytes >= LEAST_BYTES:
+                found.update(
+                    enumerate(self._digests(name, spans, Chunks(start, stop, chunk_bytes)), start // chunk_bytes)
+                )
+        return found
+
+    def _digests(self, name: str, spans: Spans, chunks: Chunks) -> list[bytes]:
+        """Of these chunks; none where the device can not."""
+        from .cuda_device import device_digests, why_not  # with numpy and the compiler's package
+
+        index = torch.device(name).index or 0
+        reason = why_not(index)
+        if reason is None:
+            try:
+                return device_digests(index, spans, chunks)
+            except (NoRoom, RuntimeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+        if reason not in _said:
+            _said.add(reason)
+            _log.warning("%s hashes nothing, so the host does, at a tenth of the rate or less: %s", name, reason)
+        return []
+
+
+_said: set[str] = set()  # why a device hashes nothing: each reason once
 
 
 class CudaCopier:
@@ -94,6 +118,28 @@ class CudaCopier:
         if memory is not None and memory.data_ptr() != known.address:
             raise Freed(known.start)
         return memory
+
+    def spans(self) -> list[tuple[str, Spans]]:
+        """Where the bytes lie, a device at a time: neighbours in the stream that are on one device. Raises `Freed`."""
+        runs: list[tuple[str, list[int]]] = []
+        for index, piece in enumerate(self._pieces):
+            if self.memory_of(index) is None:
+                continue
+            if runs and runs[-1][0] == piece.device and self._pieces[runs[-1][1][-1]].stop == piece.start:
+                runs[-1][1].append(index)
+            else:
+                runs.append((piece.device, [index]))
+        return [
+            (
+                name,
+                Spans(
+                    [self._pieces[i].start for i in its],
+                    [self._pieces[i].address for i in its],
+                    self._pieces[its[-1]].stop,
+                ),
+            )
+            for name, its in runs
+        ]
 
     def to_host(self, copies: Sequence[Copy]) -> None:
         """Device to pinned memory; returns when the bytes are there."""

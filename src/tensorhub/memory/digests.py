@@ -1,12 +1,11 @@
 """What a shard's bytes are, in numbers: a digest for each chunk, and the manifest that they make up.
 
 Rules:
-1. The algorithm is xxh3-128 over the chunk's bytes in stream order, 16 bytes, big-endian as xxHash prints it; or, where
-   the publisher says so, `multilinear-128`, which a CUDA device computes itself. The manifest names it, and readers use
-   that one. How the bytes lie in memory, or on which device, never changes a digest.
-2. Hashing runs in threads. xxhash releases the GIL only inside one `update` of more than 64 KiB (its one-shot functions
-   only since version 4), so pieces are fed whole and one at a time to a streaming hasher; smaller pieces hold the GIL
-   for their microseconds.
+1. The algorithm is xxh3-128 over the chunk's bytes in stream order, 16 bytes, big-endian as xxHash prints it. A CUDA
+   device makes the same digests where it can (`xxh3`). How the bytes lie in memory, or on which device, changes none.
+2. On the host, threads hash. xxhash releases the GIL only inside one `update` of more than 64 KiB (its one-shot
+   functions only since version 4), so a streaming hasher gets pieces whole and one at a time; smaller pieces hold the
+   GIL for their microseconds.
 3. It detects faults and mistakes, not malice: xxh3 is no cryptographic hash.
 
 4. Memory that is freed meanwhile is an error of the call, never the end of the process (`guarded`).
@@ -20,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import xxhash
 
@@ -32,15 +31,9 @@ from .in_place import some
 from .parallel import in_parallel
 from .registration import Registration
 
-if TYPE_CHECKING:
-    import torch
-
 Verify = Literal["full", "none"]
-Algorithm = Literal["xxh3-128", "multilinear-128"]
 
-ALGORITHM: Algorithm = "xxh3-128"
-MULTILINEAR: Algorithm = "multilinear-128"
-ALGORITHMS: tuple[Algorithm, ...] = (ALGORITHM, MULTILINEAR)
+ALGORITHM = "xxh3-128"
 NO_ALGORITHM = "none"
 MANIFEST_HEAD_BYTES = 1024  # all of a manifest but its digests
 MAX_THREADS = 8  # 8 cores at 20-30 GiB/s read more than the memory bus of one socket gives
@@ -63,23 +56,8 @@ class Hashing:
         return found
 
 
-def algorithm_of(manifest: Manifest) -> Algorithm:
-    """The algorithm of its digests. Raises `UsageError` if this release does not know it."""
-    for known in ALGORITHMS:
-        if manifest.algorithm == known:
-            return known
-    raise UsageError(f"digests by {manifest.algorithm!r} are unknown here", hint="use one release of tensorhub")
-
-
-def digest(views: Iterable[memoryview], algorithm: str = ALGORITHM) -> bytes:
+def digest(views: Iterable[memoryview]) -> bytes:
     """The digest of the views' bytes, one after another (16 bytes)."""
-    if algorithm == MULTILINEAR:
-        from .multilinear import Multilinear  # with numpy, which nothing else here needs
-
-        summing = Multilinear()
-        for view in views:
-            summing.update([view])
-        return summing.digest()
     hashing = Hashing()
     hashing.update(views)
     return hashing.digest()
@@ -96,20 +74,17 @@ def build_manifest(
     chunk_bytes: int,
     *,
     verify: Verify = "full",
-    algorithm: Algorithm = ALGORITHM,
     salt: str = "",
     threads: int | None = None,
 ) -> Manifest:
     """The manifest of the bytes as they are now, read in parallel. Blocks; nobody may write to the tensors meanwhile.
 
     With verify="none" nothing is read, and `salt` must be unique to this content; with "full" it is left out, so that
-    equal bytes have equal roots. `threads` is at most this process's cores and 8 by default. Bytes that all lie on one
-    device are hashed there with `multilinear-128`; otherwise everything is hashed on the host. Raises `UsageError`
-    that names the tensors whose memory was freed, and `HostMemoryFull`.
+    equal bytes have equal roots. `threads` is at most this process's cores and 8 by default. Chunks that lie on a CUDA
+    device are hashed there, where it can. Raises `UsageError` that names the tensors whose memory was freed, and
+    `HostMemoryFull`.
     """
     check_verify(verify)
-    if algorithm not in ALGORITHMS:
-        raise UsageError(f"algorithm={algorithm!r} is unknown: it is one of {', '.join(ALGORITHMS)}")
     if chunk_bytes < 1:
         raise UsageError(f"chunks of {chunk_bytes} B: a chunk has at least one byte")
     check_length(registration, chunk_bytes, verify)
@@ -121,13 +96,13 @@ def build_manifest(
         return Manifest(layout, size_bytes, chunk_bytes, NO_ALGORITHM, b"", salt)
     chunks = range(chunk_count(size_bytes, chunk_bytes))
     gone: list[int] = []
-    digests = _each_digest(registration.stream, chunk_bytes, chunks, threads, algorithm, gone)
+    digests = _each_digest(registration.stream, chunk_bytes, chunks, threads, gone)
     if gone:
         raise UsageError(
             f"the memory of these tensors was freed while they were hashed: {some(freed(registration, gone))}",
             hint="register() again what was given other memory, and free it only after unpublish()",
         )
-    return Manifest(layout, size_bytes, chunk_bytes, algorithm, b"".join(digests))
+    return Manifest(layout, size_bytes, chunk_bytes, ALGORITHM, b"".join(digests))
 
 
 def check_length(registration: Registration, chunk_bytes: int, verify: Verify) -> None:
@@ -144,7 +119,7 @@ def check_length(registration: Registration, chunk_bytes: int, verify: Verify) -
 
 def changed_chunks(registration: Registration, manifest: Manifest, *, threads: int | None = None) -> list[int]:
     """The chunks whose bytes now differ from the manifest's. Raises `UsageError` if the manifest has no digests."""
-    if manifest.algorithm not in ALGORITHMS:
+    if manifest.algorithm != ALGORITHM:
         raise UsageError(
             f"content published with algorithm {manifest.algorithm!r} cannot be checked",
             hint='publish with verify="full"',
@@ -154,7 +129,7 @@ def changed_chunks(registration: Registration, manifest: Manifest, *, threads: i
         raise LayoutMismatch(f"the manifest is of layout {manifest.layout}, the registered tensors are of {mine}")
     registration.settle()
     chunks = range(manifest.chunk_count)
-    found = _each_digest(registration.stream, manifest.chunk_bytes, chunks, threads, manifest.algorithm, [])
+    found = _each_digest(registration.stream, manifest.chunk_bytes, chunks, threads, [])
     return [chunk for chunk, value in enumerate(found) if value != manifest.digest_of(chunk)]
 
 
@@ -202,23 +177,21 @@ def freed(registration: Registration, offsets: Sequence[int]) -> list[str]:
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """A stream whose bytes a device can hash."""
+    """A stream with bytes on devices that hash them where they lie."""
 
-    def device_bytes(self, start: int, stop: int) -> "torch.Tensor | None":
-        """Bytes [start, stop) as one uint8 tensor where they lie; None if they lie in several places."""
+    def device_digests(self, chunk_bytes: int) -> dict[int, bytes]:
+        """By chunk, of those that a device has hashed. Raises `Freed`."""
         ...
 
 
 def _each_digest(
-    stream: ByteStream, chunk_bytes: int, chunks: Sequence[int], threads: int | None, algorithm: str, gone: list[int]
+    stream: ByteStream, chunk_bytes: int, chunks: Sequence[int], threads: int | None, gone: list[int]
 ) -> list[bytes]:
     """Of each chunk; empty for one whose memory is not all there any more, of which `gone` gets the first byte."""
-    if algorithm == MULTILINEAR and chunks and isinstance(stream, OnDevice):
+    found: dict[int, bytes] = {}
+    if isinstance(stream, OnDevice):
         with suppress(Freed):  # chunk by chunk then, to find out which
-            found = _on_device(stream, stream.size_bytes, chunk_bytes, chunks)
-            if found is not None:
-                return found
-
+            found = stream.device_digests(chunk_bytes)
     rooms = threading.local()
 
     def one(chunk: int) -> bytes:
@@ -228,28 +201,15 @@ def _each_digest(
             rooms.mine = room_for(chunk_bytes)
         try:
             with stream.reading(start, stop) as views:
-                return digest(parts(addresses_of(stream, views, start), start, stop, rooms.mine), algorithm)
+                return digest(parts(addresses_of(stream, views, start), start, stop, rooms.mine))
         except Freed as error:
             gone.append(error.at)
             return b""
 
-    return _in_threads(one, chunks, _thread_count(len(chunks), threads))
-
-
-def _on_device(stream: OnDevice, size_bytes: int, chunk_bytes: int, chunks: Sequence[int]) -> list[bytes] | None:
-    """Every chunk's digest by the device; the host waits once, at the end."""
-    import torch
-
-    from .multilinear import packed, sums_of
-
-    sums = []
-    with torch.no_grad():
-        for chunk in chunks:
-            data = stream.device_bytes(chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, size_bytes))
-            if data is None:
-                return None
-            sums.append(sums_of(data))
-        return [packed(row) for row in torch.stack(sums).cpu().numpy()]
+    rest = [chunk for chunk in chunks if chunk not in found]
+    if rest:
+        found.update(zip(rest, _in_threads(one, rest, _thread_count(len(rest), threads)), strict=True))
+    return [found[chunk] for chunk in chunks]
 
 
 def _in_threads(work: Callable[[int], bytes], items: Sequence[int], threads: int) -> list[bytes]:

@@ -28,7 +28,7 @@ from ..core.names import Digest
 from ..transport.base import ByteStream, Look, Terms
 from ..transport.gates import Gate
 from ..transport.progress import Progress
-from .digests import ALGORITHM, ALGORITHMS, NO_ALGORITHM, Hashing, Verify, check_verify, digest, tensors_of
+from .digests import ALGORITHM, NO_ALGORITHM, Hashing, Verify, check_verify, digest, tensors_of
 from .registration import Registration
 
 NAMES_SHOWN = 3  # of the tensors in a bad chunk; a chunk of 4 MiB can hold thousands
@@ -146,10 +146,8 @@ class FillSink:
                 self._is_settled = True
 
     def terms(self) -> Terms | None:
-        """What the manifest says of each chunk, if its digests are of the kind that a transport can compute."""
+        """What the manifest says of each chunk."""
         manifest = self.manifest
-        if self._verify == "full" and manifest.algorithm != ALGORITHM:
-            return None
         digests = manifest.digests if self._verify == "full" else None
         return Terms(digests, self.progress, (self._gate,))
 
@@ -172,8 +170,8 @@ class FillSink:
 
     def observe(self, chunk: int) -> Look | None:
         """Hash the parts of a chunk as they come: then `accept` need not look at them again."""
-        if self._verify != "full" or self.manifest.algorithm != ALGORITHM:
-            return None  # the other algorithm wants whole chunks
+        if self._verify != "full":
+            return None
         begun = self._hashing[chunk] = Hashing()
         return begun.see
 
@@ -192,7 +190,7 @@ class FillSink:
             size_bytes = sum(view.nbytes for view in views)
             is_good = size_bytes == stop - start
             if is_checked and is_good:
-                found = digest(views, manifest.algorithm)
+                found = digest(views)
                 is_good = found == manifest.digest_of(chunk)
         with self._lock:
             self._check_live()
@@ -252,7 +250,7 @@ class FillSink:
                 'this version was published with verify="none": its bytes cannot be verified',
                 hint='publish it with verify="full", or say verify="none" here as well',
             )
-        if self._verify == "full" and manifest.algorithm not in ALGORITHMS:
+        if self._verify == "full" and manifest.algorithm != ALGORITHM:
             raise UsageError(
                 f"this version's digests are {manifest.algorithm!r}, which is unknown here",
                 hint="use one release of tensorhub on both sides",

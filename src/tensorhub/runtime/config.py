@@ -30,7 +30,6 @@ MOST_SHARDS = 4096  # of a replica
 MOST_SECONDS = 30 * 24 * 3600.0  # longer than any job's patience; keeps clocks and timers in range
 
 Verify = Literal["full", "none"]
-Algorithm = Literal["xxh3-128", "multilinear-128"]
 T = TypeVar("T")
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}\Z")
@@ -196,15 +195,6 @@ def parse_verify(value: object, what: str) -> Verify:
     raise UsageError(f'{what}={value!r} is neither "full" nor "none"')
 
 
-def parse_digest(value: object, what: str) -> Algorithm:
-    """ "xxh3-128" or "multilinear-128"."""
-    if value == "xxh3-128":
-        return "xxh3-128"
-    if value == "multilinear-128":
-        return "multilinear-128"
-    raise UsageError(f'{what}={value!r} is neither "xxh3-128" nor "multilinear-128"')
-
-
 def parse_transports(value: object, what: str) -> tuple[str, ...]:
     """Names of transports in order of preference: "local,tcp", or a sequence of names."""
     words = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
@@ -271,8 +261,6 @@ class Options:
     # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB
     chunk_bytes: int = _option(4 * MIB, parse_chunk_bytes, "the unit of progress, verification and resumption")
     verify: Verify = _option("full", parse_verify, 'check every chunk on arrival: "full" or "none"')
-    # xxh3-128 takes 0.03 s of a core for a GiB, multilinear-128 0.4 s; but only that one runs on a CUDA device
-    digest: Algorithm = _option("xxh3-128", parse_digest, "publish with it: xxh3-128 or multilinear-128")
     transports: tuple[str, ...] = _option(
         (), parse_transports, "ways to move bytes, best first; empty: local, nixl where RDMA or a GPU is, tcp"
     )

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ..core.errors import DeadlineExceeded, NotDrained, VersionConflict
 from ..core.names import Digest, Version, WorkerId
-from ..memory.digests import algorithm_of, build_manifest
+from ..memory.digests import build_manifest
 from ..memory.in_place import some
 from ..memory.registration import Registration
 from ..memory.tiles.tiled import TiledVersion
@@ -57,9 +57,8 @@ async def hashed(
     if registration.table is not None:
         return await by(deadline, what, await cut(options, me, shards, registration, metadata, deadline))
     chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then
-    algorithm = options.digest if held is None else algorithm_of(held)
     salt = uuid4().hex
-    build = partial(build_manifest, registration, chunk_bytes, verify=options.verify, algorithm=algorithm, salt=salt)
+    build = partial(build_manifest, registration, chunk_bytes, verify=options.verify, salt=salt)
     return replace(await by(deadline, what, build), metadata=metadata)
 
 

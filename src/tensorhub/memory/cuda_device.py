@@ -1,0 +1,183 @@
+"""Launches the kernels of `xxh3.cu` on a CUDA device, through NVIDIA's `cuda-core`.
+
+The kernels are compiled once for each architecture (0.4 s) and kept in the user's cache directory. Before a device is
+trusted, it hashes a few lengths that the host hashes too. Where anything of this fails, `why_not` says it, and the
+host hashes as before.
+
+Rules:
+1. Everything runs on two streams of this library, of the lowest priority. Nothing is on the default stream.
+2. It may run while the user's threads capture a CUDA graph (`captures`).
+3. Waits are for events of these streams. The whole device is never waited for.
+"""
+
+import hashlib
+import os
+import tempfile
+import threading
+from array import array
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ..transport.captures import beside_captures
+from .xxh3 import LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
+
+KERNELS = ("sum_only", "sum_and_copy", "chain")
+SELF_TEST_BYTES = (LEAST_BYTES, 1024, 1025, 5000, 1 << 20)
+BLOCKS_PER_SM = 2  # 16 warps: 64 KiB of loads under way on each multiprocessor
+
+
+class Kernels:
+    """The compiled kernels on one device. Raises what `cuda-core` and the driver raise."""
+
+    def __init__(self, index: int) -> None:
+        from cuda.core import Device
+
+        self.device = torch.device("cuda", index)
+        self.blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
+        with beside_captures(), torch.cuda.device(self.device):
+            driver = Device(index)
+            driver.set_current()
+            code = _compiled(f"sm_{driver.arch}")
+            self.kernels = {name: code.get_kernel(name) for name in KERNELS}
+            self.streams = tuple(torch.cuda.Stream(self.device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.turn = threading.Lock()  # one call at a time: the streams' order is what makes scratch memory safe
+
+
+class CudaLauncher:
+    """A `Launcher` for one call. Use it with `beside_captures` and the kernels' `turn`."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._its = kernels
+        self._kept: dict[int, torch.Tensor] = {}
+        self._host: list[torch.Tensor] = []
+        self._uploaded: torch.cuda.Event | None = None
+
+    def room(self, size_bytes: int) -> int:
+        try:
+            with torch.cuda.stream(self._its.streams[0]):
+                memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._its.device)
+        except torch.OutOfMemoryError as error:
+            raise NoRoom(str(error)) from error
+        self._kept[memory.data_ptr()] = memory
+        return memory.data_ptr()
+
+    def upload(self, words: "array[int]") -> int:
+        address = self.room(8 * len(words))
+        host = torch.from_numpy(np.frombuffer(words, np.uint8).copy())
+        with torch.cuda.stream(self._its.streams[0]):
+            self._kept[address].copy_(host, non_blocking=True)
+            self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._uploaded.record(self._its.streams[0])
+        self._host.append(host)
+        return address
+
+    def launch(self, kernel: str, threads: int, job: int, *, lane: int) -> None:
+        from cuda.core import LaunchConfig, Stream, launch
+
+        stream = self._its.streams[lane]
+        if lane and self._uploaded is not None:
+            stream.wait_event(self._uploaded)
+        blocks = -(-threads // THREADS) if threads else self._its.blocks
+        config = LaunchConfig(grid=blocks, block=THREADS)
+        launch(Stream.from_handle(stream.cuda_stream), config, self._its.kernels[kernel], job)
+
+    def download(self, address: int, count: int) -> "array[int]":
+        for stream in self._its.streams:
+            wait_for(stream)
+        with torch.cuda.stream(self._its.streams[0]):
+            found = self._kept[address][: 8 * count].cpu()
+        return array("Q", found.numpy().tobytes())
+
+
+def device_digests(index: int, source: Spans, chunks: Chunks, target: Spans | None = None) -> list[bytes]:
+    """`xxh3.digests` on that CUDA device. Raises `NoRoom`, and `RuntimeError` where the device fails."""
+    kernels = _kernels(index)
+    if isinstance(kernels, str):
+        raise RuntimeError(kernels)
+    with kernels.turn, beside_captures(), torch.no_grad(), torch.cuda.device(kernels.device):
+        launcher = CudaLauncher(kernels)
+        try:
+            return digests(launcher, source, chunks, target)
+        finally:
+            for stream in kernels.streams:  # also on the way out of an error: scratch memory is given back after this
+                with suppress(RuntimeError):
+                    wait_for(stream)
+
+
+def why_not(index: int) -> str | None:
+    """Why that device does not hash; None if it does. Compiles the kernels and tries them, the first time."""
+    kernels = _kernels(index)
+    return kernels if isinstance(kernels, str) else None
+
+
+def wait_for(stream: torch.cuda.Stream) -> None:
+    """Wait for what is on the stream now: an event, so that later work of others is not waited for."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps instead of spinning
+    event.record(stream)
+    event.synchronize()
+
+
+_loading = threading.Lock()
+
+
+def _kernels(index: int) -> Kernels | str:
+    with _loading:
+        return _loaded(index)
+
+
+@cache
+def _loaded(index: int) -> Kernels | str:
+    try:
+        kernels = Kernels(index)
+        _try(kernels)
+        return kernels
+    except ImportError as error:
+        return f"the package cuda-core is not there ({error}): pip install 'tensorhub[cuda]'"
+    except Exception as error:  # noqa: BLE001 - whatever a driver or compiler raises, the host can hash instead
+        return f"the kernels do not work on cuda:{index}: {type(error).__name__}: {error}"
+
+
+def _try(kernels: Kernels) -> None:
+    """Raises `RuntimeError` unless the device makes the host's digests, and its copies are right."""
+    with beside_captures(), torch.no_grad(), torch.cuda.device(kernels.device):
+        for size_bytes in SELF_TEST_BYTES:
+            host = torch.from_numpy(np.random.default_rng(size_bytes).integers(0, 256, size_bytes, np.uint8))
+            with torch.cuda.stream(kernels.streams[0]):
+                there, copy = host.to(kernels.device), torch.zeros(size_bytes, dtype=torch.uint8, device=kernels.device)
+            spans, target = (Spans([0], [memory.data_ptr()], size_bytes) for memory in (there, copy))
+            (found,) = digests(CudaLauncher(kernels), spans, Chunks(0, size_bytes, size_bytes), target)
+            with torch.cuda.stream(kernels.streams[0]):
+                is_copied = torch.equal(copy.cpu(), host)
+            if found != xxhash.xxh3_128_digest(host.numpy().tobytes()) or not is_copied:
+                raise RuntimeError(f"it gave a wrong digest or a wrong copy of {size_bytes} B")
+
+
+def _compiled(architecture: str) -> Any:
+    """The kernels for one architecture, from the cache directory or compiled now."""
+    from cuda.core import ObjectCode, Program, ProgramOptions
+
+    source = Path(__file__).with_name("xxh3.cu").read_text()
+    options = ProgramOptions(std="c++17", arch=architecture)
+    kept = _cache_directory() / f"xxh3-{hashlib.sha256(source.encode()).hexdigest()[:16]}-{architecture}.cubin"
+    with suppress(OSError):
+        if kept.stat().st_uid == os.geteuid():
+            return ObjectCode.from_cubin(kept.read_bytes())
+    code = Program(source, "c++", options).compile("cubin")
+    with suppress(OSError):  # a cache that cannot be written costs 0.4 s at the next start
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as new:
+            new.write(bytes(code.code))
+        os.replace(new.name, kept)
+    return code
+
+
+def _cache_directory() -> Path:
+    """$XDG_CACHE_HOME/tensorhub, or ~/.cache/tensorhub (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "tensorhub"

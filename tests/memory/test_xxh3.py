@@ -1,0 +1,149 @@
+"""The kernels that hash device memory, run on the host warp by warp: the same digests as the package `xxhash`."""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from array import array
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from tensorhub.memory import xxh3
+from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests
+
+EMULATED = Path(__file__).parent / "emulated"
+KERNELS = Path(xxh3.__file__).with_name("xxh3.cu")
+BLOCKS = 2  # of threads; two warps each
+
+
+class Emulator:
+    """A `Launcher` whose device is this process: memory with holes of 64 bytes that nothing may write."""
+
+    def __init__(self, library: ctypes.CDLL, room_bytes: int = 1 << 30) -> None:
+        self.library = library
+        self.room_bytes = room_bytes
+        self.kept: list[object] = []
+
+    def room(self, size_bytes: int) -> int:
+        if size_bytes > self.room_bytes:
+            raise NoRoom
+        self.kept.append(memory := np.full(size_bytes + 16, 0xA5, np.uint8))
+        return -(-memory.ctypes.data // 16) * 16
+
+    def upload(self, words: "array[int]") -> int:
+        self.kept.append(copy := array("Q", words))
+        return copy.buffer_info()[0]
+
+    def launch(self, kernel: str, threads: int, job: int, *, lane: int) -> None:
+        assert lane in (0, 1)
+        blocks = -(-threads // 64) if threads else BLOCKS
+        assert self.library.run(kernel.encode(), blocks, 64, ctypes.c_void_p(job)) == 0
+
+    def download(self, address: int, count: int) -> "array[int]":
+        return array("Q", ctypes.string_at(address, 8 * count))
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler to run the kernels on the host with")
+    made = tmp_path_factory.mktemp("kernels") / "run.so"
+    define = f'-DKERNELS="{KERNELS}"'
+    flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare"]
+    subprocess.run([compiler, *flags, define, str(EMULATED / "run.cpp"), "-o", str(made)], check=True)
+    return ctypes.CDLL(str(made))
+
+
+class Scattered:
+    """Bytes that lie in several pieces of memory, each at an address of any alignment."""
+
+    def __init__(self, content: np.ndarray, cuts: list[int], rng: random.Random, *, filled: bool) -> None:
+        self.pieces = []
+        bounds = [0, *cuts, len(content)]
+        for start, stop in pairwise(bounds):
+            room = np.zeros(stop - start + 64, np.uint8)
+            inside = -room.ctypes.data % 16 + rng.choice([0, 0, 8, 4, 1, 3, 15])
+            if filled:
+                room[inside : inside + stop - start] = content[start:stop]
+            self.pieces.append((start, stop, room, inside))
+        addresses = [room.ctypes.data + inside for _, _, room, inside in self.pieces]
+        self.spans = Spans([start for start, *_ in self.pieces], addresses, len(content))
+
+    def content(self) -> np.ndarray:
+        return np.concatenate([room[inside : inside + stop - start] for start, stop, room, inside in self.pieces])
+
+    def margins(self) -> int:
+        """How many bytes beside the pieces are not 0 any more."""
+        return sum(
+            int(np.count_nonzero(room[:inside]) + np.count_nonzero(room[inside + stop - start :]))
+            for start, stop, room, inside in self.pieces
+        )
+
+
+def expected(content: np.ndarray, chunks: Chunks) -> list[bytes]:
+    ends = range(chunks.start, chunks.stop, chunks.chunk_bytes)
+    step = chunks.chunk_bytes
+    return [xxhash.xxh3_128_digest(content[at : min(at + step, chunks.stop)].tobytes()) for at in ends]
+
+
+def cut(rng: random.Random, size_bytes: int) -> list[int]:
+    return sorted(rng.sample(range(1, size_bytes), min(size_bytes - 1, rng.choice([0, 0, 1, 3, 12]))))
+
+
+def check(library: ctypes.CDLL, rng: random.Random, content: np.ndarray, chunks: Chunks, *, copies: bool) -> None:
+    source = Scattered(content, cut(rng, len(content)), rng, filled=True)
+    target = Scattered(content, cut(rng, len(content)), rng, filled=False)
+    found = digests(Emulator(library), source.spans, chunks, target.spans if copies else None)
+    assert found == expected(content, chunks), (chunks, source.spans.starts)
+    if copies:
+        wanted = np.zeros_like(content)
+        wanted[chunks.start : chunks.stop] = content[chunks.start : chunks.stop]
+        assert (target.content() == wanted).all()
+        assert target.margins() == 0, "bytes were written beside the target"
+
+
+BOUNDARIES = [k * BLOCK_BYTES + d for k in (4, 5, 8, 16, 17, 32) for d in (-65, -64, -63, -1, 0, 1, 63, 64, 65)]
+
+
+def test_any_length_has_the_digest_of_the_host(library: ctypes.CDLL) -> None:
+    rng, random_bytes = random.Random(1), np.random.default_rng(1)
+    for length in [*range(LEAST_BYTES, 5001, 11), *BOUNDARIES]:
+        content = random_bytes.integers(0, 256, length, np.uint8)
+        check(library, rng, content, Chunks(0, length, length), copies=rng.random() < 0.3)
+
+
+def test_chunks_of_any_size_in_pieces_of_any_size(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xxh3, "WINDOW_BYTES", 20_000)  # several windows
+    rng, random_bytes = random.Random(2), np.random.default_rng(2)
+    for _ in range(150):
+        size_bytes = rng.choice([241, 300, 1000, 1024, 4096, 4100, 9000, 16384])
+        total = rng.randrange(size_bytes, 60_000)
+        start = rng.randrange(0, total // size_bytes) * size_bytes
+        stop = min(total, start + rng.randrange(1, 8) * size_bytes)
+        if (stop - start - 1) % size_bytes + 1 < LEAST_BYTES:
+            stop = start + size_bytes
+        content = random_bytes.integers(0, 256, total, np.uint8)
+        check(library, rng, content, Chunks(start, stop, size_bytes), copies=rng.random() < 0.6)
+
+
+def test_extreme_bytes(library: ctypes.CDLL) -> None:
+    rng = random.Random(3)
+    for value in (0, 255):
+        check(library, rng, np.full(20_000, value, np.uint8), Chunks(0, 20_000, 8192), copies=True)
+
+
+def test_a_device_that_is_nearly_full_gets_smaller_windows(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xxh3, "LEAST_WINDOW_BYTES", 8192)
+    content = np.random.default_rng(4).integers(0, 256, 100_000, np.uint8)
+    source = Scattered(content, [], random.Random(4), filled=True)
+    chunks = Chunks(0, 100_000, 4096)
+    assert digests(Emulator(library, room_bytes=2048), source.spans, chunks) == expected(content, chunks)
+    with pytest.raises(NoRoom):
+        digests(Emulator(library, room_bytes=64), source.spans, chunks)
