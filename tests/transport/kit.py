@@ -28,13 +28,18 @@ from tensorhub.core.manifest import chunk_count
 from tensorhub.memory.host import host_view
 from tensorhub.transport import local_host, nixl_probe, sealed, tcp_lend
 from tensorhub.transport.base import Export, Look, Read, Terms, Transport
+from tensorhub.transport.cuda import CudaSettings, CudaTransport
 from tensorhub.transport.gates import Gate as WordGate
 from tensorhub.transport.local import LocalSettings, LocalTransport
 from tensorhub.transport.nixl import NixlSettings, NixlTransport
+from tensorhub.transport.on_device import Shared
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
 from tensorhub.transport.tcp_settings import TcpSettings
 from tensorhub.transport.vectors import Addresses
+
+sys.path.append(str(Path(__file__).parent))  # the helper processes import this file by itself
+import stand_in
 
 DEADLINE_S = 30.0  # how long a test waits for what must happen; never how long it should take
 MIB = 1 << 20
@@ -50,6 +55,7 @@ class Kind:
     mute: Callable[[], AbstractContextManager[str]]  # an endpoint where somebody listens and never says a word
     why_not: Callable[[], str] = str  # why this machine does not have it; empty where it does
     is_mapped: bool = False  # all content lies in memory that readers map
+    is_on_device: bool = False  # all content lies on a stand-in for a device
     is_settled: bool = True  # after the first read from a peer no more sockets are opened for it
 
 
@@ -69,6 +75,10 @@ def _lending(streams: int) -> Callable[[float], Transport]:
 
 def _local(threads: int) -> Callable[[float], Transport]:
     return lambda silence_s: LocalTransport(LocalSettings(silence_s=silence_s, threads=threads, thread_bytes=1024))
+
+
+def _cuda(silence_s: float) -> Transport:
+    return CudaTransport(CudaSettings(silence_s=silence_s, window_bytes=1 << 16))
 
 
 def _nixl(threads: int) -> Callable[[float], Transport]:
@@ -104,6 +114,12 @@ def _mute_tcp(scheme: str = "tcp") -> Iterator[str]:
 
 
 @contextmanager
+def _mute_cuda() -> Iterator[str]:
+    with _mute_local() as endpoint:
+        yield endpoint.replace("local", "cuda", 1)
+
+
+@contextmanager
 def _mute_local() -> Iterator[str]:
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(local_host.socket_address(name := local_host.new_name()))
@@ -123,6 +139,7 @@ KINDS = {
         Kind("local-3", _local(3), _mute_local),
         Kind("local-mapped-1", _local(1), _mute_local, sealed.why_not, is_mapped=True),
         Kind("local-mapped-3", _local(3), _mute_local, sealed.why_not, is_mapped=True),
+        Kind("cuda-stand-in", _cuda, _mute_cuda, is_on_device=True),
         Kind("pretended-nixl-2", _pretended, partial(_mute_tcp, "nixl")),
         Kind("nixl-1", _nixl(1), partial(_mute_tcp, "nixl"), _no_nixl),
         Kind("nixl-3", _nixl(3), partial(_mute_tcp, "nixl"), _no_nixl, is_settled=False),
@@ -131,17 +148,19 @@ KINDS = {
 
 
 _has_sealed_memory = False
+_is_on_device = False
 
 
 def use(kind: Kind | None) -> None:
     """From now on content lies in the memory that this kind needs."""
-    global _has_sealed_memory
+    global _has_sealed_memory, _is_on_device
     _has_sealed_memory = kind is not None and kind.is_mapped
+    _is_on_device = kind is not None and kind.is_on_device
 
 
 def forget() -> None:
     """An error that a test has made knows the test, and so its content, which may have a descriptor."""
-    if _has_sealed_memory:
+    if _has_sealed_memory or _is_on_device:
         gc.collect()
     use(None)
 
@@ -153,6 +172,8 @@ def maps() -> bool:
 
 def memory(size_bytes: int) -> bytearray:
     """Zeros. What can be mapped is not a bytearray, and does for one in all that is done here."""
+    if _is_on_device and size_bytes:
+        return cast(bytearray, stand_in.allocate(size_bytes))
     if not _has_sealed_memory or not size_bytes:
         return bytearray(size_bytes)
     found = sealed.Sealed(size_bytes)
@@ -162,6 +183,13 @@ def memory(size_bytes: int) -> bytearray:
 def content(size_bytes: int, seed: int = 1) -> bytearray:
     found = memory(size_bytes)
     found[:] = _content(size_bytes, seed)
+    return found
+
+
+def copy_of(buffer: bytearray) -> bytearray:
+    """Memory of its own with the same bytes."""
+    found = memory(len(buffer)) if _is_on_device else bytearray(len(buffer))
+    found[:] = buffer
     return found
 
 
@@ -193,10 +221,27 @@ class Pieces:
         self.piece_bytes = piece_bytes
         self.inside = 0
         self._lock = threading.Lock()
+        if _is_on_device:  # it is that, and nothing that has addresses here
+            self.is_bare, self.ranges, self.addresses = False, None, None  # type: ignore[assignment]
+        else:
+            self.share = self.open = self.copy_from = None  # type: ignore[assignment]
 
     @property
     def size_bytes(self) -> int:
         return len(self.view)
+
+    def share(self) -> Shared:
+        with self.reading(0, self.size_bytes):
+            return stand_in.share(self.view)
+
+    def open(self, body: bytes) -> stand_in.Opened:
+        return stand_in.Opened(body)
+
+    def copy_from(
+        self, source: stand_in.Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool
+    ) -> list[bytes]:
+        with self.writing(start, stop):
+            return stand_in.copy(source, self.view, start, stop, chunk_bytes, digests=digests)
 
     @contextmanager
     def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
@@ -327,6 +372,14 @@ class Target:
     def stored(self, chunk: int) -> None:
         self._order.append(chunk)
         self.progress.mark(chunk)
+
+    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
+        for chunk, digest in zip(chunks, digests, strict=True):
+            start = chunk * self.chunk_bytes
+            with self.stream.reading(start, min(start + self.chunk_bytes, self.stream.size_bytes)) as views:
+                self.accept(chunk, views)
+            assert digest == self.digests[chunk], "the device's digest is that of the bytes that came"
+            self.stored(chunk)
 
     @property
     def order(self) -> list[int]:

@@ -162,7 +162,7 @@ def test_a_failed_source_says_why(make: Make) -> None:
 
 def test_a_corrupt_chunk_ends_the_read(make: Make) -> None:
     right = content(50 * CHUNK)
-    wrong = bytearray(right)
+    wrong = kit.copy_of(right)
     wrong[20 * CHUNK + 7] ^= 1
     source, reader = make(), make()
     source.export(full("k", wrong, CHUNK))

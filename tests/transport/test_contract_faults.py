@@ -24,7 +24,7 @@ LARGE = 64 * MIB  # more than the kernel keeps in its buffers: the source is in 
 
 def test_withdraw_cuts_a_reader_that_takes_nothing(make: Make) -> None:
     right = content(LARGE)
-    memory = bytearray(right)
+    memory = kit.copy_of(right)
     source, reader = make(60.0), make(60.0)
     source.export(full("k", memory, 4 * MIB))
     gates = {chunk: Gate() for chunk in range(16)}
@@ -45,7 +45,7 @@ def test_withdraw_under_load_again_and_again(make: Make) -> None:
     source, reader = make(), make()
     ends = []
     for trial in range(15):
-        memory = bytearray(right)
+        memory = kit.copy_of(right)
         source.export(full("k", memory, CHUNK))
         target = Target(right, CHUNK)
         _, ended = start_read(reader, source.endpoint, "k", target)

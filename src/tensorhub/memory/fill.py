@@ -215,6 +215,33 @@ class FillSink:
             if self._on_stored is not None:
                 self._on_stored(prefix)
 
+    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
+        """Chunks that a device has put in place, with the digests that it made of them. Raises as `accept`."""
+        manifest = self.manifest
+        is_checked = self._verify == "full"
+        bad = None
+        if is_checked:
+            announced = map(manifest.digest_of, chunks)
+            bad = next((c for c, it, found in zip(chunks, announced, digests, strict=True) if it != found), None)
+        good = chunks if bad is None else range(chunks.start, bad)
+        with self._telling:
+            with self._lock:
+                self._check_live()
+                size_bytes = manifest.chunk_range(good[-1])[1] - manifest.chunk_range(good[0])[0] if good else 0
+                if is_checked:
+                    self._bytes_verified += size_bytes
+                else:
+                    self._bytes_unverified += size_bytes
+                if bad is not None:
+                    start, stop = manifest.chunk_range(bad)
+                    self._bytes_rejected += stop - start
+                for chunk in good:
+                    self.progress.mark(chunk)
+            if good and self._on_stored is not None:
+                self._on_stored(self.progress.prefix)
+        if bad is not None:
+            raise self._corrupt(manifest, bad, stop - start, digests[bad - chunks.start])
+
     def revoke(self, error: TensorHubError) -> None:
         """From now on `begin`, `accept` and `stored` raise `error`: the permission to read has ended."""
         with self._lock:

@@ -141,6 +141,11 @@ class TrustedSink:
         self._check()
         self._fill.stored(chunk)
 
+    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
+        self._check()
+        self._fill.take(chunks, digests)
+        self._check()
+
     def _check(self) -> None:
         """`SessionLost` is raised by nothing else on the way of a read: it says that no source is to blame."""
         if self.is_stopped:

@@ -1,4 +1,4 @@
-"""The source's side where readers fetch the bytes themselves: what `local` and `nixl` share.
+"""Where readers fetch the bytes themselves: what `local`, `cuda` and `nixl` share, at the source and at the reader.
 
 A reader gets, once, MEMORY: where the bytes lie, as its transport says it; and for chunks that are there
 
@@ -8,12 +8,18 @@ and its requests carry as their `number` how many bytes it has read so far on th
 It must never: send a chunk.
 """
 
+import select
 import struct
+from collections.abc import Sequence
+from contextlib import suppress
 
+from . import tcp_wire
+from .tcp_job import Job
 from .tcp_lend import Lending
 from .tcp_served import Served
 from .tcp_server import TcpServer
-from .tcp_wire import Hello, Wire
+from .tcp_stream import Stream
+from .tcp_wire import Garbled, Hello, Vanished, Welcome, Wire
 
 READY, MEMORY = 16, 17
 COUNT = struct.Struct("=Q")
@@ -50,3 +56,72 @@ class AnnouncingServer(TcpServer):
                 served.sent_bytes += news
                 self._counts["sent_bytes"] += news
                 self._counts["sent_chunks"] += -(-news // served.export.chunk_bytes)
+
+
+class AnnouncedStream(Stream):
+    """A reader's connection on which chunks are announced, and not sent."""
+
+    def __init__(self, job: Job, wire: Wire, index: int) -> None:
+        super().__init__(job, wire, index)
+        self._ready = range(0)  # announced, and not yet begun
+        self._read_bytes = self._told_bytes = 0
+        self.size_bytes = 0  # of the source's stream
+        self._end: Exception | None = None  # the source has said farewell after what it announced last
+
+    def greet(self, *, wants_manifest: bool) -> Welcome:
+        welcome = super().greet(wants_manifest=wants_manifest)
+        self.size_bytes = welcome.size_bytes
+        return welcome
+
+    def ask(self, chunks: Sequence[int]) -> None:
+        self._told_bytes = self._read_bytes
+        self.wire.send_want(chunks, self._read_bytes)
+
+    def await_chunk(self, chunk: int, size_bytes: int) -> None:
+        if not self._ready:
+            if self._end is not None:
+                raise self._end
+            self._note_ready(*self.next_frame(), chunk)
+        if self._ready[0] != chunk:
+            raise Garbled(f"chunk {self._ready[0]} is announced where chunk {chunk} was due")
+        self._ready = self._ready[1:]
+
+    def has_ready(self, chunk: int) -> bool:
+        """Whether this chunk, which is the next due, is announced already. Waits for nothing."""
+        while not self._ready and self._end is None and is_readable(self.wire):
+            kind, length, number = self.receive_header()
+            if kind == tcp_wire.GONE:
+                self._end = self.job.refused(self.wire.receive_gone(length))
+            elif kind != tcp_wire.WAITING or length:
+                self._note_ready(kind, length, number, chunk)
+        return bool(self._ready)
+
+    def _note_ready(self, kind: int, length: int, first: int, chunk: int) -> None:
+        if kind != READY or length != COUNT.size:
+            raise Garbled(f"frame {kind} with {length} B where chunk {chunk} was due")
+        (count,) = COUNT.unpack(self.wire.receive_body(length, COUNT.size))
+        if count < 1 or first + count > 1 << 62:
+            raise Garbled(f"chunks {first} and {count} more are announced")
+        self._ready = range(first, first + count)
+
+    def note_read(self, size_bytes: int, *, is_last: bool) -> None:
+        """So many bytes more have come. The source is told with the next request, or now if there may be none."""
+        self._read_bytes += size_bytes
+        if is_last and self._read_bytes > self._told_bytes:
+            with suppress(Vanished):  # what it said last can still be read
+                self.ask(())
+
+    def farewell(self) -> Exception:
+        """What ended the export, as the source says it, or else that it is gone."""
+        while True:
+            kind, length, _ = self.wire.receive_header()
+            if kind == tcp_wire.GONE:
+                return self.job.refused(self.wire.receive_gone(length))
+            self.wire.receive_body(length, COUNT.size)
+
+
+def is_readable(wire: Wire) -> bool:
+    """Something has come that was not received yet."""
+    poll = select.poll()
+    poll.register(wire.sock, select.POLLIN)
+    return bool(poll.poll(0))

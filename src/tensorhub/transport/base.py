@@ -146,6 +146,18 @@ class Trusting(Protocol):
 
 
 @runtime_checkable
+class Taking(Protocol):
+    """A sink of chunks that a device has copied and digested: they are in place when they are judged."""
+
+    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
+        """Judge them, and count those that are right. Raises `CorruptTransfer` for the first that is not.
+
+        `digests` is empty where the sink is not checking.
+        """
+        ...
+
+
+@runtime_checkable
 class Sharing(Protocol):
     """A sink that would rather keep the source's memory than have a copy of its bytes, where that is possible."""
 

@@ -4,6 +4,7 @@ An endpoint names the kernel that runs now, the PID and network namespaces, the 
 
     local://<boot id>.<pid namespace>.<network namespace>.<user>/<name of an abstract unix socket>
 
+`cuda://` endpoints have the same form.
 Two workers can use the local transport only if all four are equal: another PID namespace has other numbers for the same
 processes, another network namespace has other abstract sockets, another user may not read. What remains (a ptrace
 scope, a seccomp filter, a security module) is found by reading a cookie, not by guessing.
@@ -22,7 +23,9 @@ from ..core.errors import TransportMissing
 from . import shortages
 
 SCHEME = "local"
-_ENDPOINT = re.compile(r"local://([0-9a-f-]{1,40})\.(\d{1,20})\.(\d{1,20})\.(\d{1,20})/([A-Za-z0-9_-]{1,80})\Z")
+_ENDPOINT = re.compile(
+    r"(?:local|cuda)://([0-9a-f-]{1,40})\.(\d{1,20})\.(\d{1,20})\.(\d{1,20})/([A-Za-z0-9_-]{1,80})\Z"
+)
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)

@@ -47,16 +47,22 @@ def offer(wire: Wire, seal: Seal, regions: Sequence[Region]) -> None:
     body = seal.value + b"".join(REGION.pack(region.address, region.size_bytes) for region in regions)
     descriptors = array("i", [seal.page.descriptor, *(region.descriptor for region in regions)])
     is_frozen = all(region.is_frozen for region in regions)  # only what is whole ever is
-    frame = HEADER.pack(MAPPED, len(body), FROZEN if is_frozen else 0) + body
+    send_with_descriptors(wire, MAPPED, FROZEN if is_frozen else 0, body, descriptors)
+
+
+def send_with_descriptors(wire: Wire, kind: int, number: int, body: bytes, descriptors: Sequence[int]) -> bool:
+    """A frame, with whose first bytes the descriptors come. False: too many are on their way, and nothing was sent."""
+    frame = HEADER.pack(kind, len(body), number) + body
     try:
-        sent = wire.sock.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        sent = wire.sock.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))])
     except BlockingIOError as error:
         raise Silent("the peer takes no byte") from error
     except OSError as error:
         if error.errno in _NO_ROOM:
-            return
+            return False
         raise lost(error) from error
     wire.send([frame[sent:]])
+    return True
 
 
 class Received:

@@ -73,7 +73,7 @@ class LocalPieces(LocalStream):
         try:
             Stream.transfer(self, start, stop, views, look)
         except Lost as error:
-            raise self._left() from error
+            raise self.farewell() from error
 
     def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         if self._is_sent:
@@ -86,7 +86,7 @@ class LocalPieces(LocalStream):
 
     def taken(self, size_bytes: int) -> None:
         if self._is_sent:
-            self._count_read(size_bytes)
+            self.note_read(size_bytes, is_last=not self.asked)
         else:
             super().taken(size_bytes)
 

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from ..core.errors import TensorHubError, TransportMissing
-from . import tcp_wire
-from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
+from .announcing import MAX_MEMORY_BYTES, MEMORY, AnnouncedStream
 from .base import Look, OnEnd, Sink
 from .local_host import Place, parse_endpoint, remedy, socket_address
 from .local_mapping import FROZEN, MAPPED, MAX_MAPPED_BYTES, Mapped, Received, hand_over, receive_header
@@ -38,7 +37,7 @@ from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
 from .tcp_stream import Stream, opened
-from .tcp_wire import Garbled, Refusal, Vanished, Welcome, Wire
+from .tcp_wire import Garbled, Refusal, Vanished, Wire
 from .vectors import Addresses, Bridged
 
 _log = logging.getLogger(__name__)
@@ -171,7 +170,7 @@ class LocalRead(TcpRead):
         place: Place,
         *,
         maps: bool,
-        streams: "type[LocalStream]",
+        streams: type[Stream],
     ) -> None:
         self._place = place
         self._maps = maps
@@ -210,24 +209,16 @@ class LocalRead(TcpRead):
         return wire
 
 
-class LocalStream(Stream):
+class LocalStream(AnnouncedStream):
     """One connection, and the thread that copies what is announced on it."""
 
     def __init__(self, job: Job, wire: Wire, index: int) -> None:
         super().__init__(job, wire, index)
         assert isinstance(job, LocalJob)
         self._its = job
-        self._ready = range(0)  # announced, and not yet begun
-        self._read_bytes = self._told_bytes = 0
-        self._size_bytes = 0
         self._remote: Remote | None = None
         self.can_map = job.maps
         self._received: Received | None = None  # descriptors that came with the last frame, while such may come
-
-    def greet(self, *, wants_manifest: bool) -> Welcome:
-        welcome = super().greet(wants_manifest=wants_manifest)
-        self._size_bytes = welcome.size_bytes
-        return welcome
 
     def receive_manifest(self) -> bytes:
         """And where the bytes are; proves that they can be read before anybody counts on it."""
@@ -255,8 +246,8 @@ class LocalStream(Stream):
             addresses = Addresses.decode(body[SEAL.size :], self._its.ours)
         except ValueError as error:
             raise Garbled(f"malformed addresses: {error}") from error
-        if addresses.stop != self._size_bytes:
-            raise Garbled(f"addresses of {addresses.stop} B for content of {self._size_bytes} B")
+        if addresses.stop != self.size_bytes:
+            raise Garbled(f"addresses of {addresses.stop} B for content of {self.size_bytes} B")
         self._its.remote = self._prove(addresses, *SEAL.unpack_from(body))
         if kept is not None:
             hand_over(self.job.sink, addresses, *kept)
@@ -301,7 +292,7 @@ class LocalStream(Stream):
                 is_mapped=mapped is not None,
             )
             if not remote.is_sealed:
-                raise self._left()
+                raise self.farewell()
         except Lost as error:
             raise Vanished(str(error)) from error
         return remote
@@ -325,25 +316,8 @@ class LocalStream(Stream):
             raise unreadable(state.pid, os.strerror(state.error))
         if state.status == shapes.LOST:
             check_refused(state.pid, state.error)
-            raise self._left()
+            raise self.farewell()
         super().conclude(state)
-
-    def ask(self, chunks: Sequence[int]) -> None:
-        self._told_bytes = self._read_bytes
-        self.wire.send_want(chunks, self._read_bytes)
-
-    def await_chunk(self, chunk: int, size_bytes: int) -> None:
-        if not self._ready:
-            kind, length, first = self.next_frame()
-            if kind != READY or length != COUNT.size:
-                raise Garbled(f"frame {kind} with {length} B where chunk {chunk} was due")
-            (count,) = COUNT.unpack(self.wire.receive_body(length, COUNT.size))
-            if count < 1 or first + count > 1 << 62:
-                raise Garbled(f"chunks {first} and {count} more are announced")
-            self._ready = range(first, first + count)
-        if self._ready[0] != chunk:
-            raise Garbled(f"chunk {self._ready[0]} is announced where chunk {chunk} was due")
-        self._ready = self._ready[1:]
 
     def transfer(self, start: int, stop: int, views: Sequence[memoryview], look: Look | None) -> None:
         """Large pieces one by one and through the core's cache; small ones all in one call."""
@@ -356,7 +330,7 @@ class LocalStream(Stream):
                 remote.read_view(start, view, ours, look)
                 start += len(view)
         except Lost as error:
-            raise self._left() from error
+            raise self.farewell() from error
 
     def _have_remote(self) -> Remote:
         """The source's memory, for this thread."""
@@ -373,26 +347,7 @@ class LocalStream(Stream):
         """What was copied counts if the seal is still there."""
         try:
             if self._remote is None or not self._remote.is_sealed:
-                raise self._left()
+                raise self.farewell()
         except Lost as error:
-            raise self._left() from error
-        self._count_read(size_bytes)
-
-    def _count_read(self, size_bytes: int) -> None:
-        self._read_bytes += size_bytes
-        if not self.asked and self._read_bytes > self._told_bytes:  # perhaps the last: nothing may be left to ask for
-            self._tell()
-
-    def _tell(self) -> None:
-        try:
-            self.ask(())
-        except Vanished:
-            return  # what it said last can still be read
-
-    def _left(self) -> Exception:
-        """What ended the export, as the source says it, or else that it is gone."""
-        while True:
-            kind, length, _ = self.wire.receive_header()
-            if kind == tcp_wire.GONE:
-                return self.job.refused(self.wire.receive_gone(length))
-            self.wire.receive_body(length, COUNT.size)
+            raise self.farewell() from error
+        self.note_read(size_bytes, is_last=not self.asked)

@@ -113,7 +113,7 @@ class NixlPieces(NixlStream):
             super().await_chunk(chunk, size_bytes)
 
     def taken(self, size_bytes: int) -> None:
-        self.note_read(size_bytes)
+        self.note_read(size_bytes, is_last=not self.asked)
 
     def _receive_chunk(self, chunk: int) -> None:
         if self._parcels.is_sent(chunk):

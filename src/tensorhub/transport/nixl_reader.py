@@ -18,7 +18,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 
 import msgspec
@@ -26,7 +26,7 @@ import msgspec
 from ..core.decoding import Undecodable, decoded
 from ..core.errors import SourceLost, TensorHubError, TransportMissing, Unavailable
 from . import nixl_path, tcp_wire
-from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, READY
+from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, AnnouncedStream
 from .base import OnEnd, Sink
 from .nixl_agent import Agent, Broken, Stuck
 from .nixl_agents import Agents
@@ -43,7 +43,7 @@ from .tcp_job import Job
 from .tcp_reader import TcpRead, counted
 from .tcp_settings import TcpSettings
 from .tcp_stream import Stream, opened
-from .tcp_wire import Garbled, Refusal, Silent, Vanished, Welcome, Wire, WireError
+from .tcp_wire import Garbled, Refusal, Silent, Wire, WireError
 
 USE_TCP = "use tcp"
 _TRIES = 4  # to connect, within the limit of silence
@@ -136,21 +136,13 @@ class NixlRead(TcpRead):
         return f"{lane.name if lane else 'NIXL/UCX'}, {counted(self.streams, 'thread')}"
 
 
-class NixlStream(Stream):
+class NixlStream(AnnouncedStream):
     """One connection, and the thread that fetches what is announced on it."""
 
     def __init__(self, job: Job, wire: Wire, index: int) -> None:
         super().__init__(job, wire, index)
         assert isinstance(job, NixlJob)
         self._its = job
-        self._ready = range(0)  # announced, and not yet begun
-        self._read_bytes = self._told_bytes = 0
-        self._size_bytes = 0
-
-    def greet(self, *, wants_manifest: bool) -> Welcome:
-        welcome = super().greet(wants_manifest=wants_manifest)
-        self._size_bytes = welcome.size_bytes
-        return welcome
 
     @property
     def _meeting(self) -> Meeting:
@@ -168,8 +160,8 @@ class NixlStream(Stream):
             memory = decoded(_memories, self.wire.receive_body(length, MAX_MEMORY_BYTES))
         except Undecodable as error:
             raise Garbled(f"malformed addresses: {error}") from error
-        if memory.size_bytes != self._size_bytes:
-            raise Garbled(f"addresses of {memory.size_bytes} B for content of {self._size_bytes} B")
+        if memory.size_bytes != self.size_bytes:
+            raise Garbled(f"addresses of {memory.size_bytes} B for content of {self.size_bytes} B")
         if lacking := nixl_path.lacks_descriptors():
             raise Unavailable(f"NIXL cannot connect from here: {lacking}", hint=FILES)
         try:
@@ -243,23 +235,6 @@ class NixlStream(Stream):
         meeting.take_back(slot)
         return is_sealed, is_immediate
 
-    def ask(self, chunks: Sequence[int]) -> None:
-        self._told_bytes = self._read_bytes
-        self.wire.send_want(chunks, self._read_bytes)
-
-    def await_chunk(self, chunk: int, size_bytes: int) -> None:
-        if not self._ready:
-            kind, length, first = self.next_frame()
-            if kind != READY or length != COUNT.size:
-                raise Garbled(f"frame {kind} with {length} B where chunk {chunk} was due")
-            (count,) = COUNT.unpack(self.wire.receive_body(length, COUNT.size))
-            if count < 1 or first + count > 1 << 62:
-                raise Garbled(f"chunks {first} and {count} more are announced")
-            self._ready = range(first, first + count)
-        if self._ready[0] != chunk:
-            raise Garbled(f"chunk {self._ready[0]} is announced where chunk {chunk} was due")
-        self._ready = self._ready[1:]
-
     def _receive_chunk(self, chunk: int) -> None:
         job, sink = self.job, self.job.sink
         start = chunk * sink.chunk_bytes
@@ -293,14 +268,7 @@ class NixlStream(Stream):
             raise self.job.lost(str(error)) from error
         if not self._look(self.job.settings.silence_s)[0]:
             raise self._left("it has taken its promise back")
-        self.note_read(stop - start)
-
-    def note_read(self, size_bytes: int) -> None:
-        """So many bytes more have come: the source is told of them with what is asked for next."""
-        self._read_bytes += size_bytes
-        if not self.asked and self._read_bytes > self._told_bytes:  # perhaps the last: nothing may be left to ask for
-            with suppress(Vanished):  # what it said last can still be read
-                self.ask(())
+        self.note_read(stop - start, is_last=not self.asked)
 
     def _judge(self, chunk: int, size_bytes: int, views: Sequence[memoryview]) -> None:
         self.job.count_received(size_bytes)

@@ -163,15 +163,16 @@ class Job:
         for wire in wires:
             wire.cut()
 
-    def count_received(self, size_bytes: int) -> None:
+    def count_received(self, size_bytes: int, chunks: int = 1) -> None:
         with self._lock:
             self._received_bytes += size_bytes
-            self._received_chunks += 1
+            self._received_chunks += chunks
 
-    def count_stored(self) -> None:
+    def count_stored(self, chunks: int = 1) -> None:
         with self._lock:
-            assert self._missing, "a chunk was stored that was not missing"
-            self._missing -= 1
+            assert self._missing is not None, "a chunk was stored before any was wanted"
+            assert self._missing >= chunks, "a chunk was stored that was not missing"
+            self._missing -= chunks
             is_whole = self._missing == 0
         if is_whole:
             self.finish()  # a stream that is still connecting is not waited for
