@@ -230,6 +230,10 @@ class Pieces:
     def size_bytes(self) -> int:
         return len(self.view)
 
+    @property
+    def is_on_device(self) -> bool:
+        return not self.is_bare
+
     def share(self) -> Shared:
         with self.reading(0, self.size_bytes):
             return stand_in.share(self.view)

@@ -19,10 +19,12 @@ import torch
 
 from ..core.errors import TransferError, UsageError
 from ..transport.captures import beside_captures
+from ..transport.on_device import Opened, Shared
+from .digests import digest
 from .guarded import Freed
 from .host import Piece, host_view
 from .staging import Copy, StagedStream, StagingRing
-from .xxh3 import LEAST_BYTES, Chunks, NoRoom, Spans
+from .xxh3 import Chunks, NoRoom, Spans
 
 _log = logging.getLogger(__name__)
 
@@ -54,30 +56,71 @@ class CudaStream(StagedStream):
         """By chunk, of those that lie on one CUDA device that hashes. Waits for it. Raises `Freed`."""
         found: dict[int, bytes] = {}
         for name, spans in self._cuda.spans():
-            stop = spans.stop if spans.stop == self.size_bytes else spans.stop // chunk_bytes * chunk_bytes
             start = -(-spans.starts[0] // chunk_bytes) * chunk_bytes
-            stop -= (stop - start) % chunk_bytes if (stop - start) % chunk_bytes < LEAST_BYTES else 0
-            if start < stop and chunk_bytes >= LEAST_BYTES:
-                found.update(
-                    enumerate(self._digests(name, spans, Chunks(start, stop, chunk_bytes)), start // chunk_bytes)
-                )
+            stop = spans.stop if spans.stop == self.size_bytes else spans.stop // chunk_bytes * chunk_bytes
+            if start < stop:
+                made = _hashed(name, spans, Chunks(start, stop, chunk_bytes))
+                found.update((chunk, it) for chunk, it in enumerate(made, start // chunk_bytes) if it)
         return found
 
-    def _digests(self, name: str, spans: Spans, chunks: Chunks) -> list[bytes]:
-        """Of these chunks; none where the device can not."""
-        from .cuda_device import device_digests, why_not  # with numpy and the compiler's package
+    # -- for readers of this host (transport/on_device.py) -------------------------------------------------------------
 
-        index = torch.device(name).index or 0
-        reason = why_not(index)
-        if reason is None:
-            try:
-                return device_digests(index, spans, chunks)
-            except (NoRoom, RuntimeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-        if reason not in _said:
-            _said.add(reason)
-            _log.warning("%s hashes nothing, so the host does, at a tenth of the rate or less: %s", name, reason)
-        return []
+    @property
+    def is_on_device(self) -> bool:
+        """All of it lies on one device, whose kernels work."""
+        from .cuda_device import why_not
+
+        devices = {piece.device for piece in self._pieces}
+        return len(devices) == 1 and "cpu" not in devices and why_not(_index(*devices)) is None
+
+    def share(self) -> Shared:
+        from .cuda_sharing import share
+
+        memory = [self._cuda.memory_of(index) for index in range(len(self._pieces))]
+        return share(self._pieces, [tensor for tensor in memory if tensor is not None])
+
+    def open(self, body: bytes) -> Opened:
+        from .cuda_sharing import OpenedCuda
+
+        return OpenedCuda(body, _index(self._pieces[0].device))
+
+    def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
+        from .cuda_device import device_digests
+        from .cuda_sharing import OpenedCuda
+
+        assert isinstance(source, OpenedCuda)
+        ((name, mine),) = self._cuda.spans()
+        try:
+            made = device_digests(_index(name), source.spans, Chunks(start, stop, chunk_bytes), mine)
+        except (NoRoom, RuntimeError) as error:
+            raise TransferError(f"copying on {name} failed: {error}") from error
+        if not digests:
+            return []
+        for at, found in enumerate(made):
+            if not found:
+                with self.reading(start + at * chunk_bytes, min(start + (at + 1) * chunk_bytes, stop)) as views:
+                    made[at] = digest(views)
+        return made
+
+
+def _index(name: str) -> int:
+    return torch.device(name).index or 0
+
+
+def _hashed(name: str, spans: Spans, chunks: Chunks) -> list[bytes]:
+    """The digests of these chunks; none where the device can not."""
+    from .cuda_device import device_digests, why_not  # with numpy and the compiler's package
+
+    reason = why_not(_index(name))
+    if reason is None:
+        try:
+            return device_digests(_index(name), spans, chunks)
+        except (NoRoom, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+    if reason not in _said:
+        _said.add(reason)
+        _log.warning("%s hashes nothing, so the host does, at a hundredth of the rate: %s", name, reason)
+    return []
 
 
 _said: set[str] = set()  # why a device hashes nothing: each reason once

@@ -5,7 +5,7 @@ A stream's bytes lie in spans of device memory. Windows of whole chunks go throu
 that the short chain of one runs beside the sums of the next. The host waits once, for the digests.
 
 Scratch memory on the device: 64 B for each KiB of two windows, and the tables: 65 MiB for windows of 512 MiB.
-Chunks up to `LEAST_BYTES` have no digest here: xxh3 treats them otherwise, and the host is faster.
+Chunks shorter than `LEAST_BYTES` are copied and get no digest here: xxh3 treats them otherwise.
 """
 
 from array import array
@@ -99,11 +99,10 @@ class Launcher(Protocol):
 def digests(device: Launcher, source: Spans, chunks: Chunks, target: Spans | None = None) -> list[bytes]:
     """The digest of each chunk as the host makes them (16 bytes, big-endian), copied to `target` on the way.
 
-    Every chunk has at least `LEAST_BYTES`; source and target do not overlap. Returns when the bytes are in place.
-    Raises `NoRoom`.
+    It is empty for a chunk shorter than `LEAST_BYTES`. Source and target do not overlap. Returns when the bytes are in
+    place. Raises `NoRoom`.
     """
     assert chunks.stop > chunks.start, "no chunks"
-    assert (chunks.stop - chunks.start - 1) % chunks.chunk_bytes + 1 >= LEAST_BYTES, "a chunk too short"
     blocks = -(-chunks.chunk_bytes // BLOCK_BYTES)
     windows, sums = _scratch(device, chunks, 64 * blocks)
     found = device.room(16 * chunks.count)
@@ -131,7 +130,11 @@ def digests(device: Launcher, source: Spans, chunks: Chunks, target: Spans | Non
     words = device.download(found, 2 * chunks.count)
     words.byteswap()
     halves = words.tobytes()
-    return [halves[at + 8 : at + 16] + halves[at : at + 8] for at in range(0, len(halves), 16)]
+    made = [halves[at + 8 : at + 16] + halves[at : at + 8] for at in range(0, len(halves), 16)]
+    if chunks.chunk_bytes < LEAST_BYTES:
+        return [b""] * len(made)
+    is_last_short = 0 < (chunks.stop - chunks.start) % chunks.chunk_bytes < LEAST_BYTES
+    return [*made[:-1], b""] if is_last_short else made
 
 
 def _scratch(device: Launcher, chunks: Chunks, chunk_sums_bytes: int) -> tuple[list[Chunks], list[int]]:

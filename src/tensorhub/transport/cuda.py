@@ -39,7 +39,7 @@ from .local_mapping import Received, receive_header, send_with_descriptors
 from .local_memory import Call, Lost, Process, Token
 from .local_reader import LocalRead
 from .local_server import SEAL, LocalServed, LocalServer, credentials_of
-from .on_device import OnDevice, Opened, Shared
+from .on_device import OnDevice, Opened, Shared, on_device
 from .parcels import Piecewise
 from .tcp_job import Job
 from .tcp_reader import TcpRead
@@ -96,7 +96,7 @@ class CudaServer(LocalServer):
         return super().advertised(listening).replace(LOCAL, SCHEME, 1)
 
     def why_not(self, served: Served) -> Refusal | None:
-        if isinstance(served.export.stream, OnDevice):
+        if on_device(served.export.stream) is not None:
             return None
         return Refusal("memory", "its tensors are not all on a device")
 
@@ -281,7 +281,8 @@ class CudaStream(AnnouncedStream):
     def receive_manifest(self) -> bytes:
         """And the source's memory, open."""
         sink = self.job.sink
-        if isinstance(sink, Piecewise) or not isinstance(sink.stream, OnDevice) or not isinstance(sink, Taking):
+        stream = None if isinstance(sink, Piecewise) else on_device(sink.stream)
+        if stream is None or not isinstance(sink, Taking):
             raise TransportMissing("the tensors here are not all on a device, or of another layout", hint="use tcp")
         manifest = super().receive_manifest()
         with contextlib.closing(Received()) as received:
@@ -292,7 +293,7 @@ class CudaStream(AnnouncedStream):
                 raise Garbled(f"a frame of kind {kind} with {length} B where SHARED was due")
             body = bytes(self.wire.receive_body(length, length))
             self._prove(*SEAL.unpack_from(body))
-            self._source = self._open(sink.stream, body[SEAL.size :], received.descriptors()[0])
+            self._source = self._open(stream, body[SEAL.size :], received.descriptors()[0])
         if self._source.size_bytes != self.size_bytes:
             raise Garbled(f"memory of {self._source.size_bytes} B for content of {self.size_bytes} B")
         return manifest

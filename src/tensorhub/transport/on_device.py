@@ -27,7 +27,12 @@ class Opened(Protocol):
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """A stream whose bytes lie on devices, all of them."""
+    """A stream whose bytes may lie on a device."""
+
+    @property
+    def is_on_device(self) -> bool:
+        """All of them do, and the device can copy and digest them."""
+        ...
 
     def share(self) -> Shared:
         """For one reader. Raises `TransportMissing` where this memory cannot be shared."""
@@ -46,5 +51,5 @@ class OnDevice(Protocol):
 
 
 def on_device(stream: ByteStream) -> OnDevice | None:
-    """The stream, if all of it lies on devices."""
-    return stream if isinstance(stream, OnDevice) else None
+    """The stream, if all of it lies on a device."""
+    return stream if isinstance(stream, OnDevice) and stream.is_on_device else None
