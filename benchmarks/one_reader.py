@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tensorhub.transport.choose import PREFERENCE
-
 from .peers_run import PEERS, run_peer
 from .processes import Child, Failed, Server
 from .section import Goal, Options, Samples, Section, seconds_text, size_text
 
+WAYS = ("local", "nixl", "tcp")  # of tensors on the host
 Move = Callable[["Pair"], dict[str, float]]
 
 
@@ -41,9 +40,9 @@ class Pair:
             self.address = source.result()
             self.right = self.source.do("digest")
             options = {"server": self.server.address, "model": "m"}
-            self.source.do("open", replica="source", transports=",".join(PREFERENCE), **options)
+            self.source.do("open", replica="source", transports=",".join(WAYS), **options)
             self.source.do("call", verb="publish", version=1)
-            found = self.source.do("export", kinds=list(PREFERENCE))
+            found = self.source.do("export", kinds=list(WAYS))
             self.root, self.endpoints, self.errors = found["root"], found["endpoints"], found["errors"]
             self.raw_port = self.source.do("serve_raw") if tensors == 1 else 0
         except BaseException:
@@ -159,12 +158,12 @@ def contestants() -> list[Contestant]:
         Contestant("raw sockets, 1 stream", "plain tcp", _raw(1)),
         Contestant("raw sockets, 2 streams", "plain tcp", _raw(2)),
     ]
-    for kind in PREFERENCE:
+    for kind in WAYS:
         for verify, text in (("full", "verified"), ("none", "not verified")):
             found.append(Contestant(f"TensorHub {kind} transport alone, {text}", "ours", _alone(kind, verify)))
     for verify, text in (("full", "verified"), ("none", "not verified")):
         found.append(Contestant(f"{FROM_COPY}, {text}", "ours", _copied(verify)))
-    for kind in PREFERENCE:
+    for kind in WAYS:
         for verify, text in (("full", "verified"), ("none", "not verified")):
             found.append(Contestant(f"TensorHub replicate() over {kind}, {text}", "ours", _whole(kind, verify)))
     return found

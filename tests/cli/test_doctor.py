@@ -144,8 +144,8 @@ def test_what_works_and_is_not_taken_says_why(
 def test_the_setting_orders_and_limits_what_the_doctor_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORHUB_TRANSPORTS", "tcp,local")
     found = doctor.examine(None, size_bytes=MIB)
-    assert [each.name for each in found.transports] == ["tcp", "local", "nixl"]
-    assert [each.is_taken for each in found.transports] == [True, True, False]
+    assert [each.name for each in found.transports] == ["tcp", "local", "cuda", "nixl"]
+    assert [each.is_taken for each in found.transports] == [True, True, False, False]
     assert "take tcp" in drawn(found)
 
 

@@ -33,6 +33,7 @@ MARK = "tensorhub-doctor "  # before an answer: native libraries write to stdout
 MOST_LINE = 1 << 16
 
 USES = {
+    "cuda": "two workers of one host, tensors on a GPU",
     "local": "two workers of one host",
     "nixl": "RDMA, NVLink, CUDA IPC",
     "tcp": "any two hosts",

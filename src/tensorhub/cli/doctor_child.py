@@ -22,7 +22,7 @@ from ..memory.digests import Hashing, digest
 from ..memory.host import HostStream, Piece
 from ..runtime.config import options_without_token, worker_options
 from ..runtime.opening import make_transport
-from ..transport.base import Export, Terms, Transport
+from ..transport.base import ByteStream, Export, Terms, Transport
 from ..transport.nixl_probe import Probe
 from ..transport.progress import Progress
 from ..transport.waiting import read_to_end
@@ -35,8 +35,14 @@ PROBE_S = 12.0  # of NIXL: well before the doctor loses patience, so that it hea
 ASK_S = 3.0
 
 
-def memory(size_bytes: int) -> HostStream:
-    """Fresh memory that is really there."""
+def memory(size_bytes: int, scheme: str) -> ByteStream:
+    """Fresh memory that is really there: on a device for `cuda`."""
+    if scheme == "cuda":
+        import torch
+
+        from ..memory.registration import register
+
+        return register({"w": torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, device="cuda")}).stream
     room = mmap.mmap(-1, size_bytes)
     for page in range(0, size_bytes, mmap.PAGESIZE):
         room[page] = page >> 12 & 255
@@ -50,7 +56,7 @@ class Measure:
     is_cross_site = False
     is_checking = True
 
-    def __init__(self, stream: HostStream, chunk_bytes: int) -> None:
+    def __init__(self, stream: ByteStream, chunk_bytes: int) -> None:
         self.stream = stream
         self.chunk_bytes = chunk_bytes
         self._digests = b""
@@ -85,6 +91,10 @@ class Measure:
     def stored(self, chunk: int) -> None:
         """Nobody reads behind this one."""
 
+    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
+        if b"".join(digests) != self._digests[chunks.start * DIGEST_BYTES : chunks.stop * DIGEST_BYTES]:
+            raise CorruptTransfer(f"chunks {chunks.start} to {chunks.stop} came with other bytes than were sent")
+
 
 def _made(scheme: str) -> Transport:
     return make_transport(scheme, "127.0.0.1", worker_options(), probe_s=PROBE_S)
@@ -93,11 +103,13 @@ def _made(scheme: str) -> Transport:
 def source(scheme: str, size: str) -> None:
     """Export until stdin ends."""
     size_bytes, chunk_bytes = int(size), options_without_token().chunk_bytes
-    stream = memory(size_bytes)
-    starts = range(0, size_bytes, chunk_bytes)
-    digests = b"".join(digest(stream.views(at, min(at + chunk_bytes, size_bytes))) for at in starts)
     transport = _made(scheme)
-    transport.export(Export(KEY, digests, chunk_bytes, stream, Progress(len(starts), complete=True)))
+    stream, digests = memory(size_bytes, scheme), b""
+    for start in range(0, size_bytes, chunk_bytes):
+        with stream.reading(start, min(start + chunk_bytes, size_bytes)) as views:
+            digests += digest(views)
+    progress = Progress(chunk_count(size_bytes, chunk_bytes), complete=True)
+    transport.export(Export(KEY, digests, chunk_bytes, stream, progress))
     say(endpoint=transport.endpoint, size_bytes=size_bytes, chunk_bytes=chunk_bytes)
     sys.stdin.read()
 
@@ -105,7 +117,8 @@ def source(scheme: str, size: str) -> None:
 def reader(scheme: str) -> None:
     """Read what stdin names, a few times; the best counts."""
     told = json.loads(sys.stdin.readline())
-    stream, transport = memory(told["size_bytes"]), _made(scheme)
+    transport = _made(scheme)
+    stream = memory(told["size_bytes"], scheme)
     why_not = transport.why_not(told["endpoint"])
     if why_not is not None:
         return say(error=why_not)

@@ -12,8 +12,6 @@ from ..core.errors import TensorHubError
 from ..transport import sealed
 from ..transport.local_host import SCOPES, yama_scope
 from ..transport.native import build, load
-from ..transport.nixl_agent import MODULES
-from ..transport.nixl_probe import INSTALL
 from .doctor import Check
 from .words import count_text, size_text
 
@@ -122,10 +120,10 @@ def _gpu() -> Check:
     words = next(iter(_text("/proc/driver/nvidia/version").splitlines()), "").split()
     driver = next((word for word in words if word[:1].isdigit()), "unknown")
     text = f"{count_text(len(devices), 'NVIDIA device')}, driver {driver}"
-    if any(map(find_spec, MODULES)):
-        return Check("GPU", "good", f"{text}; CUDA tensors of one host go from device to device, by nixl")
-    remedy = f"{INSTALL}: then those of one host go from device to device"
-    return Check("GPU", "note", f"{text}; CUDA tensors go through host memory, by tcp", remedy)
+    if find_spec("cuda") is not None and find_spec("cuda.core") is not None:
+        return Check("GPU", "good", f"{text}; it hashes what lies on it, and copies from workers of this host, by cuda")
+    remedy = "pip install 'tensorhub[cuda]': then devices hash and copy at the rate of their memory"
+    return Check("GPU", "note", f"{text}; CUDA tensors are hashed and copied through host memory", remedy)
 
 
 def _rdma() -> Check:

@@ -262,7 +262,9 @@ class Options:
     chunk_bytes: int = _option(4 * MIB, parse_chunk_bytes, "the unit of progress, verification and resumption")
     verify: Verify = _option("full", parse_verify, 'check every chunk on arrival: "full" or "none"')
     transports: tuple[str, ...] = _option(
-        (), parse_transports, "ways to move bytes, best first; empty: local, nixl where RDMA or a GPU is, tcp"
+        (),
+        parse_transports,
+        "ways to move bytes, best first; empty: cuda and nixl where their hardware is, local, tcp",
     )
     ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
     host_bytes: int | None = _option(

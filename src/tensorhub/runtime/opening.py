@@ -166,14 +166,15 @@ def _place(transports: Mapping[str, Transport]) -> str:
 
 
 def wanted_transports(options: Options) -> tuple[str, ...]:
-    """Those that were named. Where none were: all, but NIXL only where it has hardware that gives it an advantage."""
+    """Those that were named. Where none were: all that have the hardware here which gives them an advantage."""
     if options.transports:
         return options.transports
+    left_out = set() if nixl_path.has_gpu() else {"cuda"}
     has_advantage, why = nixl_path.advantage()
-    if has_advantage:
-        return PREFERENCE
-    _log.debug("no nixl transport by default: %s", why)
-    return tuple(scheme for scheme in PREFERENCE if scheme != "nixl")
+    if not has_advantage:
+        _log.debug("no nixl transport by default: %s", why)
+        left_out.add("nixl")
+    return tuple(scheme for scheme in PREFERENCE if scheme not in left_out)
 
 
 def _listen(host: str, options: Options, probe_s: float) -> dict[str, Transport]:
@@ -225,6 +226,12 @@ def make_transport(scheme: str, host: str, options: Options, *, probe_s: float =
 
 def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: float) -> Transport:
     match scheme:
+        case "cuda":
+            from ..transport.cuda import CudaSettings, CudaTransport
+
+            if not nixl_path.has_gpu():
+                raise TransportMissing("no NVIDIA device is here", hint="tensors on the host go by local and tcp")
+            return CudaTransport(CudaSettings(token=token))
         case "local":
             return LocalTransport(LocalSettings(token=token, allow_readers=options.ptrace))
         case "nixl":

@@ -8,7 +8,8 @@ each transport that stands before it in the reader's order is not used; so a fal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PREFERENCE = ("local", "nixl", "tcp")  # on one host nothing beats local; then what RDMA and NVLink give; tcp always
+# from device to device of one host; on one host nothing else beats local; then RDMA and NVLink; tcp always
+PREFERENCE = ("cuda", "local", "nixl", "tcp")
 
 
 @dataclass(frozen=True)

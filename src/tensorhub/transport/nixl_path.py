@@ -68,6 +68,13 @@ def facts(tls: str = "") -> Facts:
     return Facts(boot, rdma, tls or os.environ.get("UCX_TLS", ""))
 
 
+def has_gpu(gpus: Path = _GPUS) -> bool:
+    """This machine has an NVIDIA device."""
+    with suppress(OSError):
+        return any(gpus.iterdir())
+    return False
+
+
 def advantage(rdma: Path = _RDMA, gpus: Path = _GPUS) -> tuple[bool, str]:
     """Whether anything is here that NIXL moves bytes with better than the other transports, and what, or what lacks.
 
