@@ -21,7 +21,7 @@ def test_the_readers_order_counts() -> None:
 
 
 def test_a_fallback_says_why() -> None:
-    ways, _ = choose((LOCAL, TCP), PREFERENCE, {LOCAL: "it is on another host"})
+    ways, _ = choose((LOCAL, TCP), ("local", "nixl", "tcp"), {LOCAL: "it is on another host"})
     assert [way.scheme for way in ways] == ["tcp"]
     assert ways[0].why == "local: it is on another host; nixl: the source does not offer it"
 
