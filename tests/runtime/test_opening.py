@@ -23,13 +23,10 @@ from .kit import eventually
 
 
 def test_by_default_what_wants_hardware_is_taken_only_where_it_is(monkeypatch):
-    monkeypatch.setattr(nixl_path, "has_gpu", lambda: False)
     monkeypatch.setattr(nixl_path, "advantage", lambda: (False, "nothing is here"))
     assert wanted_transports(worker_options({})) == ("local", "tcp")
     monkeypatch.setattr(nixl_path, "advantage", lambda: (True, "RDMA"))
     assert wanted_transports(worker_options({})) == ("local", "nixl", "tcp")
-    monkeypatch.setattr(nixl_path, "has_gpu", lambda: True)
-    assert wanted_transports(worker_options({})) == ("cuda", "local", "nixl", "tcp")
 
 
 def test_what_is_named_is_taken_whatever_is_here(monkeypatch):

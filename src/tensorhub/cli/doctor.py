@@ -107,6 +107,8 @@ def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool,
     """Whether workers take it: a rule. `named` is what the setting names, `nixl` is `nixl_path.advantage()`."""
     if named and check.name not in named:
         why, way = f"TENSORHUB_TRANSPORTS={','.join(named)} leaves it out", "add it there"
+    elif not named and check.name == "cuda":
+        why, way = "it has not run on a device yet", "TENSORHUB_TRANSPORTS=cuda,local,tcp takes it"
     elif not named and check.name == "nixl" and not nixl[0]:
         why, way = nixl[1], "TENSORHUB_TRANSPORTS=nixl,tcp takes it"
     else:

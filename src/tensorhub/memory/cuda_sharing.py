@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 import torch
 
+from ..core.decoding import Undecodable, decoded
 from ..core.errors import TransportMissing
-from ..core.manifest import UNDECODABLE
 from ..transport.captures import beside_captures
 from ..transport.on_device import Shared
 from .host import Piece
@@ -82,8 +82,8 @@ class OpenedCuda:
     def __init__(self, body: bytes, index: int) -> None:
         """Raises `TransportMissing`, and `ValueError` where `body` is malformed."""
         try:
-            handles = _handles.decode(body)
-        except UNDECODABLE as error:
+            handles = decoded(_handles, body)
+        except Undecodable as error:
             raise ValueError(str(error)) from error
         if handles.process == os.getpid():
             raise TransportMissing("a device opens no memory of its own process", hint="use tcp")

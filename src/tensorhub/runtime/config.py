@@ -264,7 +264,7 @@ class Options:
     transports: tuple[str, ...] = _option(
         (),
         parse_transports,
-        "ways to move bytes, best first; empty: cuda and nixl where their hardware is, local, tcp",
+        "ways to move bytes, best first; empty: local, nixl where RDMA or a GPU is, tcp",
     )
     ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
     host_bytes: int | None = _option(

@@ -166,10 +166,13 @@ def _place(transports: Mapping[str, Transport]) -> str:
 
 
 def wanted_transports(options: Options) -> tuple[str, ...]:
-    """Those that were named. Where none were: all that have the hardware here which gives them an advantage."""
+    """Those that were named. Where none were: `local` and `tcp`, and `nixl` where hardware gives it an advantage.
+
+    `cuda` has not run on a device yet, so it is taken only where it is named.
+    """
     if options.transports:
         return options.transports
-    left_out = set() if nixl_path.has_gpu() else {"cuda"}
+    left_out = {"cuda"}
     has_advantage, why = nixl_path.advantage()
     if not has_advantage:
         _log.debug("no nixl transport by default: %s", why)

@@ -25,7 +25,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.errors import TensorHubError, TransportMissing, UsageError
 from . import tcp_wire
@@ -62,7 +62,7 @@ ASK_CHUNKS = 1 << 14  # at once: 64 GiB in chunks of 4 MiB
 class CudaSettings:
     """How one worker reads from devices of its host, and lets read."""
 
-    token: str | None = None  # shared secret that a reader must show, besides being of the same user
+    token: str | None = field(default=None, repr=False)  # that a reader must show, besides being of the same user
     silence_s: float = 5.0  # as tcp's: the keepalive comes every 1.25 s
     window_bytes: int = 256 * MIB  # copied, then judged and served on: 0.3 ms on an H200
 
