@@ -27,6 +27,7 @@ BELOW: dict[str, tuple[str, ...]] = {
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "msgspec": ("core", "sim", "transport", "memory", "runtime", "api", "cli", "demo", "lab"),
     "xxhash": ("memory",),
+    "cuda": ("memory",),
     "numpy": ("memory", "integrations", "demo", "lab"),
     "torch": ("memory", "integrations", "demo", "lab"),
     "aiohttp": ("runtime",),

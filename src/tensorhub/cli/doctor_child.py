@@ -38,11 +38,9 @@ ASK_S = 3.0
 def memory(size_bytes: int, scheme: str) -> ByteStream:
     """Fresh memory that is really there: on a device for `cuda`."""
     if scheme == "cuda":
-        import torch
+        from ..memory.cuda import random_memory
 
-        from ..memory.registration import register
-
-        return register({"w": torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, device="cuda")}).stream
+        return random_memory(size_bytes)
     room = mmap.mmap(-1, size_bytes)
     for page in range(0, size_bytes, mmap.PAGESIZE):
         room[page] = page >> 12 & 255
