@@ -62,7 +62,7 @@ def test_steps_of_training_reach_the_rollouts(device, join):
     rollout.check()
 
 
-def test_work_on_a_stream_of_its_own_is_waited_for(device, join):
+def test_work_on_the_stream_of_the_call_is_waited_for(device, join):
     if device == "cpu":
         pytest.skip("the host has no streams")
     weight, target = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
@@ -72,7 +72,7 @@ def test_work_on_a_stream_of_its_own_is_waited_for(device, join):
     with torch.cuda.stream(mine):
         spin(device)
         weight += 3
-    trainer.publish(1)
+        trainer.publish(1)
     rollout.replicate()
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):  # it does not wait for the stream by which the bytes came

@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from tensorhub.core.errors import CorruptTransfer
-from tensorhub.memory import cuda_device
+from tensorhub.memory import cuda, cuda_device
 from tensorhub.memory.cuda import CudaStream
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
@@ -45,7 +45,7 @@ def test_the_digest_waits_for_kernels_that_still_run() -> None:
     assert build_manifest(registration, 1 << 20) == build_manifest(register({"w": torch.ones(1 << 22)}), 1 << 20)
 
 
-def test_four_threads_fill_a_device_and_a_bad_chunk_does_not_reach_it() -> None:
+def test_four_threads_fill_a_device_and_a_bad_chunk_is_found_there() -> None:
     source, target_tensors = register(tensors("cpu")), tensors("cuda", is_zero=True)
     target = register(target_tensors)
     manifest = build_manifest(source, 1 << 18)
@@ -68,7 +68,8 @@ def test_four_threads_fill_a_device_and_a_bad_chunk_does_not_reach_it() -> None:
     torch.cuda.synchronize()
     with pytest.raises(CorruptTransfer):
         move(0, is_bad=True)
-    assert bool((target_tensors["big"][:1000] == 7.0).all())
+    assert bool((target_tensors["big"][:1000] == 0.0).all()), "it was judged where it lies"
+    assert not sink.progress.has(0)
     threads = [threading.Thread(target=lambda w: [move(c) for c in wanted[w::4]], args=(which,)) for which in range(4)]
     for thread in threads:
         thread.start()
@@ -77,6 +78,37 @@ def test_four_threads_fill_a_device_and_a_bad_chunk_does_not_reach_it() -> None:
     assert sink.progress.is_complete
     for name, expected in tensors("cpu").items():
         assert torch.equal(target_tensors[name].cpu(), expected)
+
+
+def test_many_small_tensors_come_and_go_in_few_copies(image: Callable[[Registration], bytes]) -> None:
+    made = {f"t{at}": torch.arange(1024, device="cuda") + at for at in range(2000)}
+    source, target = register(made), register({name: torch.zeros_like(tensor) for name, tensor in made.items()})
+    right = image(source)
+    assert right == b"".join(tensor.cpu().numpy().tobytes() for tensor in made.values())
+    chunk_bytes = 1 << 22
+    for start in range(0, source.size_bytes, chunk_bytes):
+        stop = min(start + chunk_bytes, source.size_bytes)
+        with target.stream.writing(start, stop) as views:
+            at = start
+            for view in views:
+                view[:] = right[at : at + view.nbytes]
+                at += view.nbytes
+    assert image(target) == right
+
+
+def test_streams_of_this_library_are_its_own_and_of_the_lowest_priority() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    mine = cuda_device.stream_of(device, "to host")
+    assert isinstance(mine, torch.cuda.ExternalStream)
+    assert mine.priority == 0
+    assert mine.cuda_stream not in {torch.cuda.Stream().cuda_stream for _ in range(64)}  # type: ignore[no-untyped-call]
+    assert mine is cuda_device.stream_of(device, "to host")
+
+
+def test_memory_is_known_to_be_there() -> None:
+    registration = register(tensors("cuda"))
+    assert cuda._can_tell("cuda:0")
+    assert cuda.unmapped(registration.pieces) == []
 
 
 def test_a_block_larger_than_a_slot_takes_several(image: Callable[[Registration], bytes]) -> None:

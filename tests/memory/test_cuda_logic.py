@@ -1,10 +1,12 @@
 """The CUDA copier without a device: torch's streams and events are replaced, the bytes move on the host."""
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from tensorhub.core.errors import TransferError, UsageError
 from tensorhub.memory import cuda, cuda_device
 from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import Piece
+from tensorhub.memory.registration import register
 from tensorhub.memory.staging import StagingRing
 from tensorhub.memory.xxh3 import Chunks, Spans
 from tensorhub.transport import captures
@@ -24,7 +27,10 @@ class Device:
         self.lock = threading.Lock()
         self.streams: list[str] = []
         self.recorded: list[object] = []
-        self.waited = 0
+        self.waited_for: list[object] = []
+        self.capturing: set[str] = set()  # streams
+        self.here = threading.local()  # the current stream of each thread
+        self.full = False  # no memory is left
         device = self
 
         class Event:
@@ -32,11 +38,16 @@ class Device:
                 assert blocking
 
             def record(self, stream: object) -> None:
+                assert stream not in device.capturing, "a graph would have it"
+                self.stream = stream
                 device.recorded.append(stream)
+
+            def query(self) -> bool:
+                return self.stream in device.waited_for
 
             def synchronize(self) -> None:
                 with device.lock:
-                    device.waited += 1
+                    device.waited_for.append(self.stream)
 
         def stream(device: torch.device) -> str:
             self.streams.append(f"{device}/{len(self.streams)}")
@@ -44,15 +55,38 @@ class Device:
 
         empty = torch.empty
 
-        def empty_unpinned(*args: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
-            assert pin_memory
-            return empty(*args, **options)  # type: ignore[call-overload,no-any-return]
+        def empty_here(*args: object, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            is_on_device = torch.device(options.pop("device", "cpu")).type == "cuda"
+            assert is_on_device != pin_memory
+            if is_on_device and self.full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return empty(*args, **options)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(torch.cuda, "Stream", stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-        monkeypatch.setattr(torch, "empty", empty_unpinned)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"{device}/default")
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.here.stream in self.capturing)
+        monkeypatch.setattr(torch, "empty", empty_here)
         monkeypatch.setattr(cuda, "_as_bytes", lambda piece: piece.owners[0])
+        monkeypatch.setattr(cuda, "_launched", {})
+        monkeypatch.setattr(cuda_device, "_streams", {})
+
+    @property
+    def waited(self) -> int:
+        return len(self.waited_for)
+
+    def current(self, device: torch.device) -> str:
+        return getattr(self.here, "stream", None) or f"{device}/default"
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.here.stream = getattr(self.here, "stream", None), stream
+        try:
+            yield
+        finally:
+            self.here.stream = before
 
 
 def pieces_on(*devices: str) -> tuple[list[torch.Tensor], list[Piece]]:
@@ -177,15 +211,128 @@ def test_all_that_the_device_does_is_allowed_beside_a_capture_and_nothing_later(
     assert driver.mode == 0
 
 
-def test_a_capture_that_forbids_the_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+def called_from(device: Device, stream: str | None) -> None:
+    """A user's thread calls with this as its current stream, and another thread of ours waits for it."""
+    if stream is None:
+        cuda.note_call(["cpu", "cuda:0"])
+    else:
+        with device.on(stream):
+            cuda.note_call(["cpu", "cuda:0"])
+    failed: list[UsageError] = []
 
-    monkeypatch.setattr(torch.cuda, "synchronize", refused)
-    with pytest.raises(UsageError, match="a CUDA graph is being captured in this process") as raised:
-        cuda.synchronize("cuda:1")
-    assert "cuda:1" in str(raised.value)
+    def settle() -> None:
+        try:
+            cuda.synchronize("cuda:0")
+        except UsageError as error:
+            failed.append(error)
+
+    ours = threading.Thread(target=settle)
+    ours.start()
+    ours.join(20)
+    for error in failed:
+        raise error
+
+
+def test_a_call_waits_for_its_callers_stream_and_the_default_one_and_for_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    called_from(device, None)
+    assert device.waited_for == ["cuda:0/default"]
+    called_from(device, "mine")
+    assert sorted(device.waited_for[1:]) == ["cuda:0/default", "mine"]
+    for _ in range(100):
+        called_from(device, "mine")
+    assert len(cuda._launched[torch.device("cuda:0")]) == 1, "what is done is forgotten"
+    cuda.synchronize("cuda:1")
+    assert device.waited_for[-1] == "cuda:1/default"
+
+
+def test_a_capture_on_the_callers_stream_is_named_and_another_is_none_of_its_business(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    device.capturing = {"mine"}
+    called_from(device, None)
+    with pytest.raises(UsageError, match="a CUDA graph is being captured on a stream of cuda:0") as raised:
+        called_from(device, "mine")
     assert "before the capture or after it" in (raised.value.hint or "")
+    with device.on("mine"), pytest.raises(UsageError, match="a CUDA graph is being captured"):
+        cuda.synchronize("cuda:0")
+    assert "mine" not in device.recorded
+    device.capturing.clear()
+    called_from(device, "mine")
+    assert "mine" in device.waited_for
+
+
+def test_a_driver_that_forbids_the_wait_for_a_capture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("CUDA error: operation would make the legacy stream depend on a capturing blocking stream")
+
+    monkeypatch.setattr(torch.cuda.Event, "record", refused)
+    with pytest.raises(UsageError, match="a CUDA graph is being captured"):
+        cuda.synchronize("cuda:1")
+
+
+def test_memory_that_an_engine_has_unmapped_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    registration = register({"a": np.zeros(10, np.uint8), "b": np.zeros(10, np.uint8), "c": np.zeros(10, np.uint8)})
+    places = {"a": (1 << 30) + 5, "b": (1 << 31) + 5, "c": (1 << 31) + 20}
+    pieces = [
+        Piece(10 * at, 10 * at + 10, address, "cuda:0", address, ()) for at, address in enumerate(places.values())
+    ]
+    gone: set[int] = set()
+    monkeypatch.setattr(cuda, "_pointer_question", lambda: None)
+    cuda._can_tell.cache_clear()
+    assert cuda.unmapped(pieces) == [], "no driver says so"
+    asked: list[int] = []
+
+    def is_mapped(answer: Any, attribute: int, address: Any) -> int:
+        asked.append(address.value)
+        assert attribute == cuda.MAPPED
+        answer._obj.value = address.value >> 21 not in {it >> 21 for it in gone}
+        return 0
+
+    monkeypatch.setattr(cuda, "_pointer_question", lambda: is_mapped)
+    cuda._can_tell.cache_clear()
+    on_device = replace(registration, pieces=tuple(pieces), devices=("cuda:0",))
+    on_device.settle()
+    assert asked[1:] == [places["a"], places["b"]], (
+        "one question for 2 MiB, after one that shows what answers are worth"
+    )
+    gone.add(places["c"])
+    with pytest.raises(UsageError, match="on cuda:0 is unmapped: 'b', 'c'"):
+        on_device.settle()
+    cuda._can_tell.cache_clear()
+
+
+def test_many_small_pieces_cross_the_bus_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    memory, pieces = pieces_on(*["cuda:0"] * 40)
+    stream = cuda.CudaStream(pieces, StagingRing(1000, 4))
+    copies: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def noted(tensor: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
+        copies.append(tensor.numel())
+        return copy(tensor, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    right = b"".join(bytes(tensor.numpy()) for tensor in memory)
+    for device.full in (False, True):  # then there is no room to gather them
+        with stream.ring.slots(1000), stream.reading(30, 2970) as views:
+            assert b"".join(views) == right[30:2970]
+        with stream.writing(30, 2970) as views:
+            for view in views:
+                view[:] = bytes(view.nbytes)
+        assert not torch.cat(memory)[30:2970].any()
+        assert bytes(memory[0][:30].numpy()) + bytes(memory[29][70:].numpy()) == right[:30] + right[2970:3000]
+        assert (copies == [2940, 2940]) != device.full
+        for at, tensor in enumerate(memory):
+            tensor[:] = torch.frombuffer(bytearray(right[100 * at : 100 * at + 100]), dtype=torch.uint8)
+        copies.clear()
 
 
 def test_chunks_on_devices_are_hashed_there_and_the_others_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +351,13 @@ def test_chunks_on_devices_are_hashed_there_and_the_others_on_the_host(monkeypat
     assert stream.device_digests(90) == {0: b"0", 1: b"0", 4: b"1", 5: b"1", 6: b"1"}
     assert [(index, chunks) for index, _, chunks in asked] == [(0, Chunks(0, 180, 90)), (1, Chunks(360, 700, 90))]
     assert list(asked[1][1].starts) == [300, 400, 500, 600]
+    assert stream.device_digests(90, [4, 6, 1, 3, 7, 5]) == {1: b"0", 4: b"1", 5: b"1", 6: b"1"}
+    assert [(list(spans.starts), chunks) for _, spans, chunks in asked[2:]] == [
+        ([0, 100], Chunks(90, 180, 90)),
+        ([300, 400, 500, 600], Chunks(360, 700, 90)),
+    ]
     assert stream.device_digests(115) == {0: b"0", 3: b"1", 4: b"1", 5: b"1"}  # the last one, of 10 B, is the host's
+    assert [stream.hashes(*part) for part in ((0, 9), (150, 250), (200, 300), (299, 301))] == [True, True, False, True]
     monkeypatch.setattr(cuda_device, "why_not", lambda index: "no compiler")
+    assert not stream.hashes(0, 9)
     assert stream.device_digests(90) == {}

@@ -5,44 +5,149 @@ Rules:
    hold them up. So whoever reads or overwrites calls `Registration.settle` first: `build_manifest` and `FillSink` do.
 2. Each call waits for an event behind its own copies. Bytes received are in place, for every stream, when it returns.
 3. The ring is 64 MiB of pinned memory at most, taken at the first block, not at registration.
-4. The user's threads may capture CUDA graphs meanwhile: these copies neither fail for that nor spoil the capture. Only
-   `synchronize` would, so it is for calls of the user's, never for what others or this library itself begin.
+4. Many small pieces of a block are gathered on the device, and cross the bus in one copy. The device memory for that is
+   as large as the block, and the ring bounds all blocks together.
+5. The user's threads may capture CUDA graphs meanwhile: nothing here fails for that or spoils the capture. The whole
+   device is never waited for.
 
 Imported only once a tensor on a CUDA device is registered. `cuda_device` launches kernels.
 """
 
+import ctypes
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 
 import torch
 
 from ..core.errors import TransferError, UsageError
 from ..transport.captures import beside_captures
 from ..transport.on_device import Opened, Shared
+from . import cuda_device
+from .cuda_device import recorded, stream_of, wait_for
 from .digests import digest
 from .guarded import Freed
 from .host import Piece, host_view
 from .staging import Copy, StagedStream, StagingRing
 from .xxh3 import Chunks, NoRoom, Spans
 
+MANY_PIECES = 16  # of a block: from here on two copies and a few kernels cost less than a copy for each
+GRANULE_BITS = 21  # 2 MiB: what a device maps at once
+MAPPED = 13  # CU_POINTER_ATTRIBUTE_MAPPED: is there memory behind this address
+
 _log = logging.getLogger(__name__)
+
+# --- what the user's streams have in hand -----------------------------------------------------------------------------
+
+_Launched = tuple[torch.cuda.Stream, torch.cuda.Event | None]  # no event: a graph was being captured on the stream
+
+_launched: dict[torch.device, list[_Launched]] = {}  # what callers had in hand, but for what is known to be done
+_launched_lock = threading.RLock()  # a finaliser may call while its own thread has it
+
+
+def note_call(devices: Sequence[str]) -> None:
+    """The calling thread is about to call: `synchronize`, perhaps in another thread, will wait for its current streams.
+
+    Costs two questions to torch for each device where that is the default stream, and an event where it is not.
+    """
+    for name in devices:
+        if name == "cpu":
+            continue
+        device = torch.device(name)
+        stream = torch.cuda.current_stream(device)
+        if stream == torch.cuda.default_stream(device):
+            continue
+        with _launched_lock, beside_captures():
+            open_still = [it for it in _launched.get(device, ()) if not _is_over(*it)]
+            _launched[device] = [*open_still, (stream, None if _is_capturing(stream) else recorded(stream))]
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has finished everything launched so far.
+    """Wait for what is on the device's default stream and on the caller's current one, and was on those of `note_call`.
 
-    Raises `UsageError` while any thread captures a CUDA graph: no mode allows that wait, and the capture is spoiled.
+    Whoever has work on further streams joins them first, as before any operation of torch:
+    `torch.cuda.current_stream().wait_stream(side)`. Raises `UsageError` while a CUDA graph is captured on one of them.
     """
+    here = torch.device(device)
+    with _launched_lock:
+        known = list(_launched.get(here, ()))
+    streams = {torch.cuda.current_stream(here), torch.cuda.default_stream(here)}
     try:
-        torch.cuda.synchronize(torch.device(device))
+        with beside_captures():
+            events = []
+            for stream, event in [*known, *((stream, None) for stream in streams)]:
+                if event is None and _is_capturing(stream):
+                    raise RuntimeError("the stream is capturing")
+                events.append(event or recorded(stream))
+            for event in events:
+                event.synchronize()
     except RuntimeError as error:
         if "captur" not in str(error):
             raise
         raise UsageError(
-            f"a CUDA graph is being captured in this process, and nobody may wait for {device} meanwhile",
-            hint="make such calls before the capture or after it, and capture again what this one has spoiled",
+            f"a CUDA graph is being captured on a stream of {device} that this call has to wait for",
+            hint="make such calls before the capture or after it",
         ) from error
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _is_over(stream: torch.cuda.Stream, event: torch.cuda.Event | None) -> bool:
+    if event is None:
+        return not _is_capturing(stream)
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def unmapped(pieces: Sequence[Piece]) -> list[Piece]:
+    """Those whose first byte has no memory behind it: a sleeping engine keeps its addresses and gives the memory back.
+
+    A device that touches such an address fails in all that it does afterwards. One question for each 2 MiB that pieces
+    begin in: 1 us. Empty where the driver cannot tell.
+    """
+    first: dict[int, Piece] = {}
+    for piece in pieces:
+        if piece.device != "cpu":
+            first.setdefault(piece.address >> GRANULE_BITS, piece)
+    if all(_is_mapped(piece) for piece in first.values()):
+        return []
+    return [piece for piece in pieces if piece.device != "cpu" and not _is_mapped(piece)]
+
+
+def _is_mapped(piece: Piece) -> bool:
+    return not _can_tell(piece.device) or _has_memory(piece.address)
+
+
+@cache
+def _can_tell(device: str) -> bool:
+    """The driver says of memory that is there that it is there."""
+    if _pointer_question() is None:
+        return False
+    with beside_captures(), torch.cuda.stream(stream_of(torch.device(device), "to host")):
+        return _has_memory(torch.empty(1, dtype=torch.uint8, device=device).data_ptr())
+
+
+def _has_memory(address: int) -> bool:
+    ask, answer = _pointer_question(), ctypes.c_uint64(0)
+    return ask is not None and ask(ctypes.byref(answer), MAPPED, ctypes.c_uint64(address)) == 0 and answer.value != 0
+
+
+@cache
+def _pointer_question() -> Callable[..., int] | None:
+    try:
+        found: Callable[..., int] = ctypes.PyDLL("libcuda.so.1").cuPointerGetAttribute
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class CudaStream(StagedStream):
@@ -52,15 +157,24 @@ class CudaStream(StagedStream):
         self._cuda = CudaCopier(pieces)
         super().__init__(pieces, self._cuda, ring)
 
-    def device_digests(self, chunk_bytes: int) -> dict[int, bytes]:
-        """By chunk, of those that lie on one CUDA device that hashes. Waits for it. Raises `Freed`."""
+    def hashes(self, start: int, stop: int) -> bool:
+        """Some of bytes [start, stop) lie on a CUDA device that hashes."""
+        return any(
+            spans.starts[0] < stop and start < spans.stop and cuda_device.why_not(_index(name)) is None
+            for name, spans in self._cuda.runs
+        )
+
+    def device_digests(self, chunk_bytes: int, chunks: Sequence[int] | None = None) -> dict[int, bytes]:
+        """By chunk, of those that lie on one CUDA device that hashes: of all, or of these. Waits. Raises `Freed`."""
         found: dict[int, bytes] = {}
         for name, spans in self._cuda.spans():
-            start = -(-spans.starts[0] // chunk_bytes) * chunk_bytes
-            stop = spans.stop if spans.stop == self.size_bytes else spans.stop // chunk_bytes * chunk_bytes
-            if start < stop:
-                made = _hashed(name, spans, Chunks(start, stop, chunk_bytes))
-                found.update((chunk, it) for chunk, it in enumerate(made, start // chunk_bytes) if it)
+            first = -(-spans.starts[0] // chunk_bytes)
+            last = -(-spans.stop // chunk_bytes) if spans.stop == self.size_bytes else spans.stop // chunk_bytes
+            for run in [range(first, last)] if chunks is None else _runs(chunks, first, last):
+                start, stop = run.start * chunk_bytes, min(run.stop * chunk_bytes, spans.stop)
+                if start < stop:
+                    made = _hashed(name, _part(spans, start, stop), Chunks(start, stop, chunk_bytes))
+                    found.update((chunk, it) for chunk, it in zip(run, made, strict=False) if it)
         return found
 
     # -- for readers of this host (transport/on_device.py) -------------------------------------------------------------
@@ -68,10 +182,8 @@ class CudaStream(StagedStream):
     @property
     def is_on_device(self) -> bool:
         """All of it lies on one device, whose kernels work."""
-        from .cuda_device import why_not
-
         devices = {piece.device for piece in self._pieces}
-        return len(devices) == 1 and "cpu" not in devices and why_not(_index(*devices)) is None
+        return len(devices) == 1 and "cpu" not in devices and cuda_device.why_not(_index(*devices)) is None
 
     def share(self) -> Shared:
         from .cuda_sharing import share
@@ -85,13 +197,12 @@ class CudaStream(StagedStream):
         return OpenedCuda(body, _index(self._pieces[0].device))
 
     def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
-        from .cuda_device import device_digests
         from .cuda_sharing import OpenedCuda
 
         assert isinstance(source, OpenedCuda)
         ((name, mine),) = self._cuda.spans()
         try:
-            made = device_digests(_index(name), source.spans, Chunks(start, stop, chunk_bytes), mine)
+            made = cuda_device.device_digests(_index(name), source.spans, Chunks(start, stop, chunk_bytes), mine)
         except (NoRoom, RuntimeError) as error:
             raise TransferError(f"copying on {name} failed: {error}") from error
         if not digests:
@@ -107,14 +218,33 @@ def _index(name: str) -> int:
     return torch.device(name).index or 0
 
 
+def _runs(chunks: Sequence[int], first: int, last: int) -> Iterator[range]:
+    """Neighbours among those chunks that are in [first, last)."""
+    run = range(0)
+    for chunk in sorted(chunk for chunk in chunks if first <= chunk < last):
+        if run and chunk == run.stop:
+            run = range(run.start, chunk + 1)
+            continue
+        if run:
+            yield run
+        run = range(chunk, chunk + 1)
+    if run:
+        yield run
+
+
+def _part(spans: Spans, start: int, stop: int) -> Spans:
+    """Where bytes [start, stop) lie, and little more: the device gets a table of what it is asked about only."""
+    first, last = bisect_right(spans.starts, start) - 1, bisect_left(spans.starts, stop)
+    end = spans.starts[last] if last < len(spans.starts) else spans.stop
+    return Spans(spans.starts[first:last], spans.addresses[first:last], end)
+
+
 def _hashed(name: str, spans: Spans, chunks: Chunks) -> list[bytes]:
     """The digests of these chunks; none where the device can not."""
-    from .cuda_device import device_digests, why_not  # with numpy and the compiler's package
-
-    reason = why_not(_index(name))
+    reason = cuda_device.why_not(_index(name))
     if reason is None:
         try:
-            return device_digests(_index(name), spans, chunks)
+            return cuda_device.device_digests(_index(name), spans, chunks)
         except (NoRoom, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
     if reason not in _said:
@@ -133,13 +263,16 @@ class CudaCopier:
         self._pieces = pieces
         self._bytes = [_as_bytes(piece) if piece.device != "cpu" else None for piece in pieces]
         self._devices = [torch.device(piece.device) for piece in pieces]
-        self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
-        with beside_captures():
-            for device in self._devices:
-                if device.type != "cpu":
-                    for is_to_host in (True, False):
-                        if (device, is_to_host) not in self._streams:
-                            self._streams[device, is_to_host] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._on_devices = [index for index, memory in enumerate(self._bytes) if memory is not None]
+        self._memory = [memory for memory in self._bytes if memory is not None]
+        self._addresses = [pieces[index].address for index in self._on_devices]
+        self.runs = self._runs()  # neighbours in the stream that are on one device, and which
+        self._streams = {
+            (device, is_to_host): stream_of(device, "to host" if is_to_host else "to device")
+            for device in dict.fromkeys(self._devices)
+            if device.type != "cpu"
+            for is_to_host in (True, False)
+        }
         self._staging: torch.Tensor | None = None
 
     def staging(self, size_bytes: int) -> memoryview:
@@ -164,10 +297,15 @@ class CudaCopier:
 
     def spans(self) -> list[tuple[str, Spans]]:
         """Where the bytes lie, a device at a time: neighbours in the stream that are on one device. Raises `Freed`."""
+        if list(map(torch._C.TensorBase.data_ptr, self._memory)) != self._addresses:  # a loop of C's: 0.07 us each
+            for index in self._on_devices:
+                self.memory_of(index)
+        return self.runs
+
+    def _runs(self) -> list[tuple[str, Spans]]:
         runs: list[tuple[str, list[int]]] = []
-        for index, piece in enumerate(self._pieces):
-            if self.memory_of(index) is None:
-                continue
+        for index in self._on_devices:
+            piece = self._pieces[index]
             if runs and runs[-1][0] == piece.device and self._pieces[runs[-1][1][-1]].stop == piece.start:
                 runs[-1][1].append(index)
             else:
@@ -176,8 +314,8 @@ class CudaCopier:
             (
                 name,
                 Spans(
-                    [self._pieces[i].start for i in its],
-                    [self._pieces[i].address for i in its],
+                    array("Q", [self._pieces[i].start for i in its]),
+                    array("Q", [self._pieces[i].address for i in its]),
                     self._pieces[its[-1]].stop,
                 ),
             )
@@ -186,20 +324,13 @@ class CudaCopier:
 
     def to_host(self, copies: Sequence[Copy]) -> None:
         """Device to pinned memory; returns when the bytes are there."""
-        self._run(copies, True, lambda device, host: host.copy_(device, non_blocking=True))
+        self._run(copies, is_to_host=True)
 
     def to_device(self, copies: Sequence[Copy]) -> None:
         """Pinned memory to device; returns when the bytes are there."""
-        self._run(copies, False, lambda device, host: device.copy_(host, non_blocking=True))
+        self._run(copies, is_to_host=False)
 
-    def _run(
-        self,
-        copies: Sequence[Copy],
-        is_to_host: bool,
-        copy: Callable[[torch.Tensor, torch.Tensor], object],
-    ) -> None:
-        staging = self._staging
-        assert staging is not None, "copies before staging memory"
+    def _run(self, copies: Sequence[Copy], *, is_to_host: bool) -> None:
         by_device: dict[torch.device, list[Copy]] = {}
         for one in copies:
             by_device.setdefault(self._devices[one.piece], []).append(one)
@@ -208,23 +339,65 @@ class CudaCopier:
                 for device, its in by_device.items():
                     stream = self._streams[device, is_to_host]
                     with torch.cuda.stream(stream):
-                        in_flight.callback(_wait_for_all, stream)  # also on the way out of an error
-                        for one in its:
-                            memory = self.memory_of(one.piece)
-                            assert memory is not None, "a host piece is handed out, never copied"
-                            copy(
-                                memory[one.inside : one.inside + one.size_bytes],
-                                staging[one.at : one.at + one.size_bytes],
-                            )
+                        in_flight.callback(wait_for, stream)  # also on the way out of an error
+                        if len(its) < MANY_PIECES or not self._gathered(device, its, is_to_host=is_to_host):
+                            for one in its:
+                                _copy(self._part(one), self._staged(one.at, one.size_bytes), is_to_host=is_to_host)
         except RuntimeError as error:
             raise TransferError(f"copying between host and {', '.join(map(str, by_device))} failed: {error}") from error
 
+    def _gathered(self, device: torch.device, copies: Sequence[Copy], *, is_to_host: bool) -> bool:
+        """The same by way of one buffer on the device; False if it has no room for that.
 
-def _wait_for_all(stream: torch.cuda.Stream) -> None:
-    """Wait for what is on the stream now: an event, so that copies of later calls are not waited for."""
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps instead of spinning
-    event.record(stream)
-    event.synchronize()
+        There `_foreach_copy_` takes a launch for some fifty pieces. Between host and device it copies one by one.
+        """
+        sizes = [one.size_bytes for one in copies]
+        try:
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return False
+        memory = [self._part(one) for one in copies]
+        parts = buffer.split(sizes)  # type: ignore[no-untyped-call]
+        if is_to_host:
+            torch._foreach_copy_(parts, memory)
+        done = 0
+        for at, size_bytes in _joined(copies):
+            _copy(buffer[done : done + size_bytes], self._staged(at, size_bytes), is_to_host=is_to_host)
+            done += size_bytes
+        if not is_to_host:
+            torch._foreach_copy_(memory, parts)
+        return True
+
+    def _part(self, one: Copy) -> torch.Tensor:
+        """What is copied, on its device. Raises `Freed`."""
+        memory = self.memory_of(one.piece)
+        assert memory is not None, "a host piece is handed out, never copied"
+        if one.size_bytes == memory.numel():
+            return memory
+        return memory[one.inside : one.inside + one.size_bytes]
+
+    def _staged(self, at: int, size_bytes: int) -> torch.Tensor:
+        assert self._staging is not None, "copies before staging memory"
+        return self._staging[at : at + size_bytes]
+
+
+def _joined(copies: Sequence[Copy]) -> list[tuple[int, int]]:
+    """Where in staging memory they begin, and how long they are: neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for one in copies:
+        at, size_bytes = found[-1] if found else (-1, 0)
+        if at + size_bytes == one.at and found:
+            found[-1] = at, size_bytes + one.size_bytes
+        else:
+            found.append((one.at, one.size_bytes))
+    return found
+
+
+def _copy(there: torch.Tensor, here: torch.Tensor, *, is_to_host: bool) -> None:
+    if is_to_host:
+        here.copy_(there, non_blocking=True)
+    else:
+        there.copy_(here, non_blocking=True)
 
 
 def _as_bytes(piece: Piece) -> torch.Tensor:

@@ -8,8 +8,11 @@ Rules:
 1. Everything runs on two streams of this library, of the lowest priority. Nothing is on the default stream.
 2. It may run while the user's threads capture a CUDA graph (`captures`).
 3. Waits are for events of these streams. The whole device is never waited for.
+4. Scratch memory is what `xxh3` states: at most 65 MiB a device, for one call at a time. Torch's allocator keeps it for
+   the next call, as reserved memory of these streams. It gives it back when anybody runs short, or on `empty_cache()`.
 """
 
+import ctypes
 import hashlib
 import os
 import tempfile
@@ -29,6 +32,8 @@ from .xxh3 import LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
 
 KERNELS = ("sum_only", "sum_and_copy", "chain")
 SELF_TEST_BYTES = (LEAST_BYTES, 1024, 1025, 5000, 1 << 20)
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it has nothing to do with the default stream
+LOWEST_PRIORITY = 0  # of a stream; higher ones have numbers below it
 BLOCKS_PER_SM = 2  # 16 warps: 64 KiB of loads under way on each multiprocessor
 
 
@@ -45,7 +50,7 @@ class Kernels:
             driver.set_current()
             code = _compiled(f"sm_{driver.arch}")
             self.kernels = {name: code.get_kernel(name) for name in KERNELS}
-            self.streams = tuple(torch.cuda.Stream(self.device) for _ in range(2))  # type: ignore[no-untyped-call]
+            self.streams = tuple(stream_of(self.device, f"lane {lane}") for lane in range(2))
         self.turn = threading.Lock()  # one call at a time: the streams' order is what makes scratch memory safe
 
 
@@ -116,11 +121,46 @@ def why_not(index: int) -> str | None:
     return kernels if isinstance(kernels, str) else None
 
 
-def wait_for(stream: torch.cuda.Stream) -> None:
-    """Wait for what is on the stream now: an event, so that later work of others is not waited for."""
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_streams_lock = threading.Lock()
+
+
+def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """This library's stream for that purpose, one in a process, of the lowest priority. It is never destroyed.
+
+    Torch's own would not do: it has 32, and gives the first of them out again after the last. A user's graph may be
+    captured on one of those, and what is launched there meanwhile is captured with it.
+    """
+    with _streams_lock:
+        if (device, purpose) not in _streams:
+            with beside_captures():
+                _streams[device, purpose] = _made(device)
+        return _streams[device, purpose]
+
+
+def _made(device: torch.device) -> torch.cuda.Stream:
+    handle = ctypes.c_void_p()
+    try:
+        create = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority
+    except (OSError, AttributeError):
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        is_made = create(ctypes.byref(handle), NON_BLOCKING, LOWEST_PRIORITY) == 0
+    if not is_made:
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
+
+
+def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind what is on the stream now: later work of others is not waited for."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps instead of spinning
     event.record(stream)
-    event.synchronize()
+    return event
+
+
+def wait_for(stream: torch.cuda.Stream) -> None:
+    """Wait for what is on the stream now."""
+    recorded(stream).synchronize()
 
 
 _loading = threading.Lock()

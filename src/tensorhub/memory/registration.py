@@ -134,12 +134,32 @@ class Registration:
         if self.casts is not None:
             self.casts.close()
 
+    def note_call(self) -> None:
+        """The calling thread is about to call: `settle`, which another thread calls for it, waits for its streams."""
+        if self.devices != ("cpu",):
+            from .cuda import note_call
+
+            note_call(self.devices)
+
     def settle(self) -> None:
-        """Wait until the devices have finished all work launched so far, so that bytes may be read or overwritten."""
+        """Wait until bytes may be read or overwritten: for what the caller and the default streams have launched.
+
+        Work on other streams is for the user to join first (`cuda.synchronize`). Raises `UsageError` while the caller's
+        stream captures a graph, and where a device has no memory behind the tensors' addresses.
+        """
+        if self.devices == ("cpu",):
+            return
+        from .cuda import synchronize, unmapped
+
+        gone = [(piece.start, piece.stop) for piece in unmapped(self.pieces)]
+        if gone:
+            its = [t.name for t in self.layout.tensors if any(start <= t.offset_bytes < stop for start, stop in gone)]
+            raise UsageError(
+                f"the memory of these tensors on {self.device} is unmapped: {some(its)}",
+                hint="an engine that sleeps wakes before such a call, or calls suspend() before it sleeps",
+            )
         for device in self.devices:
             if device != "cpu":
-                from .cuda import synchronize
-
                 synchronize(device)
 
     def settle_to_fill(self) -> None:

@@ -5,7 +5,7 @@ only where it is sure: the program has no other thread, which may be about to.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -15,7 +15,9 @@ OURS = "tensorhub-"  # how the names of this library's threads begin
 class Callers:
     """The threads of one worker's callers. Used from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_call: Callable[[], object] = lambda: None) -> None:
+        """`on_call` is called in the thread that calls, before its call begins."""
+        self._on_call = on_call
         self._lock = threading.RLock()  # a finaliser may come while its own thread has it
         self._users: WeakSet[threading.Thread] = WeakSet()
         self.waiting: threading.Thread | None = None  # blocked in a call of this worker
@@ -26,6 +28,7 @@ class Callers:
         if not thread.name.startswith(OURS):
             with self._lock:
                 self._users.add(thread)
+            self._on_call()
 
     @contextmanager
     def blocked(self) -> Iterator[None]:

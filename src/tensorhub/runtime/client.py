@@ -61,7 +61,7 @@ class Client:
         self.me = hello.worker
         self.options = options
         self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
-        self.callers = Callers()
+        self.callers = Callers(self._note_call)
         self._behind = Behind(self.driver)
         self.wishes = Wishes(self.me, self.driver)
         self._wholeness = Wholeness(self.me)
@@ -398,6 +398,11 @@ class Client:
             raise InvariantViolation(f"{self.me} has stopped: {broken}") from broken
         if self._closing is not None or self.driver.is_gone:
             raise Closed(f"{self.me} was closed", hint="open it again")
+
+    def _note_call(self) -> None:
+        """In the caller's thread: what it has launched on its own streams is waited for."""
+        if self.driver.data.registration is not None:
+            self.driver.data.registration.note_call()
 
     def _check_in_place(self) -> None:
         if self.driver.data.registration is not None:
