@@ -377,8 +377,9 @@ class Target:
         self._order.append(chunk)
         self.progress.mark(chunk)
 
-    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
-        for chunk, digest in zip(chunks, digests, strict=True):
+    def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
+        known = [self.digests[chunk] for chunk in chunks] if digests is None else digests
+        for chunk, digest in zip(chunks, known, strict=True):
             start = chunk * self.chunk_bytes
             with self.stream.reading(start, min(start + self.chunk_bytes, self.stream.size_bytes)) as views:
                 self.accept(chunk, views)

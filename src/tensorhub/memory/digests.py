@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, Protocol, runtime_checkable
 
@@ -179,9 +180,72 @@ def freed(registration: Registration, offsets: Sequence[int]) -> list[str]:
 class OnDevice(Protocol):
     """A stream with bytes on devices that hash them where they lie."""
 
-    def device_digests(self, chunk_bytes: int) -> dict[int, bytes]:
-        """By chunk, of those that a device has hashed. Raises `Freed`."""
+    def hashes(self, start: int, stop: int) -> bool:
+        """Some of these bytes lie on a device that hashes: what arrives there is judged once it is in place."""
         ...
+
+    def device_digests(self, chunk_bytes: int, chunks: Sequence[int] | None = None) -> dict[int, bytes]:
+        """By chunk, of those that a device has hashed: of all, or of these. Raises `Freed`."""
+        ...
+
+
+class InPlaceDigests:
+    """Digests of chunks that lie in a stream's memory, asked for by several threads, each for its own.
+
+    A device makes them where it can. What threads ask for while it makes some, it makes next, together. The host makes
+    the others, of bytes that it reads back: of chunks that are short, or lie on a device in part.
+    """
+
+    def __init__(self, stream: ByteStream, chunk_bytes: int) -> None:
+        self._stream = stream
+        self._chunk_bytes = chunk_bytes
+        self._asked: list[_Asked] = []
+        self._is_busy = False
+        self._changed = threading.Condition()
+
+    def are_due(self, start: int, stop: int) -> bool:
+        """Bytes [start, stop) are judged where they lie, and not on their way there."""
+        return isinstance(self._stream, OnDevice) and self._stream.hashes(start, stop)
+
+    def of(self, chunk: int) -> bytes:
+        """Of one chunk as it is now. Raises `Freed`."""
+        start = chunk * self._chunk_bytes
+        stop = min(start + self._chunk_bytes, self._stream.size_bytes)
+        found = self._of_device(chunk) if self.are_due(start, stop) else b""
+        if found:
+            return found
+        with self._stream.reading(start, stop) as views:
+            return digest(views)
+
+    def _of_device(self, chunk: int) -> bytes:
+        """Empty where the device could not."""
+        mine = _Asked(chunk)
+        with self._changed:
+            self._asked.append(mine)
+            self._changed.wait_for(lambda: mine.found is not None or not self._is_busy)
+            if mine.found is not None:
+                return mine.found
+            its, self._asked, self._is_busy = self._asked, [], True
+        found: dict[int, bytes] = {}
+        try:
+            assert isinstance(self._stream, OnDevice), "a device's digest of memory that is on none"
+            with suppress(Freed):  # each thread finds out whether its own chunk was
+                found = self._stream.device_digests(self._chunk_bytes, [one.chunk for one in its])
+        finally:
+            with self._changed:
+                for one in its:
+                    one.found = found.get(one.chunk, b"")
+                self._is_busy = False
+                self._changed.notify_all()
+        return mine.found or b""
+
+
+@dataclass(eq=False)
+class _Asked:
+    """One thread's question."""
+
+    chunk: int
+    found: bytes | None = None  # empty where the device could not
 
 
 def _each_digest(

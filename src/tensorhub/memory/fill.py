@@ -3,7 +3,8 @@
 Rules:
 1. The server named the content by its root digest. A manifest with another root is refused before a byte is written;
    after that every chunk must have the digest that the manifest announces.
-2. A chunk counts only after `accept` and then `stored`; a rejected chunk is not marked, and is wanted again.
+2. A chunk counts only after `accept` and then `stored`; a rejected chunk is not marked, and is wanted again. What lies
+   on a device that hashes is judged in `stored`, where it lies: so whatever has become of it on its way is seen.
 3. The first good manifest stays. Another source's `begin` returns the chunks that are still missing.
 4. After `revoke` has returned, nothing more is accepted or marked: a late write never counts.
 5. Whose fault: what does not fit the root, or is malformed, is the source's (`CorruptTransfer`: try another one); what
@@ -28,9 +29,19 @@ from ..core.names import Digest
 from ..transport.base import ByteStream, Look, Terms
 from ..transport.gates import Gate
 from ..transport.progress import Progress
-from .digests import ALGORITHM, NO_ALGORITHM, Hashing, Verify, check_verify, digest, tensors_of
+from .digests import (
+    ALGORITHM,
+    NO_ALGORITHM,
+    Hashing,
+    InPlaceDigests,
+    Verify,
+    check_verify,
+    digest,
+    tensors_of,
+)
 from .registration import Registration
 
+REJECTED, ACCEPTED, DUE = range(3)  # of a chunk. Due: its length is right, and its digest comes once it is in place
 NAMES_SHOWN = 3  # of the tensors in a bad chunk; a chunk of 4 MiB can hold thousands
 
 
@@ -63,6 +74,7 @@ class FillSink:
         self._manifest: Manifest | None = None
         self._manifest_bytes = b""
         self._progress: Progress | None = None
+        self._in_place: InPlaceDigests | None = None
         self._accepted = bytearray()
         self._is_settled = False
         self._hashing: dict[int, Hashing] = {}  # chunks on their way, each in one thread
@@ -170,7 +182,7 @@ class FillSink:
 
     def observe(self, chunk: int) -> Look | None:
         """Hash the parts of a chunk as they come: then `accept` need not look at them again."""
-        if self._verify != "full":
+        if self._verify != "full" or self._is_judged_in_place(chunk):
             return None
         begun = self._hashing[chunk] = Hashing()
         return begun.see
@@ -183,42 +195,61 @@ class FillSink:
         start, stop = manifest.chunk_range(chunk)
         begun = self._hashing.pop(chunk, None)
         size_bytes = stop - start
-        is_checked = self._verify == "full"
         found = begun.digest() if begun is not None else b""
-        is_good = found == manifest.digest_of(chunk) if found else False
+        is_good, is_due = found == manifest.digest_of(chunk) if found else False, False
         if not is_good:  # not observed, or not all of it: only a look at the whole can tell that it is bad
             size_bytes = sum(view.nbytes for view in views)
             is_good = size_bytes == stop - start
-            if is_checked and is_good:
+            is_due = is_good and self._is_judged_in_place(chunk)
+            if self._verify == "full" and is_good and not is_due:
                 found = digest(views)
                 is_good = found == manifest.digest_of(chunk)
         with self._lock:
             self._check_live()
-            if not is_good:
-                self._bytes_rejected += size_bytes
-            elif is_checked:
-                self._bytes_verified += size_bytes
-            else:
-                self._bytes_unverified += size_bytes
-            self._accepted[chunk] = is_good
+            if is_due:
+                self._accepted[chunk] = DUE
+                return
+            self._note(chunk, size_bytes, is_good=is_good)
         if not is_good:
             raise self._corrupt(manifest, chunk, size_bytes, found)
 
+    def judge_in_place(self, chunk: int) -> None:
+        """Judge an accepted chunk where it lies, if that is due. Raises as `accept`. `stored` does it where nobody has.
+
+        Waits for the device.
+        """
+        if self._accepted[chunk] != DUE:
+            return
+        manifest, found = self.manifest, self._found_in_place(chunk)
+        start, stop = manifest.chunk_range(chunk)
+        is_good = found == manifest.digest_of(chunk)
+        with self._lock:
+            self._check_live()
+            self._note(chunk, stop - start, is_good=is_good)
+        if not is_good:
+            raise self._corrupt(manifest, chunk, stop - start, found)
+
     def stored(self, chunk: int) -> None:
-        """The accepted chunk counts from now on."""
+        """The accepted chunk is in place, and counts from now on. Raises `CorruptTransfer` if it is not right there."""
+        self.judge_in_place(chunk)
         with self._telling:
             with self._lock:
                 self._check_live()
-                if not self._accepted[chunk]:
+                if self._accepted[chunk] != ACCEPTED:
                     raise InvariantViolation(f"chunk {chunk} was called stored but had not been accepted")
                 prefix = self.progress.mark(chunk)
             if self._on_stored is not None:
                 self._on_stored(prefix)
 
-    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
-        """Chunks that a device has put in place, with the digests that it made of them. Raises as `accept`."""
+    def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
+        """Chunks that were put in place, with the digests that a device made of them meanwhile. Raises as `accept`.
+
+        Without digests they are judged where they lie.
+        """
         manifest = self.manifest
         is_checked = self._verify == "full"
+        if digests is None:
+            digests = [self._found_in_place(chunk) for chunk in chunks] if is_checked else ()
         bad = None
         if is_checked:
             announced = map(manifest.digest_of, chunks)
@@ -247,6 +278,25 @@ class FillSink:
         with self._lock:
             self._revoked = self._revoked or error
         self._gate.shut()
+
+    def _is_judged_in_place(self, chunk: int) -> bool:
+        if self._in_place is None or self._verify != "full" or not 0 <= chunk < self.manifest.chunk_count:
+            return False
+        return self._in_place.are_due(*self.manifest.chunk_range(chunk))
+
+    def _found_in_place(self, chunk: int) -> bytes:
+        assert self._in_place is not None, "a chunk is judged before a manifest has come"
+        return self._in_place.of(chunk)
+
+    def _note(self, chunk: int, size_bytes: int, *, is_good: bool) -> None:
+        """With the lock held: it was judged."""
+        if not is_good:
+            self._bytes_rejected += size_bytes
+        elif self._verify == "full":
+            self._bytes_verified += size_bytes
+        else:
+            self._bytes_unverified += size_bytes
+        self._accepted[chunk] = ACCEPTED if is_good else REJECTED
 
     def _check_live(self) -> None:
         if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it
@@ -292,6 +342,7 @@ class FillSink:
             )
         self._manifest, self._manifest_bytes = manifest, manifest.encode()
         self._accepted = bytearray(manifest.chunk_count)
+        self._in_place = InPlaceDigests(self._registration.stream, manifest.chunk_bytes)
         self._progress = progress
 
     def _corrupt(self, manifest: Manifest, chunk: int, size_bytes: int, found: bytes) -> CorruptTransfer:

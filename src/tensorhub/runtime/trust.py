@@ -139,9 +139,11 @@ class TrustedSink:
 
     def stored(self, chunk: int) -> None:
         self._check()
+        self._fill.judge_in_place(chunk)  # it takes a while
+        self._check()
         self._fill.stored(chunk)
 
-    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
+    def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
         self._check()
         self._fill.take(chunks, digests)
         self._check()

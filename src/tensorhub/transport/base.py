@@ -109,7 +109,10 @@ class Sink(Protocol):
         ...
 
     def stored(self, chunk: int) -> None:
-        """The accepted chunk is in place (its `writing` block has ended): it counts from now on."""
+        """The accepted chunk is in place (its `writing` block has ended): it counts from now on.
+
+        Raises `CorruptTransfer` if it is not right where it lies.
+        """
         ...
 
 
@@ -147,12 +150,12 @@ class Trusting(Protocol):
 
 @runtime_checkable
 class Taking(Protocol):
-    """A sink of chunks that a device has copied and digested: they are in place when they are judged."""
+    """A sink of chunks that are in place when they are judged, because a device or the hardware has put them there."""
 
-    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
+    def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
         """Judge them, and count those that are right. Raises `CorruptTransfer` for the first that is not.
 
-        `digests` is empty where the sink is not checking.
+        `digests`: by the device that copied them; empty where the sink is not checking; None where nobody has looked.
         """
         ...
 

@@ -27,7 +27,7 @@ from ..core.decoding import Undecodable, decoded
 from ..core.errors import SourceLost, TensorHubError, TransportMissing, Unavailable
 from . import nixl_path, tcp_wire
 from .announcing import COUNT, MAX_MEMORY_BYTES, MEMORY, AnnouncedStream
-from .base import OnEnd, Sink
+from .base import OnEnd, Sink, Taking
 from .nixl_agent import Agent, Broken, Stuck
 from .nixl_agents import Agents
 from .nixl_meeting import Meeting, Plan
@@ -249,11 +249,16 @@ class NixlStream(AnnouncedStream):
             with sink.stream.writing(start, stop) as views:
                 self._fetch(plan, chunk, start, stop)
                 self._judge(chunk, stop - start, views)
-        else:  # the bytes are on a device already: what the sink looks at is a copy
+            sink.stored(chunk)
+        else:  # the bytes are on a device already
             self._fetch(plan, chunk, start, stop)
-            with sink.stream.reading(start, stop) as views:
-                self._judge(chunk, stop - start, views)
-        sink.stored(chunk)
+            if isinstance(sink, Taking):
+                job.count_received(stop - start)
+                sink.take(range(chunk, chunk + 1), None)
+            else:  # what the sink looks at is a copy
+                with sink.stream.reading(start, stop) as views:
+                    self._judge(chunk, stop - start, views)
+                sink.stored(chunk)
         job.count_stored()
 
     def _fetch(self, plan: Plan, chunk: int, start: int, stop: int) -> None:

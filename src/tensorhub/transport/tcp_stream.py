@@ -265,6 +265,7 @@ class Stream:
                 self.taken(stop - start)
                 job.count_received(stop - start)
                 sink.accept(chunk, views)
+            sink.stored(chunk)
         except CorruptTransfer:
             if not self._is_lent or chunk in self._doubted:  # who lends it again is asked no third time
                 raise
@@ -273,7 +274,6 @@ class Stream:
                 self.wire.send_want([chunk], tcp_wire.COPIED)
             self.asked.append((chunk, time.monotonic()))
             return
-        sink.stored(chunk)
         job.count_stored()
 
     def next_frame(self) -> tuple[int, int, int]:

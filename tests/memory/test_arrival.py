@@ -1,0 +1,220 @@
+"""Fills of a device through host memory: each chunk is judged where it lies, once it is there."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+
+from tensorhub.core.errors import CorruptTransfer, SessionLost, TensorHubError
+from tensorhub.core.manifest import Manifest
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.fill import FillSink
+from tensorhub.memory.registration import Registration, register
+from tensorhub.memory.staging import StagedStream, StagingRing
+from tensorhub.transport.base import Export
+from tensorhub.transport.progress import Progress
+from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp_settings import TcpSettings
+
+from .test_staging import FakeDevice
+
+CHUNK, COUNT = 1000, 8
+SIZES = [("cuda:0", 2500), ("cpu", 200), ("cuda:0", CHUNK * COUNT - 2700)]  # chunk 2 is partly on the host
+WAIT_S = 20.0
+
+
+class Hashing(StagedStream):
+    """Memory of a stand-in for a device, which hashes. `before_digest` sees it with chunks in place, and not judged."""
+
+    def __init__(self) -> None:
+        self.device = FakeDevice(SIZES)
+        super().__init__(self.device.pieces, self.device, StagingRing(CHUNK, 2 * COUNT))
+        for memory in self.device.memory:
+            memory[:] = 0
+        self.calls: list[list[int]] = []
+        self.fails = False
+        self.before_digest: Callable[[Sequence[int]], object] = lambda chunks: None
+
+    def hashes(self, start: int, stop: int) -> bool:
+        return True
+
+    def device_digests(self, chunk_bytes: int, chunks: Sequence[int] | None = None) -> dict[int, bytes]:
+        assert chunks is not None
+        assert chunk_bytes == CHUNK
+        self.calls.append(sorted(chunks))
+        self.before_digest(chunks)
+        image = self.device.image
+        digests = {it: xxhash.xxh3_128_digest(image[it * CHUNK : (it + 1) * CHUNK]) for it in chunks if it != 2}
+        return {} if self.fails else digests
+
+    def flip(self, at: int) -> None:
+        piece = next(piece for piece in self.device.pieces if piece.start <= at < piece.stop)
+        self.device.memory[self.device.pieces.index(piece)][at - piece.start] ^= 1
+
+
+@pytest.fixture
+def source() -> Registration:
+    rng = np.random.default_rng(11)
+    return register({f"t{at}": rng.integers(0, 256, size, np.uint8) for at, (_, size) in enumerate(SIZES)})
+
+
+@pytest.fixture
+def manifest(source: Registration) -> Manifest:
+    return build_manifest(source, CHUNK)
+
+
+@pytest.fixture
+def stream() -> Hashing:
+    return Hashing()
+
+
+@pytest.fixture
+def sink(source: Registration, manifest: Manifest, stream: Hashing) -> FillSink:
+    return FillSink(replace(source, stream=stream, pieces=()), manifest.root())
+
+
+def image(source: Registration) -> bytes:
+    with source.stream.reading(0, source.size_bytes) as views:
+        return b"".join(views)
+
+
+def place(source: Registration, sink: FillSink, chunk: int) -> None:
+    """What a transport does before `stored`."""
+    assert sink.observe(chunk) is None, "bytes are not hashed on their way"
+    data = image(source)[chunk * CHUNK : (chunk + 1) * CHUNK]
+    with sink.stream.writing(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
+        at = 0
+        for view in views:
+            view[:] = data[at : at + view.nbytes]
+            at += view.nbytes
+        sink.accept(chunk, views)
+
+
+@pytest.fixture
+def tcp(request: pytest.FixtureRequest, source: Registration, manifest: Manifest) -> Iterator[list[TcpTransport]]:
+    """A reader, and two sources; these lend their memory if the test says so."""
+    lends = TcpSettings(lend_rate_bytes_per_s=0, lend_piece_bytes=1) if request.param else TcpSettings()
+    transports = [TcpTransport(replace(lends, streams=1)) for _ in range(3)]
+    for each in transports[1:]:
+        done = Progress(COUNT, complete=True)
+        each.export(Export("k", manifest.encode(), CHUNK, source.stream, done))
+    yield transports
+    for each in transports:
+        each.close()
+
+
+def read(reader: TcpTransport, endpoint: str, sink: FillSink) -> TensorHubError | None:
+    errors: list[TensorHubError | None] = []
+    ended = threading.Event()
+
+    def on_end(error: TensorHubError | None) -> None:
+        errors.append(error)
+        ended.set()
+
+    reader.read(endpoint, "k", sink, on_end)
+    assert ended.wait(WAIT_S)
+    return errors[0]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["hashed by the device", "read back by the host"])
+@pytest.mark.parametrize("tcp", [False, True], ids=["copied", "lent"], indirect=True)
+@pytest.mark.parametrize("chunk", [2, 5], ids=["partly on the host", "on the device"])
+def test_a_byte_that_flips_after_its_arrival_is_found_over_tcp(
+    tcp: list[TcpTransport],
+    request: pytest.FixtureRequest,
+    source: Registration,
+    sink: FillSink,
+    stream: Hashing,
+    chunk: int,
+    fails: bool,
+) -> None:
+    flips = [chunk]
+
+    def flip(chunks: Sequence[int]) -> None:
+        if flips and chunk in chunks:
+            stream.flip(flips.pop() * CHUNK)
+
+    stream.before_digest, stream.fails = flip, fails
+    reader, first, second = tcp
+    error = read(reader, first.endpoint, sink)
+    assert flips == []
+    if not first.statistics()["lent_bytes"]:  # else it has asked that source for a copy: the memory may have changed
+        assert isinstance(error, CorruptTransfer)
+        assert f"chunk {chunk} (bytes {chunk * CHUNK} to" in str(error)
+        assert not sink.progress.has(chunk)
+        error = read(reader, second.endpoint, sink)
+    assert error is None
+    assert sink.progress.is_complete
+    assert stream.device.image == image(source)
+    assert sink.statistics() == {
+        "bytes_verified": source.size_bytes,
+        "bytes_unverified": 0,
+        "bytes_rejected": CHUNK,
+    }
+
+
+def test_chunks_that_arrive_while_the_device_hashes_are_hashed_together(
+    source: Registration, manifest: Manifest, sink: FillSink, stream: Hashing
+) -> None:
+    sink.begin(manifest.encode())
+    is_hashing, go_on = threading.Event(), threading.Event()
+
+    def block(chunks: Sequence[int]) -> None:
+        is_hashing.set()
+        assert go_on.wait(WAIT_S)
+
+    def arrive(chunk: int) -> None:
+        place(source, sink, chunk)
+        sink.stored(chunk)
+
+    stream.before_digest = block
+    threads = [threading.Thread(target=arrive, args=(chunk,)) for chunk in (0, 3, 4, 6, 7)]
+    threads[0].start()
+    assert is_hashing.wait(WAIT_S)
+    for thread in threads[1:]:
+        thread.start()
+    in_place, deadline = sink._in_place, time.monotonic() + WAIT_S
+    assert in_place is not None
+    while len(in_place._asked) < 4:  # their bytes arrive while the device hashes others
+        assert time.monotonic() < deadline
+        threads[1].join(0.001)
+    assert sink.progress.prefix == 0
+    go_on.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [sink.progress.has(chunk) for chunk in range(COUNT)] == [True, False, False, True, True, False, True, True]
+    assert stream.calls == [[0], [3, 4, 6, 7]]
+
+
+def test_nothing_counts_after_a_revoke_while_the_device_hashes(
+    source: Registration, manifest: Manifest, sink: FillSink, stream: Hashing
+) -> None:
+    sink.begin(manifest.encode())
+    stream.before_digest = lambda chunks: sink.revoke(SessionLost("told to stop"))
+    place(source, sink, 0)
+    with pytest.raises(SessionLost, match="told to stop"):
+        sink.stored(0)
+    assert not sink.progress.has(0)
+    assert sink.statistics()["bytes_verified"] == 0
+
+
+def test_what_the_hardware_puts_in_place_is_judged_there(
+    source: Registration, manifest: Manifest, sink: FillSink, stream: Hashing
+) -> None:
+    sink.begin(manifest.encode())
+    for chunk in (3, 2):
+        with sink.stream.writing(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
+            data, at = image(source)[chunk * CHUNK : (chunk + 1) * CHUNK], 0
+            for view in views:
+                view[:] = data[at : at + view.nbytes]
+                at += view.nbytes
+        stream.before_digest = lambda chunks: stream.flip(chunks[0] * CHUNK)  # and back
+        with pytest.raises(CorruptTransfer, match=f"chunk {chunk} "):
+            sink.take(range(chunk, chunk + 1), None)
+        assert not sink.progress.has(chunk)
+        sink.take(range(chunk, chunk + 1), None)
+        assert sink.progress.has(chunk)
