@@ -9,6 +9,7 @@ import pytest
 import tensorhub
 from runtime.kit import within
 from tensorhub import aio
+from tensorhub.memory.registration import Registration
 
 
 def run(story):
@@ -112,3 +113,24 @@ def test_an_error_in_a_mutating_block_publishes_nothing(server):
             assert weights.version is None
 
     run(story())
+
+
+def test_what_a_call_waits_for_is_noted_in_its_callers_thread(server, join, monkeypatch):
+    """A device's streams belong to threads: those of the caller are not known where the work is done."""
+    noted, settled = [], []
+    settle = Registration.settle
+    monkeypatch.setattr(Registration, "note_call", lambda self: noted.append(threading.current_thread()))
+    monkeypatch.setattr(Registration, "settle", lambda self: (settled.append(list(noted)), settle(self)))
+    weights, _ = join("t", 1.0)
+    noted.clear()
+    weights.publish(1)
+    assert settled[-1] == [threading.current_thread()], "before the bytes are looked at"
+
+    async def story():
+        async with await aio.open("m", replica="r", server=server.address) as other:
+            await other.register({"w": np.zeros(50_000, np.float32)})
+            noted.clear()
+            assert await other.replicate(1) == 1
+
+    run(story())
+    assert settled[-1] == [threading.current_thread()]

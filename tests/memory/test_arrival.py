@@ -14,7 +14,7 @@ from tensorhub.core.manifest import Manifest
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.staging import StagedStream, StagingRing
+from tensorhub.memory.staging import Copy, StagedStream, StagingRing
 from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
@@ -98,7 +98,8 @@ def place(source: Registration, sink: FillSink, chunk: int) -> None:
 def tcp(request: pytest.FixtureRequest, source: Registration, manifest: Manifest) -> Iterator[list[TcpTransport]]:
     """A reader, and two sources; these lend their memory if the test says so."""
     lends = TcpSettings(lend_rate_bytes_per_s=0, lend_piece_bytes=1) if request.param else TcpSettings()
-    transports = [TcpTransport(replace(lends, streams=1)) for _ in range(3)]
+    one_after_another = replace(lends, streams=1, stream_bytes=1, stream_rate_bytes_per_s=0, ahead_bytes=2 * CHUNK)
+    transports = [TcpTransport(one_after_another) for _ in range(3)]
     for each in transports[1:]:
         done = Progress(COUNT, complete=True)
         each.export(Export("k", manifest.encode(), CHUNK, source.stream, done))
@@ -142,7 +143,9 @@ def test_a_byte_that_flips_after_its_arrival_is_found_over_tcp(
     reader, first, second = tcp
     error = read(reader, first.endpoint, sink)
     assert flips == []
-    if not first.statistics()["lent_bytes"]:  # else it has asked that source for a copy: the memory may have changed
+    is_lent = first.statistics()["lent_bytes"] > 0
+    assert is_lent == request.node.callspec.params["tcp"]
+    if not is_lent:  # else it has asked the same source for a copy: the memory that was lent may have changed
         assert isinstance(error, CorruptTransfer)
         assert f"chunk {chunk} (bytes {chunk * CHUNK} to" in str(error)
         assert not sink.progress.has(chunk)
@@ -155,6 +158,33 @@ def test_a_byte_that_flips_after_its_arrival_is_found_over_tcp(
         "bytes_unverified": 0,
         "bytes_rejected": CHUNK,
     }
+
+
+@pytest.mark.parametrize("tcp", [False], ids=["device to device"], indirect=True)
+@pytest.mark.parametrize("end", ["source", "reader"])
+def test_a_copy_holds_up_no_other_chunk(
+    tcp: list[TcpTransport], source: Registration, manifest: Manifest, sink: FillSink, stream: Hashing, end: str
+) -> None:
+    """A chunk's copy to the host, or to the device, lasts until another has come by another stream."""
+    theirs = Hashing()
+    for piece, memory in zip(theirs.device.pieces, theirs.device.memory, strict=True):
+        memory[:] = np.frombuffer(image(source)[piece.start : piece.stop], np.uint8)
+    has_come, is_first, waited = threading.Event(), threading.Lock(), list[bool]()
+    device = theirs.device if end == "source" else stream.device
+    name = "to_host" if end == "source" else "to_device"
+    copy = getattr(device, name)
+
+    def copied(copies: Sequence[Copy]) -> None:
+        if is_first.acquire(blocking=False):
+            waited.append(has_come.wait(WAIT_S))
+        copy(copies)
+
+    setattr(device, name, copied)
+    sink._on_stored = lambda prefix: has_come.set()
+    tcp[1].export(Export("k", manifest.encode(), CHUNK, theirs, Progress(COUNT, complete=True)))
+    assert read(tcp[0], tcp[1].endpoint, sink) is None
+    assert waited == [True]
+    assert stream.device.image == image(source)
 
 
 def test_chunks_that_arrive_while_the_device_hashes_are_hashed_together(

@@ -351,11 +351,12 @@ def test_chunks_on_devices_are_hashed_there_and_the_others_on_the_host(monkeypat
     assert stream.device_digests(90) == {0: b"0", 1: b"0", 4: b"1", 5: b"1", 6: b"1"}
     assert [(index, chunks) for index, _, chunks in asked] == [(0, Chunks(0, 180, 90)), (1, Chunks(360, 700, 90))]
     assert list(asked[1][1].starts) == [300, 400, 500, 600]
-    assert stream.device_digests(90, [4, 6, 1, 3, 7, 5]) == {1: b"0", 4: b"1", 5: b"1", 6: b"1"}
-    assert [(list(spans.starts), chunks) for _, spans, chunks in asked[2:]] == [
-        ([0, 100], Chunks(90, 180, 90)),
-        ([300, 400, 500, 600], Chunks(360, 700, 90)),
-    ]
+    assert stream.device_digests(90, [7, 6, 1, 3, 4]) == {1: b"0", 4: b"1", 6: b"1"}
+    at = [piece.address for piece in pieces]
+    assert [(list(spans.starts), list(spans.addresses), chunks) for _, spans, chunks in asked[2:]] == [
+        ([0, 10], [at[0] + 90, at[1]], Chunks(0, 90, 90)),
+        ([0, 40, 90, 150, 180], [at[3] + 60, at[4], at[5] + 40, at[6], at[6] + 30], Chunks(0, 250, 90)),
+    ], "as if they were neighbours"
     assert stream.device_digests(115) == {0: b"0", 3: b"1", 4: b"1", 5: b"1"}  # the last one, of 10 B, is the host's
     assert [stream.hashes(*part) for part in ((0, 9), (150, 250), (200, 300), (299, 301))] == [True, True, False, True]
     monkeypatch.setattr(cuda_device, "why_not", lambda index: "no compiler")

@@ -18,7 +18,7 @@ import logging
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 
@@ -170,11 +170,15 @@ class CudaStream(StagedStream):
         for name, spans in self._cuda.spans():
             first = -(-spans.starts[0] // chunk_bytes)
             last = -(-spans.stop // chunk_bytes) if spans.stop == self.size_bytes else spans.stop // chunk_bytes
-            for run in [range(first, last)] if chunks is None else _runs(chunks, first, last):
-                start, stop = run.start * chunk_bytes, min(run.stop * chunk_bytes, spans.stop)
-                if start < stop:
-                    made = _hashed(name, _part(spans, start, stop), Chunks(start, stop, chunk_bytes))
-                    found.update((chunk, it) for chunk, it in zip(run, made, strict=False) if it)
+            start, stop = first * chunk_bytes, min(last * chunk_bytes, spans.stop)
+            its: Sequence[int] = range(first, last)
+            if chunks is not None:
+                its = sorted(chunk for chunk in chunks if first <= chunk < last)
+                spans = _side_by_side(spans, its, chunk_bytes)
+                start, stop = 0, spans.stop
+            if its:
+                made = _hashed(name, spans, Chunks(start, stop, chunk_bytes))
+                found.update((chunk, it) for chunk, it in zip(its, made, strict=False) if it)
         return found
 
     # -- for readers of this host (transport/on_device.py) -------------------------------------------------------------
@@ -218,25 +222,18 @@ def _index(name: str) -> int:
     return torch.device(name).index or 0
 
 
-def _runs(chunks: Sequence[int], first: int, last: int) -> Iterator[range]:
-    """Neighbours among those chunks that are in [first, last)."""
-    run = range(0)
-    for chunk in sorted(chunk for chunk in chunks if first <= chunk < last):
-        if run and chunk == run.stop:
-            run = range(run.start, chunk + 1)
-            continue
-        if run:
-            yield run
-        run = range(chunk, chunk + 1)
-    if run:
-        yield run
-
-
-def _part(spans: Spans, start: int, stop: int) -> Spans:
-    """Where bytes [start, stop) lie, and little more: the device gets a table of what it is asked about only."""
-    first, last = bisect_right(spans.starts, start) - 1, bisect_left(spans.starts, stop)
-    end = spans.starts[last] if last < len(spans.starts) else spans.stop
-    return Spans(spans.starts[first:last], spans.addresses[first:last], end)
+def _side_by_side(spans: Spans, chunks: Sequence[int], chunk_bytes: int) -> Spans:
+    """Where a stream of these chunks alone would lie: the device hashes them in one go, wherever they are."""
+    starts, addresses, at = array("Q"), array("Q"), 0
+    for chunk in chunks:
+        start, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, spans.stop)
+        first, last = bisect_right(spans.starts, start) - 1, bisect_left(spans.starts, stop)
+        starts.append(at)
+        starts.extend(at + it - start for it in spans.starts[first + 1 : last])
+        addresses.append(spans.addresses[first] + start - spans.starts[first])
+        addresses.extend(spans.addresses[first + 1 : last])
+        at += stop - start
+    return Spans(starts, addresses, at)
 
 
 def _hashed(name: str, spans: Spans, chunks: Chunks) -> list[bytes]:

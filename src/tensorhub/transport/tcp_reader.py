@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 
 from ..core.errors import TensorHubError, Unavailable
 from . import shortages
-from .base import OnEnd, Read, Sink, Trusting
+from .base import OnEnd, Read, Scarce, Sink, Trusting
 from .brisk import Brisk
 from .native import shapes
 from .native_read import Mover
@@ -31,6 +31,7 @@ from .threads import Thread, start
 
 _log = logging.getLogger(__name__)
 
+SCARCE_TIMES = 2  # as many streams to a device: while the chunk of one is copied and judged there, another receives
 LEAST_CHUNKS = 8  # for each stream that is there, left to ask for: else another one is not worth its connection
 
 
@@ -176,6 +177,8 @@ class TcpRead(Read):
             full = job.note_wanted(wanted, size_bytes=welcome.size_bytes, chunk_bytes=welcome.chunk_bytes)
             settings = job.settings
             most = max(settings.streams, job.addresses) if self.has_links else settings.streams
+            if self.has_links and isinstance(sink.stream, Scarce):
+                most *= SCARCE_TIMES
             streams = max(1, min(most, full * sink.chunk_bytes // settings.stream_bytes, len(wanted)))
             stream.send_parcels()
             if streams > 1:
