@@ -1,11 +1,13 @@
 """Registered memory on a real CUDA device."""
 
+import ctypes
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from tensorhub.core.errors import CorruptTransfer
 from tensorhub.memory import cuda, cuda_device
@@ -105,10 +107,18 @@ def test_streams_of_this_library_are_its_own_and_of_the_lowest_priority() -> Non
     assert mine is cuda_device.stream_of(device, "to host")
 
 
-def test_memory_is_known_to_be_there() -> None:
+def test_addresses_without_memory_are_told_from_others() -> None:
     registration = register(tensors("cuda"))
     assert cuda._can_tell("cuda:0")
     assert cuda.unmapped(registration.pieces) == []
+    driver, reserved, size_bytes = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), ctypes.c_size_t(2 << 20)
+    nothing = ctypes.c_uint64(0)
+    assert driver.cuMemAddressReserve(ctypes.byref(reserved), size_bytes, ctypes.c_size_t(0), nothing, nothing) == 0
+    try:
+        piece = replace(registration.pieces[0], address=reserved.value)
+        assert cuda.unmapped([piece]) == [piece], "as an engine's that sleeps"
+    finally:
+        driver.cuMemAddressFree(reserved, size_bytes)
 
 
 def test_a_block_larger_than_a_slot_takes_several(image: Callable[[Registration], bytes]) -> None:

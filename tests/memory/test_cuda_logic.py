@@ -1,5 +1,6 @@
 """The CUDA copier without a device: torch's streams and events are replaced, the bytes move on the host."""
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from tensorhub.core.errors import TransferError, UsageError
 from tensorhub.memory import cuda, cuda_device
@@ -351,14 +353,33 @@ def test_chunks_on_devices_are_hashed_there_and_the_others_on_the_host(monkeypat
     assert stream.device_digests(90) == {0: b"0", 1: b"0", 4: b"1", 5: b"1", 6: b"1"}
     assert [(index, chunks) for index, _, chunks in asked] == [(0, Chunks(0, 180, 90)), (1, Chunks(360, 700, 90))]
     assert list(asked[1][1].starts) == [300, 400, 500, 600]
-    assert stream.device_digests(90, [7, 6, 1, 3, 4]) == {1: b"0", 4: b"1", 6: b"1"}
-    at = [piece.address for piece in pieces]
-    assert [(list(spans.starts), list(spans.addresses), chunks) for _, spans, chunks in asked[2:]] == [
-        ([0, 10], [at[0] + 90, at[1]], Chunks(0, 90, 90)),
-        ([0, 40, 90, 150, 180], [at[3] + 60, at[4], at[5] + 40, at[6], at[6] + 30], Chunks(0, 250, 90)),
-    ], "as if they were neighbours"
     assert stream.device_digests(115) == {0: b"0", 3: b"1", 4: b"1", 5: b"1"}  # the last one, of 10 B, is the host's
     assert [stream.hashes(*part) for part in ((0, 9), (150, 250), (200, 300), (299, 301))] == [True, True, False, True]
     monkeypatch.setattr(cuda_device, "why_not", lambda index: "no compiler")
     assert not stream.hashes(0, 9)
     assert stream.device_digests(90) == {}
+
+
+def test_chunks_that_are_no_neighbours_are_hashed_in_one_go_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    memory, pieces = pieces_on("cuda:0", "cuda:0", "cpu", "cuda:1", "cuda:1", "cuda:1", "cuda:1")
+    whole = b"".join(bytes(tensor.numpy()) for tensor in memory)
+    calls: list[int] = []
+
+    def hashed(index: int, spans: Spans, chunks: Chunks) -> list[bytes]:
+        calls.append(index)
+        ends = [*spans.starts[1:], spans.stop]
+        runs = zip(spans.starts, spans.addresses, ends, strict=True)
+        data = b"".join(ctypes.string_at(address, end - start) for start, address, end in runs)
+        assert (spans.starts[0], len(data)) == (chunks.start, chunks.stop)
+        step = chunks.chunk_bytes
+        return [xxhash.xxh3_128_digest(data[at : at + step]) for at in range(chunks.start, chunks.stop, step)]
+
+    monkeypatch.setattr(cuda_device, "why_not", lambda index: None)
+    monkeypatch.setattr(cuda_device, "device_digests", hashed)
+    stream = cuda.CudaStream(pieces, StagingRing(64, 8))
+    for chunk_bytes, wanted in ((90, [7, 6, 1, 4]), (30, [22, 0, 5, 2, 11, 23]), (700, []), (299, [2])):
+        right = {it: xxhash.xxh3_128_digest(whole[it * chunk_bytes : (it + 1) * chunk_bytes]) for it in wanted}
+        assert stream.device_digests(chunk_bytes, wanted) == right
+    assert calls == [0, 1, 0, 1, 1]
+    assert stream.device_digests(90, [2, 3]) == {}, "they lie on the host in part"

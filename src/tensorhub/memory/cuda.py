@@ -19,7 +19,7 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 
 import torch
@@ -337,45 +337,52 @@ class CudaCopier:
                     stream = self._streams[device, is_to_host]
                     with torch.cuda.stream(stream):
                         in_flight.callback(wait_for, stream)  # also on the way out of an error
-                        if len(its) < MANY_PIECES or not self._gathered(device, its, is_to_host=is_to_host):
-                            for one in its:
-                                _copy(self._part(one), self._staged(one.at, one.size_bytes), is_to_host=is_to_host)
+                        self._launch(device, its, is_to_host=is_to_host)
         except RuntimeError as error:
             raise TransferError(f"copying between host and {', '.join(map(str, by_device))} failed: {error}") from error
 
-    def _gathered(self, device: torch.device, copies: Sequence[Copy], *, is_to_host: bool) -> bool:
-        """The same by way of one buffer on the device; False if it has no room for that.
+    def _launch(self, device: torch.device, copies: Sequence[Copy], *, is_to_host: bool) -> None:
+        """Many go by way of one buffer on the device, if it has room for that.
 
         There `_foreach_copy_` takes a launch for some fifty pieces. Between host and device it copies one by one.
         """
+        memory, buffer = self._parts(copies), None
         sizes = [one.size_bytes for one in copies]
-        try:
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
-            return False
-        memory = [self._part(one) for one in copies]
+        if len(copies) >= MANY_PIECES:
+            with suppress(torch.OutOfMemoryError):
+                buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        if buffer is None:
+            for there, one in zip(memory, copies, strict=True):
+                self._copy(there, one.at, one.size_bytes, is_to_host=is_to_host)
+            return
         parts = buffer.split(sizes)  # type: ignore[no-untyped-call]
         if is_to_host:
             torch._foreach_copy_(parts, memory)
         done = 0
         for at, size_bytes in _joined(copies):
-            _copy(buffer[done : done + size_bytes], self._staged(at, size_bytes), is_to_host=is_to_host)
+            self._copy(buffer[done : done + size_bytes], at, size_bytes, is_to_host=is_to_host)
             done += size_bytes
         if not is_to_host:
             torch._foreach_copy_(memory, parts)
-        return True
 
-    def _part(self, one: Copy) -> torch.Tensor:
+    def _parts(self, copies: Sequence[Copy]) -> list[torch.Tensor]:
         """What is copied, on its device. Raises `Freed`."""
-        memory = self.memory_of(one.piece)
-        assert memory is not None, "a host piece is handed out, never copied"
-        if one.size_bytes == memory.numel():
-            return memory
-        return memory[one.inside : one.inside + one.size_bytes]
+        wholes, known = [self._bytes[one.piece] for one in copies], [self._pieces[one.piece] for one in copies]
+        if list(map(torch._C.TensorBase.data_ptr, wholes)) != [piece.address for piece in known]:  # type: ignore[arg-type]
+            for one in copies:
+                self.memory_of(one.piece)
+        return [
+            whole if one.size_bytes == piece.stop - piece.start else whole[one.inside : one.inside + one.size_bytes]  # type: ignore[index,misc]
+            for one, piece, whole in zip(copies, known, wholes, strict=True)
+        ]
 
-    def _staged(self, at: int, size_bytes: int) -> torch.Tensor:
+    def _copy(self, there: torch.Tensor, at: int, size_bytes: int, *, is_to_host: bool) -> None:
         assert self._staging is not None, "copies before staging memory"
-        return self._staging[at : at + size_bytes]
+        here = self._staging[at : at + size_bytes]
+        if is_to_host:
+            here.copy_(there, non_blocking=True)
+        else:
+            there.copy_(here, non_blocking=True)
 
 
 def _joined(copies: Sequence[Copy]) -> list[tuple[int, int]]:
@@ -388,13 +395,6 @@ def _joined(copies: Sequence[Copy]) -> list[tuple[int, int]]:
         else:
             found.append((one.at, one.size_bytes))
     return found
-
-
-def _copy(there: torch.Tensor, here: torch.Tensor, *, is_to_host: bool) -> None:
-    if is_to_host:
-        here.copy_(there, non_blocking=True)
-    else:
-        there.copy_(here, non_blocking=True)
 
 
 def _as_bytes(piece: Piece) -> torch.Tensor:

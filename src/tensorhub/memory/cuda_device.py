@@ -9,7 +9,7 @@ Rules:
 2. It may run while the user's threads capture a CUDA graph (`captures`).
 3. Waits are for events of these streams. The whole device is never waited for.
 4. Scratch memory is what `xxh3` states: at most 65 MiB a device, for one call at a time. Torch's allocator keeps it for
-   the next call, as reserved memory of these streams. It gives it back when anybody runs short, or on `empty_cache()`.
+   the next call, rounded up to its segments. It gives it back when this process runs short, or on `empty_cache()`.
 """
 
 import ctypes

@@ -16,8 +16,10 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
+
+import msgspec
 
 from ..core.errors import DeadlineExceeded, UsageError
 from .host import Piece, host_view
@@ -28,8 +30,7 @@ HOLD_S = 0.25  # while a chunk is sent out of its slots: what a slower peer has 
 WAIT_S = 30.0  # for slots: those of a fill are held while one chunk comes, which a silent source ends sooner
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True, gc=False):
     """`size_bytes` between a piece, from `inside` on, and the staging memory, from `at` on."""
 
     piece: int
@@ -121,6 +122,7 @@ class StagedStream:
     def __init__(self, pieces: Sequence[Piece], copier: Copier, ring: StagingRing | None = None) -> None:
         self._pieces = pieces
         self._starts = [piece.start for piece in pieces]
+        self._sizes = [piece.size_bytes for piece in pieces]
         self._host = [
             host_view(piece.address, piece.size_bytes, piece.owners) if piece.device == "cpu" else None
             for piece in pieces
@@ -172,10 +174,12 @@ class StagedStream:
         if start == stop:
             return []
         first, last = bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)
-        return [
-            (index, max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start)
-            for index, piece in enumerate(self._pieces[first:last], first)
-        ]
+        found = list(zip(range(first, last), repeat(0), self._sizes[first:last]))  # there may be thousands
+        index, _, end = found[-1]
+        found[-1] = index, 0, min(end, stop - self._starts[index])
+        index, _, end = found[0]
+        found[0] = index, start - self._starts[index], end
+        return found
 
     def _plan(
         self, portions: Sequence[tuple[int, int, int]], slots: Sequence[int]
@@ -185,31 +189,32 @@ class StagedStream:
         staging = self._staged_memory() if slots else memoryview(b"")
         views: list[memoryview] = []
         copies: list[Copy] = []
-        run: list[int] | None = None  # first and last byte of staging memory that the next view will show
-        used_bytes = 0
+        begun = at = -1  # the first byte of staging memory that the next view shows, if any; where the next copy begins
+        left, further = 0, iter(slots)  # bytes in this slot; slots after it
         for index, begin, end in portions:
             host = self._host[index]
             if host is not None:
-                if run is not None:
-                    views.append(staging[run[0] : run[1]])
-                    run = None
+                if begun >= 0:
+                    views.append(staging[begun:at])
+                    begun = -1
                 views.append(host[begin:end])
                 continue
             while begin < end:
-                slot, inside = divmod(used_bytes, slot_bytes)
-                size_bytes = min(end - begin, slot_bytes - inside)
-                at = slots[slot] * slot_bytes + inside
+                if not left:
+                    slot, left = next(further) * slot_bytes, slot_bytes
+                    if begun >= 0 and slot != at:
+                        views.append(staging[begun:at])
+                        begun = -1
+                    at = slot
+                if begun < 0:
+                    begun = at
+                size_bytes = end - begin if end - begin < left else left
                 copies.append(Copy(index, begin, at, size_bytes))
-                if run is not None and run[1] == at:
-                    run[1] = at + size_bytes
-                else:
-                    if run is not None:
-                        views.append(staging[run[0] : run[1]])
-                    run = [at, at + size_bytes]
+                at += size_bytes
                 begin += size_bytes
-                used_bytes += size_bytes
-        if run is not None:
-            views.append(staging[run[0] : run[1]])
+                left -= size_bytes
+        if begun >= 0:
+            views.append(staging[begun:at])
         return views, copies
 
     def _staged_memory(self) -> memoryview:
