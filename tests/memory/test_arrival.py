@@ -15,6 +15,7 @@ from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.staging import Copy, StagedStream, StagingRing
+from tensorhub.runtime.trust import Lease, TrustedSink
 from tensorhub.transport.base import Export
 from tensorhub.transport.progress import Progress
 from tensorhub.transport.tcp import TcpTransport
@@ -230,6 +231,21 @@ def test_nothing_counts_after_a_revoke_while_the_device_hashes(
         sink.stored(0)
     assert not sink.progress.has(0)
     assert sink.statistics()["bytes_verified"] == 0
+
+
+def test_a_lease_that_ends_while_the_device_hashes_takes_the_chunk_with_it(
+    source: Registration, manifest: Manifest, sink: FillSink, stream: Hashing
+) -> None:
+    hand = [0.0]
+    lease = Lease(clock=lambda: hand[0])
+    lease.until = 1.0
+    trusted = TrustedSink(sink, lease)
+    trusted.begin(manifest.encode())
+    stream.before_digest = lambda chunks: hand.append(hand.pop() + 1)
+    place(source, sink, 0)
+    with pytest.raises(SessionLost, match="lease"):
+        trusted.stored(0)
+    assert not sink.progress.has(0)
 
 
 def test_what_the_hardware_puts_in_place_is_judged_there(
