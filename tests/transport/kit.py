@@ -56,6 +56,7 @@ class Kind:
     why_not: Callable[[], str] = str  # why this machine does not have it; empty where it does
     is_mapped: bool = False  # all content lies in memory that readers map
     is_on_device: bool = False  # all content lies on a stand-in for a device
+    cannot: frozenset[str] = frozenset()  # what that device cannot
     is_settled: bool = True  # after the first read from a peer no more sockets are opened for it
 
 
@@ -78,7 +79,7 @@ def _local(threads: int) -> Callable[[float], Transport]:
 
 
 def _cuda(silence_s: float) -> Transport:
-    return CudaTransport(CudaSettings(silence_s=silence_s, window_bytes=1 << 16))
+    return CudaTransport(CudaSettings(silence_s=silence_s, window_bytes=1 << 16, ring_bytes=1 << 24))
 
 
 def _nixl(threads: int) -> Callable[[float], Transport]:
@@ -140,6 +141,8 @@ KINDS = {
         Kind("local-mapped-1", _local(1), _mute_local, sealed.why_not, is_mapped=True),
         Kind("local-mapped-3", _local(3), _mute_local, sealed.why_not, is_mapped=True),
         Kind("cuda-stand-in", _cuda, _mute_cuda, is_on_device=True),
+        Kind("cuda-stand-in-ring", _cuda, _mute_cuda, is_on_device=True, cannot=frozenset({"share"})),
+        Kind("cuda-stand-in-pinned", _cuda, _mute_cuda, is_on_device=True, cannot=frozenset({"open"})),
         Kind("pretended-nixl-2", _pretended, partial(_mute_tcp, "nixl")),
         Kind("nixl-1", _nixl(1), partial(_mute_tcp, "nixl"), _no_nixl),
         Kind("nixl-3", _nixl(3), partial(_mute_tcp, "nixl"), _no_nixl, is_settled=False),
@@ -156,6 +159,8 @@ def use(kind: Kind | None) -> None:
     global _has_sealed_memory, _is_on_device
     _has_sealed_memory = kind is not None and kind.is_mapped
     _is_on_device = kind is not None and kind.is_on_device
+    stand_in.cannot.clear()
+    stand_in.cannot.update(kind.cannot if kind is not None else ())
 
 
 def forget() -> None:
@@ -224,7 +229,7 @@ class Pieces:
         if _is_on_device:  # it is that, and nothing that has addresses here
             self.is_bare, self.ranges, self.addresses = False, None, None  # type: ignore[assignment]
         else:
-            self.share = self.open = self.copy_from = None  # type: ignore[assignment]
+            self.share = self.open = self.copy_from = self.copy_to = None  # type: ignore[assignment]
 
     @property
     def size_bytes(self) -> int:
@@ -241,8 +246,21 @@ class Pieces:
     def open(self, body: bytes) -> stand_in.Opened:
         return stand_in.Opened(body)
 
+    def make_ring(self, size_bytes: int) -> stand_in.Ring:
+        return stand_in.make_ring(size_bytes)
+
+    def open_ring(self, handle: bytes, size_bytes: int) -> stand_in.Ring:
+        return stand_in.open_ring(handle, size_bytes)
+
+    def pin_ring(self, address: int, size_bytes: int) -> stand_in.Ring:
+        return stand_in.pin_ring(address, size_bytes)
+
+    def copy_to(self, target: stand_in.Part, start: int, stop: int, chunk_bytes: int) -> None:
+        with self.reading(start, stop):
+            stand_in.fill(target, self.view, start, stop)
+
     def copy_from(
-        self, source: stand_in.Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool
+        self, source: stand_in.Opened | stand_in.Part, start: int, stop: int, chunk_bytes: int, *, digests: bool
     ) -> list[bytes]:
         with self.writing(start, stop):
             return stand_in.copy(source, self.view, start, stop, chunk_bytes, digests=digests)

@@ -18,6 +18,9 @@ from tensorhub.memory.host import host_view
 from tensorhub.transport.on_device import Shared
 
 during_copy: list[Callable[[int, memoryview], object]] = []  # called with the first byte and what was copied
+during_fill: list[Callable[[int, memoryview], object]] = []  # the same, of what was copied into a ring
+cannot: set[str] = set()  # "share" memory; "open" memory of another device; "ring": have memory for a ring; "pin"
+rings: "weakref.WeakSet[Ring]" = weakref.WeakSet()  # that are open in this process
 
 _descriptors: dict[int, tuple[int, int]] = {}  # by address: of the memory that was allocated, and its size
 
@@ -54,6 +57,12 @@ def allocate(size_bytes: int) -> memoryview:
 
 def share(view: memoryview) -> Shared:
     """A handle for memory that was allocated here."""
+    if "share" in cannot:
+        raise TransportMissing("this memory cannot be shared")
+    return _shared(view)
+
+
+def _shared(view: memoryview) -> Shared:
     if not len(view):
         return Shared(msgspec.msgpack.encode(_Handle(os.getpid(), -1, 0, 0)), lambda: None)
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -67,7 +76,11 @@ def share(view: memoryview) -> Shared:
 class Opened:
     """Another process's memory."""
 
+    first = 0
+
     def __init__(self, body: bytes) -> None:
+        if "open" in cannot:
+            raise TransportMissing("the memory is on another device")
         try:
             handle = msgspec.msgpack.decode(body, type=_Handle)
         except msgspec.DecodeError as error:
@@ -80,9 +93,69 @@ class Opened:
             self.view = memoryview(whole)[handle.inside : handle.inside + handle.size_bytes]
 
 
-def copy(source: Opened, target: memoryview, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
+class Part:
+    """A part of a ring, seen as bytes of a stream from `first` on."""
+
+    def __init__(self, view: memoryview, first: int) -> None:
+        self.view = view
+        self.first = first
+        self.size_bytes = first + len(view)
+
+
+class Ring:
+    """Memory that two processes have."""
+
+    def __init__(self, view: memoryview, handle: bytes = b"") -> None:
+        self._view: memoryview | None = view
+        self.handle = handle
+        rings.add(self)
+
+    def part(self, at: int, start: int, stop: int) -> Part:
+        assert self._view is not None, "a ring is used after its end"
+        assert at + stop - start <= len(self._view)
+        return Part(self._view[at : at + stop - start], start)
+
+    def close(self) -> None:
+        self._view = None
+        rings.discard(self)
+
+
+def make_ring(size_bytes: int) -> Ring:
+    """New memory that can be shared."""
+    if "ring" in cannot:
+        raise TransportMissing("the device is full")
+    view = allocate(size_bytes)
+    return Ring(view, _shared(view).body)
+
+
+def open_ring(handle: bytes, size_bytes: int) -> Ring:
+    """What another process has made."""
+    opened = Opened(handle)
+    if opened.size_bytes < size_bytes:
+        raise ValueError("a ring that is larger than its memory")
+    return Ring(opened.view)
+
+
+def pin_ring(address: int, size_bytes: int) -> Ring:
+    """Host memory."""
+    if "pin" in cannot:
+        raise TransportMissing("no memory can be pinned")
+    return Ring(host_view(address, size_bytes, None))
+
+
+def fill(target: Part, source: memoryview, start: int, stop: int) -> None:
+    """Bytes [start, stop) of the source into a ring."""
+    view = target.view[start - target.first : stop - target.first]
+    view[:] = source[start:stop]
+    for hook in during_fill:
+        hook(start, view)
+
+
+def copy(
+    source: Opened | Part, target: memoryview, start: int, stop: int, chunk_bytes: int, *, digests: bool
+) -> list[bytes]:
     """What a kernel does: bytes [start, stop), and the digest of each chunk as it lies in the target."""
-    target[start:stop] = source.view[start:stop]
+    target[start:stop] = source.view[start - source.first : stop - source.first]
     for hook in during_copy:
         hook(start, target[start:stop])
     if not digests:

@@ -46,7 +46,7 @@ def during_copy() -> Iterator[list[object]]:
 
 def opened_by(reader: object) -> int:
     assert isinstance(reader, CudaTransport)
-    return len(reader._peers._opened)
+    return len(reader._peers._known)
 
 
 def test_memory_is_opened_once_for_a_registration(make: Make, shares: list[int]) -> None:

@@ -26,7 +26,7 @@ import torch
 
 from ..core.errors import TransferError, UsageError
 from ..transport.captures import beside_captures
-from ..transport.on_device import Opened, Shared
+from ..transport.on_device import Opened, RingMemory, Shared
 from . import cuda_device
 from .cuda_device import recorded, stream_of, wait_for
 from .digests import digest
@@ -200,10 +200,35 @@ class CudaStream(StagedStream):
 
         return OpenedCuda(body, _index(self._pieces[0].device))
 
-    def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
-        from .cuda_sharing import OpenedCuda
+    def make_ring(self, size_bytes: int) -> RingMemory:
+        from .cuda_sharing import make_ring
 
-        assert isinstance(source, OpenedCuda)
+        return make_ring(_index(self._pieces[0].device), size_bytes)
+
+    def open_ring(self, handle: bytes, size_bytes: int) -> RingMemory:
+        from .cuda_sharing import open_ring
+
+        return open_ring(_index(self._pieces[0].device), handle, size_bytes)
+
+    def pin_ring(self, address: int, size_bytes: int) -> RingMemory:
+        from .cuda_sharing import pin_ring
+
+        return pin_ring(_index(self._pieces[0].device), address, size_bytes)
+
+    def copy_to(self, target: Opened, start: int, stop: int, chunk_bytes: int) -> None:
+        from .cuda_sharing import Part
+
+        assert isinstance(target, Part)
+        ((name, mine),) = self._cuda.spans()
+        try:
+            cuda_device.device_digests(_index(name), mine, Chunks(start, stop, chunk_bytes), target.spans)
+        except (NoRoom, RuntimeError) as error:
+            raise TransferError(f"copying on {name} failed: {error}") from error
+
+    def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
+        from .cuda_sharing import OpenedCuda, Part
+
+        assert isinstance(source, OpenedCuda | Part)
         ((name, mine),) = self._cuda.spans()
         try:
             made = cuda_device.device_digests(_index(name), source.spans, Chunks(start, stop, chunk_bytes), mine)

@@ -4,12 +4,17 @@ Torch's allocators are both served: default segments by CUDA IPC, expandable seg
 block that was shared until its last reader has closed it, also where its owner frees it or dies. Handles are numbers
 and bytes, so they travel in messages of our own.
 
-What cannot be shared (cudaMallocAsync, memory that an engine made with cuMemCreate) is `TransportMissing`.
+What cannot be shared (cudaMallocAsync, memory that an engine made with cuMemCreate) is `TransportMissing`. It goes
+through a ring: memory that this library takes from the driver itself, because torch's allocator may be the very one
+that cannot share. A ring of host memory is registered with the driver at both ends.
 """
 
+import ctypes
 import os
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -18,8 +23,15 @@ from ..core.decoding import Undecodable, decoded
 from ..core.errors import TransportMissing
 from ..transport.captures import beside_captures
 from ..transport.on_device import Shared
+from ..transport.scopes import scope
 from .host import Piece
 from .xxh3 import Spans
+
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+PAGE_BYTES = (
+    2 << 20
+)  # of a device: what is no multiple of it may lie in a block with memory of others, which is shared too
+FREE_SHARE = 4  # a ring takes at most this part of what is free on the device
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -113,3 +125,112 @@ class OpenedCuda:
 
 def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a ring, seen as bytes of a stream."""
+
+    spans: Spans
+
+    @property
+    def size_bytes(self) -> int:
+        return self.spans.stop - self.spans.starts[0]
+
+
+class CudaRing:
+    """Memory that two processes have, as one device sees it."""
+
+    def __init__(self, index: int, address: int, handle: bytes, undo: Callable[[Any], object]) -> None:
+        """`undo` gets the driver's functions, and gives back what `address` is."""
+        self.handle = handle
+        self._index = index
+        self._address = address
+        self._undo: Callable[[Any], object] | None = undo
+
+    def part(self, at: int, start: int, stop: int) -> Part:
+        return Part(Spans([start], [self._address + at], stop))
+
+    def close(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            with suppress(TransportMissing), _driver(self._index) as driver:  # a device that failed gives nothing back
+                undo(driver)
+
+
+def make_ring(index: int, size_bytes: int) -> CudaRing:
+    """New memory that another process can open. Raises `TransportMissing`."""
+    size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    with _driver(index) as driver:
+        free_bytes, _ = _done(driver.cuMemGetInfo())
+        if size_bytes > free_bytes // FREE_SHARE:
+            raise TransportMissing(f"cuda:{index} has {free_bytes} B free, too little for a ring of {size_bytes} B")
+        memory = _done(driver.cuMemAlloc(size_bytes))
+        try:
+            handle = _done(driver.cuIpcGetMemHandle(memory))
+        except TransportMissing:
+            driver.cuMemFree(memory)
+            raise
+        body = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+        return CudaRing(index, int(memory), body, lambda driver: driver.cuMemFree(memory))
+
+
+def open_ring(index: int, body: bytes, size_bytes: int) -> CudaRing:
+    """What another process has made, on this device or one that it has peer access to.
+
+    Raises `TransportMissing`, and `ValueError` where `body` is malformed.
+    """
+    if len(body) != HANDLE_BYTES:
+        raise ValueError(f"a handle of {len(body)} B")
+    with _driver(index) as driver:
+        handle = driver.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), body, HANDLE_BYTES)
+        peers = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+        memory = _done(driver.cuIpcOpenMemHandle(handle, peers))
+        ring = CudaRing(index, int(memory), b"", lambda driver: driver.cuIpcCloseMemHandle(memory))
+        status, base, there_bytes = driver.cuMemGetAddressRange(memory)
+        if int(status) == 0 and int(base) + int(there_bytes) < int(memory) + size_bytes:
+            ring.close()
+            raise ValueError(f"memory of {there_bytes} B for a ring of {size_bytes} B")
+        return ring
+
+
+def pin_ring(index: int, address: int, size_bytes: int) -> CudaRing:
+    """Host memory that stays mapped until this is closed. Raises `TransportMissing`."""
+    with _driver(index) as driver:
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        _done(driver.cuMemHostRegister(address, size_bytes, flags))
+        try:
+            there = _done(driver.cuMemHostGetDevicePointer(address, 0))
+        except TransportMissing:
+            driver.cuMemHostUnregister(address)
+            raise
+        return CudaRing(index, int(there), b"", lambda driver: driver.cuMemHostUnregister(address))
+
+
+@scope
+def _driver(index: int) -> Iterator[Any]:
+    """The driver's functions. In this block the device's primary context, which is torch's, is the thread's."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise TransportMissing(f"the package cuda-bindings is not there: {error}", hint="use tcp") from error
+    with beside_captures():
+        device = _done(driver.cuDeviceGet(index))
+        context = _done(driver.cuDevicePrimaryCtxRetain(device))
+        try:
+            _done(driver.cuCtxPushCurrent(context))
+            try:
+                yield driver
+            finally:
+                driver.cuCtxPopCurrent()
+        finally:
+            driver.cuDevicePrimaryCtxRelease(device)
+
+
+def _done(answer: tuple[Any, ...]) -> Any:
+    """What a call of the driver has returned. Raises `TransportMissing` where it failed."""
+    status, *found = answer
+    if int(status):
+        raise TransportMissing(f"the CUDA driver says {getattr(status, 'name', status)}", hint="use tcp")
+    return found[0] if len(found) == 1 else tuple(found)

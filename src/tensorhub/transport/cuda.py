@@ -1,15 +1,24 @@
 """The cuda transport: weights from device to device between processes of one host, digested in the same pass.
 
-A reader opens the source's device memory once for each registration and copies from it by kernels of its own. The
-source says over a unix socket, as with `local`, what its memory is and which chunks are there. Once the memory is open,
-nothing of the source's interpreter is needed.
+There are three ways, and a pair takes the first that both ends can:
 
-What is said, after the greetings and the manifest:
+    MEMORY   The reader opens the source's memory, once for each registration, and copies from it by kernels of its own.
+             Nothing of the source's interpreter is needed any more: a source that is stopped is read to its end.
+    RING     The source copies into a ring of memory on its device, which the reader opens. For memory that cannot be
+             shared. A device with peer access to the source's opens it too.
+    PINNED   The same with pinned memory of the host, for devices that cannot reach each other.
+
+What is said over a unix socket, after the greetings and the manifest:
 
     source  SHARED   the seal, the id of the registration, and the descriptor of a pipe that closes with it
-    reader  OPEN     `number` 1: send the handles; 0: they are open already
-    source  HANDLES  what the device needs to open the memory
-    source  READY    as `announcing` says
+    reader  OPEN     `number` is the way that it asks for; OPENED: it has opened what was offered last, or long before
+    source  OFFER    `number` is that way or, where the source cannot, a later one; what opens the memory. Of a ring:
+                     the size and the number of its slots, and a handle (RING) or a descriptor (PINNED)
+    source  READY    as `announcing` says. Through a ring, these chunks fill the next slot
+
+A ring has two slots, used in turn: the source fills one while the reader copies from the other. Each request says how
+many bytes the reader has read, and so which slots are free. A ring lasts as long as its connection: the reader closes
+it before it hangs up, and the source after that. A source that is stopped feeds no ring, and is lost after `silence_s`.
 
 Why what was read is right: a chunk counts only if the source's seal was seen after the copy, as with `local`, and if
 the digest that the device made of the copied bytes is the announced one. Why memory does not stay: the reader lets go
@@ -18,20 +27,24 @@ of what it has opened as soon as the pipe closes, which it does when the source 
 
 import contextlib
 import logging
+import mmap
 import os
 import secrets
 import select
 import socket
+import struct
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..core.errors import TensorHubError, TransportMissing, UsageError
-from . import tcp_wire
 from .announcing import AnnouncedStream, AnnouncingServer
-from .base import ByteStream, OnEnd, Sink, Taking
-from .forks import opening
+from .base import ByteStream, Export, OnEnd, Sink, Taking
+from .forks import opening, track
 from .local import LocalSettings, LocalTransport
 from .local_host import SCHEME as LOCAL
 from .local_host import Place
@@ -39,20 +52,34 @@ from .local_mapping import Received, receive_header, send_with_descriptors
 from .local_memory import Call, Lost, Process, Token
 from .local_reader import LocalRead
 from .local_server import SEAL, LocalServed, LocalServer, credentials_of
-from .on_device import OnDevice, Opened, Shared, on_device
+from .native_serve import Conversation
+from .on_device import OnDevice, Opened, RingMemory, on_device
 from .parcels import Piecewise
+from .scopes import scope
+from .sealed import Foreign, Unmappable, scratch
 from .tcp_job import Job
 from .tcp_reader import TcpRead
 from .tcp_served import Served
 from .tcp_server import TcpServer
 from .tcp_settings import MIB, TcpSettings
+from .tcp_stream import Stream
 from .tcp_wire import Garbled, Hello, Refusal, Vanished, Wire
 from .threads import Thread, start
 
 _log = logging.getLogger(__name__)
 
 SCHEME = "cuda"
-SHARED, OPEN, HANDLES = 20, 21, 22
+SHARED, OPEN, OFFER = 20, 21, 22
+OPENED, MEMORY, RING, PINNED = range(4)
+PATHS = {
+    MEMORY: "device to device",
+    RING: "device to device, through a ring on the device",
+    PINNED: "device to device, through pinned memory",
+}
+SIZES = struct.Struct("=QQ")  # of a ring: bytes in a slot, slots
+SLOTS = 2
+MAX_RING_BYTES = 1 << 34
+RINGS = 4  # that a source has at their full size
 ID_BYTES = 16
 MAX_HANDLES_BYTES = 16 << 20
 ASK_CHUNKS = 1 << 14  # at once: 64 GiB in chunks of 4 MiB
@@ -65,6 +92,12 @@ class CudaSettings:
     token: str | None = field(default=None, repr=False)  # that a reader must show, besides being of the same user
     silence_s: float = 5.0  # as tcp's: the keepalive comes every 1.25 s
     window_bytes: int = 256 * MIB  # copied, then judged and served on: 0.3 ms on an H200
+    ring_bytes: int = 512 * MIB  # of one reader's ring; half of it of pinned memory, and a quarter of what is read
+    device_share: float = 1.0  # of the time: after a window that took t, a reader waits t * (1 - share) / share
+
+    def __post_init__(self) -> None:
+        if not 0 < self.device_share <= 1:
+            raise UsageError(f"device_share={self.device_share!r} is not above 0 and up to 1")
 
 
 class Lifeline:
@@ -83,13 +116,96 @@ def _close(*descriptors: int) -> None:
             os.close(descriptor)
 
 
+class Pages:
+    """Memory of the host that another process can map."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises `Unmappable`."""
+        with opening():
+            self.descriptor = scratch(size_bytes)
+            track(self)
+        try:
+            self._mapping = Foreign(self.descriptor, size_bytes, is_writable=True)
+        except Unmappable:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            raise
+        self.address = self._mapping.address
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What no forked child keeps."""
+        return (self.descriptor,)
+
+    def close(self) -> None:
+        self._mapping.close()
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class Ring:
+    """One end of a ring: slots of memory that both ends have open, used in turn."""
+
+    def __init__(self, memory: RingMemory, slot_bytes: int, slots: int, pages: Pages | Foreign | None = None) -> None:
+        self.memory = memory
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.pages = pages
+        self._uses = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    def next(self, start: int, stop: int) -> Opened:
+        """The next slot, for bytes [start, stop) of the stream."""
+        at = self._uses % self.slots * self.slot_bytes
+        self._uses += 1
+        return self.memory.part(at, start, stop)
+
+    def close(self) -> None:
+        self.memory.close()
+        if self.pages is not None:
+            self.pages.close()
+
+
+class Feed:
+    """A ring at its source: which slots are filled, and what the reader has asked for besides."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.asked = deque[tuple[int, int]]()
+        self._filled = deque[int]()  # for each slot: bytes that the reader has read once it has read this one
+        self._sent_bytes = self._read_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._filled) == self.ring.slots
+
+    def note_filled(self, size_bytes: int) -> None:
+        """One more slot has so many bytes."""
+        self._sent_bytes += size_bytes
+        self._filled.append(self._sent_bytes)
+
+    def note_read(self, read_bytes: int) -> None:
+        """So many bytes the reader has read in all. Raises `Garbled`."""
+        if not self._read_bytes <= read_bytes <= self._sent_bytes:
+            raise Garbled(f"{read_bytes} B were read, after {self._read_bytes} B, of {self._sent_bytes} B")
+        self._read_bytes = read_bytes
+        while self._filled and self._filled[0] <= read_bytes:
+            self._filled.popleft()
+
+
 class CudaServer(LocalServer):
-    """Lets readers of this user open the memory of exports."""
+    """Lets readers of this user open the memory of exports, or feeds them through rings."""
 
     kind = SCHEME
 
-    def __init__(self, settings: TcpSettings, place: Place) -> None:
+    def __init__(self, settings: TcpSettings, place: Place, ring_bytes: int) -> None:
         self._lifelines: weakref.WeakKeyDictionary[ByteStream, Lifeline] = weakref.WeakKeyDictionary()
+        self._ring_bytes = ring_bytes
+        self._feeds: dict[Wire, Feed] = {}
+        self._feeding = threading.Lock()  # one ring is made at a time, so that their sum has a limit
         super().__init__(settings, place)
 
     def advertised(self, listening: Sequence[socket.socket]) -> str:
@@ -104,34 +220,136 @@ class CudaServer(LocalServer):
         """The manifest, and the memory."""
         stream = served.export.stream
         assert isinstance(served, LocalServed)
-        assert isinstance(stream, OnDevice)
         AnnouncingServer.introduce(self, wire, served, hello)
         with self._changed:
             lifeline = self._lifelines.setdefault(stream, Lifeline())
         body = SEAL.pack(served.seal.address, served.seal.value) + lifeline.id
         send_with_descriptors(wire, SHARED, 0, body, [lifeline.end])
-        kind, length, wants_handles = wire.receive_header()
-        if kind != OPEN or length or wants_handles not in (0, 1):
-            raise Garbled(f"a frame of kind {kind} with {length} B where OPEN was due")
-        if wants_handles:
+        way = _asked_way(wire, after=OPENED)
+        while way != OPENED:
+            way, take_back = self._offer(wire, served, way, may_feed=not hello.has_pieces)
             try:
-                shared = stream.share()
-            except TransportMissing as error:  # another transport may do
-                raise Garbled(str(error), "memory") from error
-            self._hand_over(wire, shared)
+                way = _asked_way(wire, after=way)
+            except BaseException:
+                take_back()
+                raise
+            if way != OPENED:
+                take_back()
 
-    def _hand_over(self, wire: Wire, shared: Shared) -> None:
-        """Send the handles. A reader says with its first request that it has opened them."""
+    def _offer(self, wire: Wire, served: Served, way: int, *, may_feed: bool) -> tuple[int, Callable[[], object]]:
+        """Offer this way, or the next that can be. Returns it, and what is to be done if the reader does not take it.
+
+        Raises `Garbled` where there is none: another transport may do.
+        """
+        reasons = []
+        for each in range(way, PINNED + 1 if may_feed else RING):
+            try:
+                if each == MEMORY:
+                    return each, self._offer_memory(wire, served)
+                self._offer_ring(wire, served, each)
+                return each, partial(self._drop_feed, wire)
+            except TransportMissing as error:
+                reasons.append(str(error))
+        raise Garbled("; ".join(reasons) or "parts of chunks go through no ring", "memory")
+
+    def _offer_memory(self, wire: Wire, served: Served) -> Callable[[], object]:
+        assert isinstance(served.export.stream, OnDevice)
+        shared = served.export.stream.share()
         try:
             if len(shared.body) > MAX_HANDLES_BYTES:
                 raise UsageError("the memory lies in too many pieces")
-            wire.send_frame(HANDLES, payload=[shared.body])
-            kind, length, _ = wire.receive_header()
-            if kind != OPEN or length:
-                raise Garbled(f"a frame of kind {kind} with {length} B where OPEN was due")
+            wire.send_frame(OFFER, MEMORY, [shared.body])
         except BaseException:
             shared.give_up()
             raise
+        return shared.give_up
+
+    def _offer_ring(self, wire: Wire, served: Served, way: int) -> None:
+        with self._feeding:
+            taken = sum(feed.ring.size_bytes for feed in self._feeds.values())
+            ring = self._make_ring(served.export, way, RINGS * self._ring_bytes - taken)
+            self._feeds[wire] = Feed(ring)  # `_leave` closes it
+        body = SIZES.pack(ring.slot_bytes, ring.slots) + ring.memory.handle
+        if not isinstance(ring.pages, Pages):
+            wire.send_frame(OFFER, way, [body])
+        elif not send_with_descriptors(wire, OFFER, way, body, [ring.pages.descriptor]):
+            raise Garbled("too many descriptors are on their way", "short")
+
+    def _make_ring(self, export: Export, way: int, room_bytes: int) -> Ring:
+        """As large as is worth it for this content; smaller where the device is nearly full."""
+        size_bytes, chunk_bytes, stream = export.stream.size_bytes, export.chunk_bytes, export.stream
+        assert isinstance(stream, OnDevice)
+        worth = min(self._ring_bytes if way == RING else self._ring_bytes // 2, room_bytes // 2, size_bytes // 4)
+        chunks = max(1, worth // SLOTS // chunk_bytes)
+        while True:
+            slot_bytes = -(-max(1, min(chunks * chunk_bytes, size_bytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
+            try:
+                if SLOTS * slot_bytes > max(room_bytes, 0):
+                    raise TransportMissing(f"readers' rings have all of their {RINGS * self._ring_bytes} B")
+                if way == RING:
+                    return Ring(stream.make_ring(SLOTS * slot_bytes), slot_bytes, SLOTS)
+                return _pinned(stream, Pages(SLOTS * slot_bytes), slot_bytes, SLOTS)
+            except Unmappable as error:
+                raise TransportMissing(f"no memory of the host can be shared: {error}", hint="use tcp") from error
+            except TransportMissing:
+                if chunks == 1:
+                    raise
+                chunks = max(1, chunks // 4)
+
+    def _drop_feed(self, wire: Wire) -> None:
+        with self._feeding:
+            feed = self._feeds.pop(wire, None)
+        if feed is not None:
+            feed.ring.close()
+
+    # -- through a ring ------------------------------------------------------------------------------------------------
+
+    def conversation(self, wire: Wire, served: Served, keepalive_s: float) -> Conversation | None:
+        return None if wire in self._feeds else super().conversation(wire, served, keepalive_s)
+
+    def asked(self, wire: Wire, served: Served) -> Iterator[tuple[int, int]]:
+        feed = self._feeds.get(wire)
+        if feed is None:
+            yield from super().asked(wire, served)
+            return
+        while True:
+            while feed.asked:
+                yield feed.asked.popleft()
+            self._hear(wire, served, feed)
+
+    def _hear(self, wire: Wire, served: Served, feed: Feed) -> None:
+        """The reader's next words: what it has read, and perhaps what it wants besides."""
+        read_bytes, ranges = wire.receive_want(served.chunk_count)
+        feed.note_read(read_bytes)
+        self.heard(wire, served, read_bytes)
+        feed.asked.extend(ranges)
+        if len(feed.asked) > ASK_CHUNKS:
+            raise Garbled(f"{len(feed.asked)} ranges are asked for at once")
+
+    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
+        """Fill the next slot with chunks from `start` on, as far as they are there, and say so."""
+        feed = self._feeds.get(wire)
+        if feed is None:
+            return super().send(wire, served, start, stop)
+        while feed.is_full:
+            self._hear(wire, served, feed)
+        if served.ended is not None:
+            return start
+        export = served.export
+        most = max(1, feed.ring.slot_bytes // export.chunk_bytes)
+        end = start + 1
+        while end < min(stop, start + most) and export.progress.has(end):
+            end += 1
+        first, last = start * export.chunk_bytes, min(end * export.chunk_bytes, export.stream.size_bytes)
+        assert isinstance(export.stream, OnDevice)
+        export.stream.copy_to(feed.ring.next(first, last), first, last, export.chunk_bytes)
+        feed.note_filled(last - first)
+        self.announce(wire, start, end)
+        return end
+
+    def _leave(self, wire: Wire) -> None:
+        self._drop_feed(wire)  # the reader has closed it, or is given up
+        super()._leave(wire)
 
     def close(self) -> None:
         super().close()
@@ -139,26 +357,44 @@ class CudaServer(LocalServer):
             lifeline.close()
 
 
-class Peers:
-    """What this worker has opened of others, by the id of the registration, until its pipe closes."""
+def _asked_way(wire: Wire, *, after: int) -> int:
+    """What a reader says to an offer: OPENED, or a later way."""
+    kind, length, way = wire.receive_header()
+    if kind != OPEN or length or not (way == OPENED or after < way <= PINNED):
+        raise Garbled(f"a frame of kind {kind} with {length} B and number {way} where OPEN was due")
+    return way
 
-    def __init__(self, window_bytes: int) -> None:
-        self.window_bytes = window_bytes
-        self._opened: dict[bytes, Opened] = {}
+
+def _pinned(stream: OnDevice, pages: Pages | Foreign, slot_bytes: int, slots: int) -> Ring:
+    """A ring of host memory, of which `pages` are one end's. Raises `TransportMissing`."""
+    try:
+        return Ring(stream.pin_ring(pages.address, slots * slot_bytes), slot_bytes, slots, pages)
+    except BaseException:
+        pages.close()
+        raise
+
+
+class Peers:
+    """What this worker has opened of others, or by which way it reads from them, until a registration's pipe closes."""
+
+    def __init__(self, settings: CudaSettings) -> None:
+        self.settings = settings
+        self._known: dict[bytes, Opened | int] = {}
         self._lock = threading.Lock()
         self._wake: tuple[int, int] | None = None
         self._pipes: dict[int, bytes] = {}
 
-    def known(self, registration: bytes) -> Opened | None:
+    def known(self, registration: bytes) -> Opened | int | None:
+        """The memory, if it is open, or else the way that was taken."""
         with self._lock:
-            return self._opened.get(registration)
+            return self._known.get(registration)
 
-    def keep(self, registration: bytes, opened: Opened, pipe: int) -> None:
+    def keep(self, registration: bytes, known: Opened | int, pipe: int) -> None:
         """Until its source lets it go. `pipe` stays the caller's."""
         with opening():
             mine = os.dup(pipe)
         with self._lock:
-            self._opened[registration] = opened
+            self._known[registration] = known
             self._pipes[mine] = registration
             if self._wake is None:
                 self._wake = os.pipe()
@@ -183,7 +419,7 @@ class Peers:
                         return
                     continue
                 with self._lock:
-                    self._opened.pop(self._pipes.pop(ready), None)
+                    self._known.pop(self._pipes.pop(ready), None)
                 os.close(ready)
 
     def _end(self) -> None:
@@ -191,7 +427,7 @@ class Peers:
             assert self._wake is not None
             _close(*self._wake, *self._pipes)
             self._pipes.clear()
-            self._opened.clear()
+            self._known.clear()
             self._wake = None
 
     def close(self) -> None:
@@ -208,12 +444,12 @@ class CudaTransport(LocalTransport):
 
     def __init__(self, settings: CudaSettings | None = None) -> None:
         mine = settings or CudaSettings()
-        self._peers = Peers(mine.window_bytes)
+        self._peers = Peers(mine)
         super().__init__(LocalSettings(token=mine.token, silence_s=mine.silence_s, threads=1, maps=False))
 
     def make_server(self) -> TcpServer:
         try:
-            return CudaServer(self.settings, self._place)
+            return CudaServer(self.settings, self._place, self._peers.settings.ring_bytes)
         except OSError as error:
             raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
 
@@ -232,11 +468,17 @@ class CudaJob(Job):
         super().__init__(settings, endpoint, key, sink)
         self.peers = peers
         self.process: Process | None = None
+        self.way = MEMORY
+        self.over = threading.Event()
 
     def refused(self, refusal: Refusal) -> TensorHubError:
         if refusal.code in ("user", "memory"):
             return TransportMissing(f"{self.endpoint} cannot serve {self.key!r} this way: {refusal.message}")
         return super().refused(refusal)
+
+    def finish(self) -> None:
+        super().finish()
+        self.over.set()
 
     def close(self) -> None:
         if self.process is not None:
@@ -264,9 +506,19 @@ class CudaRead(LocalRead):
     def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
         return CudaJob(settings, endpoint, key, sink, self._peers)
 
+    @scope
+    def opened(self, index: int) -> Iterator[Stream]:
+        """A ring is closed before its connection: the source closes it once that has ended."""
+        with super().opened(index) as stream:
+            try:
+                yield stream
+            finally:
+                if isinstance(stream, CudaStream):
+                    stream.close_ring()
+
     @property
     def path(self) -> str:
-        return "device to device"
+        return PATHS[self.job.way] if isinstance(self.job, CudaJob) else SCHEME
 
 
 class CudaStream(AnnouncedStream):
@@ -277,43 +529,78 @@ class CudaStream(AnnouncedStream):
         assert isinstance(job, CudaJob)
         self._its = job
         self._source: Opened | None = None
+        self._ring: Ring | None = None
+        self._received: Received | None = None  # descriptors that came with the last frame, while such may come
 
     def receive_manifest(self) -> bytes:
-        """And the source's memory, open."""
+        """And the source's memory, open, or a ring."""
         sink = self.job.sink
         stream = None if isinstance(sink, Piecewise) else on_device(sink.stream)
         if stream is None or not isinstance(sink, Taking):
             raise TransportMissing("the tensors here are not all on a device, or of another layout", hint="use tcp")
         manifest = super().receive_manifest()
         with contextlib.closing(Received()) as received:
-            kind, length, _ = receive_header(self.wire, received)
-            if kind == tcp_wire.GONE:
-                raise self.job.refused(self.wire.receive_gone(length))
+            kind, length, _ = self._next_with(received)
             if kind != SHARED or length != SEAL.size + ID_BYTES or len(received.descriptors()) != 1:
                 raise Garbled(f"a frame of kind {kind} with {length} B where SHARED was due")
             body = bytes(self.wire.receive_body(length, length))
             self._prove(*SEAL.unpack_from(body))
-            self._source = self._open(stream, body[SEAL.size :], received.descriptors()[0])
-        if self._source.size_bytes != self.size_bytes:
-            raise Garbled(f"memory of {self._source.size_bytes} B for content of {self.size_bytes} B")
+            self._open(stream, body[SEAL.size :], received.descriptors()[0])
         return manifest
 
-    def _open(self, stream: OnDevice, registration: bytes, pipe: int) -> Opened:
-        known = self._its.peers.known(registration)
-        if known is not None:
-            self.wire.send_frame(OPEN, 0)
-            return known
-        self.wire.send_frame(OPEN, 1)
-        kind, length, _ = self.next_frame()
-        if kind != HANDLES:
-            raise Garbled(f"a frame of kind {kind} where HANDLES was due")
+    def _next_with(self, received: Received) -> tuple[int, int, int]:
+        """The next frame that says something, whose descriptors `received` then has."""
+        self._received = received
         try:
-            opened = stream.open(bytes(self.wire.receive_body(length, MAX_HANDLES_BYTES)))
-        except ValueError as error:
-            raise Garbled(f"malformed handles: {error}") from error
-        self.wire.send_frame(OPEN, 1)
-        self._its.peers.keep(registration, opened, pipe)
-        return opened
+            return self.next_frame()
+        finally:
+            self._received = None
+
+    def receive_header(self) -> tuple[int, int, int]:
+        if self._received is None:
+            return super().receive_header()
+        return receive_header(self.wire, self._received)
+
+    def _open(self, stream: OnDevice, registration: bytes, pipe: int) -> None:
+        """Have the memory open by the first way that both ends can. Raises `TransportMissing`."""
+        known = self._its.peers.known(registration)
+        way = known if isinstance(known, int) else MEMORY
+        if known is not None and not isinstance(known, int):
+            self._source = known
+        while self._source is None and self._ring is None:
+            self.wire.send_frame(OPEN, way)
+            try:
+                self._take_offer(stream, way)
+            except ValueError as error:
+                raise Garbled(f"malformed handles: {error}") from error
+            except TransportMissing:
+                if self._its.way == PINNED:
+                    raise
+                way = self._its.way + 1
+        self.wire.send_frame(OPEN, OPENED)
+        if known is None and (self._source is not None or way != MEMORY):
+            self._its.peers.keep(registration, way if self._source is None else self._source, pipe)
+
+    def _take_offer(self, stream: OnDevice, asked: int) -> None:
+        """What the source offers, open. Raises `TransportMissing` where it cannot be, `ValueError`."""
+        with contextlib.closing(Received()) as received:
+            kind, length, way = self._next_with(received)
+            if kind != OFFER or not asked <= way <= PINNED:
+                raise Garbled(f"a frame of kind {kind} and number {way} where OFFER was due")
+            body = bytes(self.wire.receive_body(length, MAX_HANDLES_BYTES))
+            self._its.way = way
+            if way == MEMORY:
+                self._source = stream.open(body)
+                if self._source.size_bytes != self.size_bytes:
+                    raise Garbled(f"memory of {self._source.size_bytes} B for content of {self.size_bytes} B")
+            else:
+                self._ring = _opened_ring(stream, way, body, received.descriptors())
+
+    def close_ring(self) -> None:
+        """Nothing is copied from it any more."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
 
     def _prove(self, seal_address: int, seal: bytes) -> None:
         pid, _, _ = credentials_of(self.wire.sock)
@@ -350,23 +637,70 @@ class CudaStream(AnnouncedStream):
 
     def _take(self, asked: Sequence[int], at: int) -> int:
         """Copy the chunks that follow each other from `asked[at]` on and are there. Returns how many."""
-        job, sink = self.job, self.job.sink
-        most = max(1, self._its.peers.window_bytes // sink.chunk_bytes)
+        job, sink, ring = self.job, self.job.sink, self._ring
+        first = asked[at]
+        count = self._await_window(asked, at) if ring is None else self._await_slot(asked, at, ring)
+        start, stop = job.span(first)[0], job.span(first + count - 1)[1]
+        sink.touch()
+        assert isinstance(sink.stream, OnDevice)
+        assert isinstance(sink, Taking)
+        source = self._source if ring is None else ring.next(start, stop)
+        assert source is not None
+        began = time.monotonic()
+        digests = sink.stream.copy_from(source, start, stop, sink.chunk_bytes, digests=sink.is_checking)
+        took_s = time.monotonic() - began
+        self._check_seal()
+        self.note_read(stop - start, is_last=ring is not None or at + count == len(asked))
+        job.count_received(stop - start, count)
+        sink.take(range(first, first + count), digests)
+        job.count_stored(count)
+        self._rest(took_s)
+        return count
+
+    def _await_window(self, asked: Sequence[int], at: int) -> int:
+        """Until the next chunk is there. Returns how many are, one after another, as far as one window goes."""
+        most = max(1, self._its.peers.settings.window_bytes // self.job.sink.chunk_bytes)
         first, count = asked[at], 0
         while at + count < len(asked) and count < most and asked[at + count] == first + count:
             if count and not self.has_ready(first + count):
                 break
             self.await_chunk(first + count, 0)
             count += 1
-        start, stop = job.span(first)[0], job.span(first + count - 1)[1]
-        sink.touch()
-        assert isinstance(sink.stream, OnDevice)
-        assert isinstance(sink, Taking)
-        assert self._source is not None
-        digests = sink.stream.copy_from(self._source, start, stop, sink.chunk_bytes, digests=sink.is_checking)
-        self._check_seal()
-        self.note_read(stop - start, is_last=at + count == len(asked))
-        job.count_received(stop - start, count)
-        sink.take(range(first, first + count), digests)
-        job.count_stored(count)
         return count
+
+    def _await_slot(self, asked: Sequence[int], at: int, ring: Ring) -> int:
+        """Until the next slot is filled. Returns with how many chunks."""
+        first = asked[at]
+        self.await_chunk(first, 0)
+        count = 1 + len(self._ready)
+        if list(asked[at : at + count]) != list(range(first, first + count)):
+            raise Garbled(f"chunks {first} to {first + count - 1} fill a slot, and not all of them are due")
+        start, stop = self.job.span(first)[0], self.job.span(first + count - 1)[1]
+        if stop - start > ring.slot_bytes:
+            raise Garbled(f"{stop - start} B are announced in a slot of {ring.slot_bytes} B")
+        self._ready = range(0)
+        return count
+
+    def _rest(self, took_s: float) -> None:
+        """Leave the device to others for their share of the time."""
+        share = self._its.peers.settings.device_share
+        if share < 1:
+            self._its.over.wait(min(took_s * (1 - share) / share, self.job.settings.silence_s))
+
+
+def _opened_ring(stream: OnDevice, way: int, body: bytes, descriptors: Sequence[int]) -> Ring:
+    """The reader's end of a ring. Raises `TransportMissing`, `ValueError`."""
+    if len(body) < SIZES.size:
+        raise ValueError(f"a ring in {len(body)} B")
+    slot_bytes, slots = SIZES.unpack_from(body)
+    if not (slot_bytes and slots and slot_bytes * slots <= MAX_RING_BYTES):
+        raise ValueError(f"a ring of {slots} slots of {slot_bytes} B")
+    if way == RING:
+        return Ring(stream.open_ring(body[SIZES.size :], slots * slot_bytes), slot_bytes, slots)
+    if len(descriptors) != 1:
+        raise TransportMissing("this process has no descriptor to spare for a ring", hint="raise its limit on files")
+    try:
+        pages = Foreign(descriptors[0], slots * slot_bytes, is_writable=True)
+    except Unmappable as error:
+        raise TransportMissing(f"the ring cannot be mapped: {error}", hint="use tcp") from error
+    return _pinned(stream, pages, slot_bytes, slots)

@@ -19,10 +19,27 @@ class Shared:
 
 
 class Opened(Protocol):
-    """Another process's stream, open for reading. It is closed when nothing knows it any more."""
+    """Another process's stream, or a part of it, open here. It is closed when nothing knows it any more."""
 
     @property
     def size_bytes(self) -> int: ...
+
+
+class RingMemory(Protocol):
+    """Memory that a source and one reader have open, and that the devices of both can reach."""
+
+    @property
+    def handle(self) -> bytes:
+        """What the reader's device opens it by."""
+        ...
+
+    def part(self, at: int, start: int, stop: int) -> Opened:
+        """The memory from its byte `at` on, seen as bytes [start, stop) of a stream."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is copied there any more. Idempotent."""
+        ...
 
 
 @runtime_checkable
@@ -40,6 +57,25 @@ class OnDevice(Protocol):
 
     def open(self, body: bytes) -> Opened:
         """What another process has shared. Raises `TransportMissing`, or `ValueError` where it is malformed."""
+        ...
+
+    def make_ring(self, size_bytes: int) -> RingMemory:
+        """New memory of this device that another process can open. Raises `TransportMissing`."""
+        ...
+
+    def open_ring(self, handle: bytes, size_bytes: int) -> RingMemory:
+        """What another process has made. Raises `TransportMissing`, or `ValueError` where it is malformed."""
+        ...
+
+    def pin_ring(self, address: int, size_bytes: int) -> RingMemory:
+        """Memory of the host, which stays mapped there until this is closed. Raises `TransportMissing`."""
+        ...
+
+    def copy_to(self, target: Opened, start: int, stop: int, chunk_bytes: int) -> None:
+        """Copy bytes [start, stop) there, which begin with a chunk. Returns when they are there.
+
+        Raises `TransferError`.
+        """
         ...
 
     def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:

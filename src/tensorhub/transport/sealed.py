@@ -232,7 +232,7 @@ class Shared:
 class Foreign:
     """Sealed memory of another process, mapped to be read from. Whoever has it closes it."""
 
-    def __init__(self, descriptor: int, size_bytes: int) -> None:
+    def __init__(self, descriptor: int, size_bytes: int, *, is_writable: bool = False) -> None:
         """The descriptor stays the caller's. Raises `Unmappable`."""
         try:
             seals = fcntl.fcntl(descriptor, GET_SEALS)
@@ -243,7 +243,8 @@ class Foreign:
                 raise Unmappable(f"it has {found} B, not {size_bytes} B")
             if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
                 raise Unmappable("its pages are of a kind that may be missing")  # hugetlbfs: SIGBUS where none is left
-            self._mapping = Mapping(descriptor, size_bytes, mmap.PROT_READ)
+            protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
+            self._mapping = Mapping(descriptor, size_bytes, protection)
         except OSError as error:
             raise Unmappable(os.strerror(error.errno or 0)) from error
         self._mapping.advise(size_bytes, DONTFORK)
@@ -253,6 +254,21 @@ class Foreign:
     def close(self) -> None:
         """Its pages are not kept alive by us any more."""
         self._mapping.close()
+
+
+def scratch(size_bytes: int) -> int:
+    """The descriptor of new memory that all who have it may map and write. Raises `Unmappable`."""
+    try:
+        descriptor = _memfd()
+    except OSError as error:
+        raise Unmappable(f"memfd_create: {os.strerror(error.errno or 0)}") from error
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, ADD_SEALS, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW)
+    except OSError as error:
+        os.close(descriptor)
+        raise Unmappable(f"a memfd of {size_bytes} B: {os.strerror(error.errno or 0)}") from error
+    return descriptor
 
 
 Region = Sealed | Shared

@@ -98,6 +98,10 @@ class TcpServer:
         """What a reader has to know before it asks for chunks."""
         wire.send_frame(tcp_wire.MANIFEST, payload=[served.export.manifest])
 
+    def conversation(self, wire: Wire, served: Served, keepalive_s: float) -> Conversation | None:
+        """The mover's, if it can serve this connection."""
+        return conversation_for(self._settings, wire, served, keepalive_s, is_announcing=self.is_announcing)
+
     def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
         """Send chunk `start`, which is there, and more of [start, stop) if that is easy; return the next one."""
         export = served.export
@@ -348,10 +352,10 @@ class TcpServer:
             brisk.over()
             if hello.has_pieces:
                 return serve_pieces(self, settings, self._room, wire, served, keepalive_s)
-            conversation = conversation_for(settings, wire, served, keepalive_s, is_announcing=self.is_announcing)
+            conversation = self.conversation(wire, served, keepalive_s)
             if conversation is not None:
                 return "gone", self.serve_natively(wire, served, conversation)
-            for start, stop in self._asked(wire, served):
+            for start, stop in self.asked(wire, served):
                 reason = self._serve_range(wire, served, start, stop, keepalive_s)
                 if reason is not None:
                     return "gone", reason
@@ -395,7 +399,7 @@ class TcpServer:
             start = self.send(wire, served, start, stop)
         return None
 
-    def _asked(self, wire: Wire, served: Served) -> Iterator[tuple[int, int]]:
+    def asked(self, wire: Wire, served: Served) -> Iterator[tuple[int, int]]:
         """The ranges asked for. The next request is read when the last one is served: readers ask ahead."""
         while True:
             number, ranges = wire.receive_want(served.chunk_count)
