@@ -9,6 +9,7 @@ import torch
 import xxhash
 from msgspec.structs import replace
 
+from tensorhub.cli.doctor import _Child
 from tensorhub.core.errors import CorruptTransfer
 from tensorhub.memory import cuda, cuda_device
 from tensorhub.memory.cuda import CudaStream
@@ -17,6 +18,7 @@ from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.staging import StagingRing
 from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
+from tensorhub.transport.cuda import Pages, Ring
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,3 +148,45 @@ def test_every_length_has_the_digest_of_the_host() -> None:
         spans = Spans([0], [there.data_ptr() + inside], size_bytes)
         (found,) = cuda_device.device_digests(0, spans, Chunks(0, size_bytes, size_bytes))
         assert found == xxhash.xxh3_128_digest(whole[inside : inside + size_bytes].numpy().tobytes()), size_bytes
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_bytes_go_through_a_ring(is_pinned: bool) -> None:
+    given = register({f"t{index}": torch.randn(1000 * index + 7, device="cuda") for index in range(60)})
+    taken = register({f"t{index}": torch.zeros(1000 * index + 7, device="cuda") for index in range(60)})
+    assert isinstance(given.stream, CudaStream)
+    assert isinstance(taken.stream, CudaStream)
+    chunk_bytes, slot_bytes, size_bytes = 1 << 16, 1 << 20, given.stream.size_bytes
+    pages = Pages(2 * slot_bytes) if is_pinned else None
+    if pages is None:
+        memory = given.stream.make_ring(2 * slot_bytes)
+    else:
+        memory = given.stream.pin_ring(pages.address, 2 * slot_bytes)
+    ring = Ring(memory, slot_bytes, 2, pages)
+    digests: list[bytes] = []
+    for start in range(0, size_bytes, slot_bytes):
+        stop = min(start + slot_bytes, size_bytes)
+        slot = ring.next(start, stop)
+        given.stream.copy_to(slot, start, stop, chunk_bytes)
+        digests += taken.stream.copy_from(slot, start, stop, chunk_bytes, digests=True)
+    ring.close()
+    assert [given.stream.device_digests(chunk_bytes)[at] for at in range(len(digests))] == digests
+    assert build_manifest(taken, chunk_bytes) == build_manifest(given, chunk_bytes)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("allocator", "path"),
+    [
+        ("backend:native", "device to device"),
+        ("backend:cudaMallocAsync", "device to device, through a ring on the device"),
+    ],
+)
+def test_processes_read_from_each_other_by_the_way_that_their_memory_allows(allocator: str, path: str) -> None:
+    before = torch.cuda.mem_get_info()[0]
+    source = _Child("source", "cuda", str(1 << 28), environ={"PYTORCH_CUDA_ALLOC_CONF": allocator})
+    with source, _Child("reader", "cuda") as reader:
+        reader.tell(source.answer(60.0))
+        found = reader.answer(60.0)
+    assert found.get("path") == path, found
+    assert torch.cuda.mem_get_info()[0] >= before - (64 << 20), "the device's memory is given back"

@@ -108,6 +108,7 @@ BAD = {
     "site": ["\x00"],
     "transports": ["smoke", "tcp,tcp", ",", "tcp,", "TCP"],
     "ptrace": ["maybe", "2", "", "yes no"],
+    "device_share": ["0", "-0.5", "1.01", "half", "nan", ""],
 }
 
 

@@ -22,7 +22,7 @@ Make = Callable[..., Transport]
 Spawn = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture(params=list(kit.KINDS))
+@pytest.fixture(params=[name for name, found in kit.KINDS.items() if not found.cannot])  # test_cuda_rings.py has those
 def kind(request: pytest.FixtureRequest) -> kit.Kind:
     found = kit.KINDS[request.param]
     if why_not := found.why_not():

@@ -4,12 +4,15 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, TransportMissing
+from tensorhub.core.errors import CorruptTransfer, TransportMissing, UsageError
+from tensorhub.transport import cuda
 from tensorhub.transport.base import Export
-from tensorhub.transport.cuda import CudaTransport
+from tensorhub.transport.cuda import CudaSettings, CudaTransport
 from tensorhub.transport.progress import Progress
 
 from . import kit
@@ -124,15 +127,6 @@ def test_a_byte_that_flips_after_its_arrival_is_found(make: Make, during_copy: l
     assert target.order == [0, 1, 2, 3, 4]
 
 
-def test_memory_that_cannot_be_shared_leaves_the_way_to_others(make: Make) -> None:
-    right = content(3 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", bytearray(right), CHUNK))
-    error = read_all(reader, source.endpoint, "k", Target(right, CHUNK))
-    assert isinstance(error, TransportMissing)
-    assert "cannot be shared" in str(error)
-
-
 @pytest.mark.parametrize("end", ["source", "reader"])
 def test_tensors_on_the_host_leave_the_way_to_others(make: Make, end: str, kind: kit.Kind) -> None:
     source, reader = make(), make()
@@ -146,3 +140,24 @@ def test_tensors_on_the_host_leave_the_way_to_others(make: Make, end: str, kind:
     error = read_all(reader, source.endpoint, "k", target)
     assert isinstance(error, TransportMissing)
     assert not any(target.buffer)
+
+
+def test_a_reader_leaves_the_device_to_others_for_their_share(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()  # so each window takes a second, and 60 s of rest follow
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    right = content(8 * CHUNK)
+    source, reader = make(), CudaTransport(CudaSettings(silence_s=60.0, window_bytes=CHUNK, device_share=0.01))
+    source.export(full("k", right, CHUNK))
+    target = Target(right, CHUNK)
+    read, ended = start_read(reader, source.endpoint, "k", target)
+    assert target.progress.wait(0, DEADLINE_S)
+    read.stop()
+    assert ended.wait() is None
+    assert target.order == [0]
+    reader.close()
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(UsageError, match="device_share"):
+        CudaSettings(device_share=share)

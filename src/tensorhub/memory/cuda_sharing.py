@@ -100,7 +100,7 @@ class OpenedCuda:
         if handles.process == os.getpid():
             raise TransportMissing("a device opens no memory of its own process", hint="use tcp")
         if handles.device != _uuid(torch.device("cuda", index)):
-            raise TransportMissing("the source's tensors are on another device", hint="use nixl, or tcp")
+            raise TransportMissing("the source's tensors are on another device")
         sizes = [it.size_bytes for it in handles.storages]
         for length, storage, first in handles.pieces:
             if storage >= len(sizes) or first + length > sizes[storage]:

@@ -154,6 +154,14 @@ def parse_fraction(value: object, what: str) -> float:
     return part
 
 
+def parse_share(value: object, what: str) -> float:
+    """A part of a whole, above 0 and up to 1."""
+    part = _number_in(value) if isinstance(value, str) else _number(value)
+    if not 0 < part <= 1:
+        raise UsageError(f"{what}={value!r} is not a number above 0 and up to 1")
+    return part
+
+
 def _number(value: object) -> float:
     """Any real number: a float, an integer, a fraction, a decimal, numpy's or torch's. What is none is NaN."""
     number = plain_number(value)
@@ -267,6 +275,9 @@ class Options:
         "ways to move bytes, best first; empty: local, nixl where RDMA or a GPU is, tcp",
     )
     ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
+    device_share: float = _option(
+        1.0, parse_share, "the part of the time that this worker's reads by `cuda` may keep its device busy"
+    )
     host_bytes: int | None = _option(
         None,
         parse_limit,

@@ -234,7 +234,7 @@ def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: 
 
             if not nixl_path.has_gpu():
                 raise TransportMissing("no NVIDIA device is here", hint="tensors on the host go by local and tcp")
-            return CudaTransport(CudaSettings(token=token))
+            return CudaTransport(CudaSettings(token=token, device_share=options.device_share))
         case "local":
             return LocalTransport(LocalSettings(token=token, allow_readers=options.ptrace))
         case "nixl":

@@ -569,32 +569,36 @@ class CudaStream(AnnouncedStream):
             self._source = known
         while self._source is None and self._ring is None:
             self.wire.send_frame(OPEN, way)
-            try:
-                self._take_offer(stream, way)
-            except ValueError as error:
-                raise Garbled(f"malformed handles: {error}") from error
-            except TransportMissing:
-                if self._its.way == PINNED:
-                    raise
-                way = self._its.way + 1
+            with contextlib.closing(Received()) as received:
+                body = self._receive_offer(way, received)
+                try:
+                    self._take_offer(stream, body, received.descriptors())
+                except ValueError as error:
+                    raise Garbled(f"malformed handles: {error}") from error
+                except TransportMissing:
+                    way = self._its.way + 1
+                    if way > PINNED:
+                        raise
         self.wire.send_frame(OPEN, OPENED)
         if known is None and (self._source is not None or way != MEMORY):
             self._its.peers.keep(registration, way if self._source is None else self._source, pipe)
 
-    def _take_offer(self, stream: OnDevice, asked: int) -> None:
-        """What the source offers, open. Raises `TransportMissing` where it cannot be, `ValueError`."""
-        with contextlib.closing(Received()) as received:
-            kind, length, way = self._next_with(received)
-            if kind != OFFER or not asked <= way <= PINNED:
-                raise Garbled(f"a frame of kind {kind} and number {way} where OFFER was due")
-            body = bytes(self.wire.receive_body(length, MAX_HANDLES_BYTES))
-            self._its.way = way
-            if way == MEMORY:
-                self._source = stream.open(body)
-                if self._source.size_bytes != self.size_bytes:
-                    raise Garbled(f"memory of {self._source.size_bytes} B for content of {self.size_bytes} B")
-            else:
-                self._ring = _opened_ring(stream, way, body, received.descriptors())
+    def _receive_offer(self, asked: int, received: Received) -> bytes:
+        kind, length, way = self._next_with(received)
+        if kind != OFFER or not asked <= way <= PINNED:
+            raise Garbled(f"a frame of kind {kind} and number {way} where OFFER was due")
+        self._its.way = way
+        return bytes(self.wire.receive_body(length, MAX_HANDLES_BYTES))
+
+    def _take_offer(self, stream: OnDevice, body: bytes, descriptors: Sequence[int]) -> None:
+        """Have open what the source offers. Raises `TransportMissing` where it cannot be, `ValueError`."""
+        if self._its.way != MEMORY:
+            self._ring = _opened_ring(stream, self._its.way, body, descriptors)
+            return
+        opened = stream.open(body)
+        if opened.size_bytes != self.size_bytes:
+            raise ValueError(f"memory of {opened.size_bytes} B for content of {self.size_bytes} B")
+        self._source = opened
 
     def close_ring(self) -> None:
         """Nothing is copied from it any more."""

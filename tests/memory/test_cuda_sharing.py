@@ -1,0 +1,136 @@
+"""Rings of CUDA memory without a device: the driver's bindings are replaced."""
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tensorhub.core.errors import TransportMissing
+from tensorhub.memory import cuda_sharing
+from tensorhub.memory.xxh3 import Spans
+from tensorhub.transport import captures
+
+
+class Handle:
+    """Of memory, as the driver's bindings have it."""
+
+    def __init__(self) -> None:
+        self.bytes = ctypes.create_string_buffer(b"h" * cuda_sharing.HANDLE_BYTES, cuda_sharing.HANDLE_BYTES)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.bytes)
+
+
+class Bindings:
+    """What would be cuda.bindings.driver: every call is noted, one may fail, and contexts are counted."""
+
+    CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
+    CUipcMemHandle = Handle
+    CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=SimpleNamespace(value=1))
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mode = 0  # of this thread, while graphs are captured; 0 is the strictest, which every thread begins with
+        self.calls: list[str] = []
+        self.failing = ""
+        self.depth = 0
+        self.free_bytes = 1 << 30
+        monkeypatch.setattr(captures, "mode_exchange", lambda: self.exchange)
+        monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+        bindings = ModuleType("cuda.bindings")
+        bindings.driver = self  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+
+    def exchange(self, mode: Any) -> int:
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[object, ...]]:
+        answers = {
+            "cuDeviceGet": ("device",),
+            "cuDevicePrimaryCtxRetain": ("context",),
+            "cuMemGetInfo": (self.free_bytes, 1 << 37),
+            "cuMemAlloc": (0x1000,),
+            "cuIpcGetMemHandle": (Handle(),),
+            "cuIpcOpenMemHandle": (0x2000,),
+            "cuMemGetAddressRange": (0x2000, 4 << 20),
+            "cuMemHostGetDevicePointer": (0x3000,),
+        }
+
+        def call(*arguments: object) -> tuple[object, ...]:
+            assert self.mode == captures.RELAXED
+            if name != self.failing:
+                self.depth += {"cuDevicePrimaryCtxRetain": 1, "cuCtxPushCurrent": 1}.get(name, 0)
+                self.depth -= {"cuDevicePrimaryCtxRelease": 1, "cuCtxPopCurrent": 1}.get(name, 0)
+            if "Ctx" not in name and "Device" not in name.removesuffix("DevicePointer"):
+                assert self.depth >= 2, f"{name} without the device's context"
+                self.calls.append(name + "".join(f" {each:#x}" for each in arguments if isinstance(each, int)))
+            return (2 if name == self.failing else 0, *answers.get(name, ()))
+
+        return call
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bindings]:
+    found = Bindings(monkeypatch)
+    yield found
+    assert found.depth == 0, "every context is given back"
+    assert found.mode == 0
+
+
+def test_a_ring_on_a_device_is_made_opened_and_given_back(bindings: Bindings) -> None:
+    ring = cuda_sharing.make_ring(0, (2 << 20) + 1)
+    assert ring.handle == b"h" * 64
+    assert ring.part(100, 7000, 7500).spans == Spans([7000], [0x1000 + 100], 7500)
+    opened = cuda_sharing.open_ring(0, ring.handle, 4 << 20)
+    for each in (opened, opened, ring):
+        each.close()
+    assert bindings.calls == [
+        *("cuMemGetInfo", "cuMemAlloc 0x400000", "cuIpcGetMemHandle 0x1000"),  # a multiple of a device's pages
+        *("cuIpcOpenMemHandle 0x1", "cuMemGetAddressRange 0x2000"),
+        *("cuIpcCloseMemHandle 0x2000", "cuMemFree 0x1000"),
+    ]
+
+
+def test_a_ring_of_host_memory_is_registered_and_given_back(bindings: Bindings) -> None:
+    ring = cuda_sharing.pin_ring(0, 0x7000, 8192)
+    assert ring.part(4096, 0, 10).spans == Spans([0], [0x3000 + 4096], 10)
+    ring.close()
+    calls = [
+        "cuMemHostRegister 0x7000 0x2000 0x3",
+        "cuMemHostGetDevicePointer 0x7000 0x0",
+        "cuMemHostUnregister 0x7000",
+    ]
+    assert bindings.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("failing", "undone"),
+    [
+        ("cuMemAlloc", ""),
+        ("cuIpcGetMemHandle", "cuMemFree 0x1000"),
+        ("cuCtxPushCurrent", ""),
+        ("cuDevicePrimaryCtxRetain", ""),
+    ],
+)
+def test_a_ring_that_cannot_be_made_leaves_nothing(bindings: Bindings, failing: str, undone: str) -> None:
+    bindings.failing = failing
+    with pytest.raises(TransportMissing, match="the CUDA driver says 2"):
+        cuda_sharing.make_ring(0, 4096)
+    assert not undone or bindings.calls[-1] == undone
+
+
+def test_a_ring_leaves_most_of_what_is_free_to_others(bindings: Bindings) -> None:
+    bindings.free_bytes = (8 << 20) - 1
+    with pytest.raises(TransportMissing, match="too little for a ring"):
+        cuda_sharing.make_ring(0, 1)
+    assert bindings.calls == ["cuMemGetInfo"]
+
+
+@pytest.mark.parametrize(("body", "size_bytes"), [(b"h" * 63, 1), (b"h" * 64, (4 << 20) + 1)])
+def test_a_ring_that_is_not_what_was_said_is_refused(bindings: Bindings, body: bytes, size_bytes: int) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - of a length, and of a size
+        cuda_sharing.open_ring(0, body, size_bytes)
+    assert not bindings.calls or bindings.calls[-1] == "cuIpcCloseMemHandle 0x2000"

@@ -1,0 +1,351 @@
+"""The transport `cuda` through rings: memory that cannot be shared, and another device (`stand_in.py`).
+
+The contract's tests run here as they are; then what rings promise besides.
+"""
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tensorhub.core.errors import CorruptTransfer, SourceLost, TransportMissing
+from tensorhub.transport import cuda
+from tensorhub.transport.base import Export
+from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaStream, CudaTransport
+from tensorhub.transport.progress import Progress
+from tensorhub.transport.tcp_wire import Wire
+
+from . import kit, test_contract, test_contract_faults
+from .conftest import Make, Spawn, line
+from .kit import DEADLINE_S, MIB, Target, content, full, read_all, stand_in, start_read
+
+CHUNK = 64 * 1024
+RINGS = {"cuda-stand-in-ring": "a ring on the device", "cuda-stand-in-pinned": "pinned memory"}
+
+test_everything_arrives = test_contract.test_everything_arrives
+test_many_small_pieces_on_both_sides = test_contract.test_many_small_pieces_on_both_sides
+test_only_what_is_wanted_is_sent = test_contract.test_only_what_is_wanted_is_sent
+test_nothing_wanted = test_contract.test_nothing_wanted
+test_a_chain_of_sources = test_contract.test_chain_of_sources_that_are_themselves_filling
+test_chunks_in_any_order = test_contract.test_chunks_that_become_complete_in_any_order
+test_a_failed_source_says_why = test_contract.test_a_failed_source_says_why
+test_a_corrupt_chunk_ends_the_read = test_contract.test_a_corrupt_chunk_ends_the_read
+test_several_reads_at_once = test_contract.test_several_reads_of_one_export_at_once
+test_a_slow_reader_disturbs_nobody = test_contract.test_a_slow_reader_disturbs_nobody
+test_stop_ends_a_read_without_error = test_contract.test_stop_ends_a_read_without_error
+test_stop_while_the_source_waits = test_contract.test_stop_while_the_source_waits
+test_no_write_after_the_end = test_contract.test_no_write_after_the_end
+test_close_ends_what_is_open = test_contract.test_close_ends_what_is_open_and_can_be_repeated
+test_nothing_grows_over_many_reads = test_contract.test_nothing_grows_over_many_reads
+test_withdraw_wakes_a_source_that_waits = test_contract_faults.test_withdraw_wakes_a_source_that_waits
+test_withdraw_says_when_memory_is_in_use = test_contract_faults.test_withdraw_says_when_memory_is_still_in_use
+test_memory_that_cannot_be_read = (
+    test_contract_faults.test_memory_that_cannot_be_read_is_the_sources_fault_and_only_this_reads
+)
+
+
+@pytest.fixture(params=list(RINGS))
+def kind(request: pytest.FixtureRequest) -> kit.Kind:
+    return kit.KINDS[request.param]
+
+
+on_device = pytest.mark.parametrize("kind", ["cuda-stand-in-ring"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def no_ring_is_left(nothing_left_behind: None) -> Iterator[None]:
+    yield
+    for hooks in (stand_in.during_copy, stand_in.during_fill):
+        hooks.clear()
+    kit.until(lambda: not stand_in.rings, "every ring is closed")
+
+
+def feeds(source: object) -> int:
+    assert isinstance(source, CudaTransport)
+    server = source._server
+    assert isinstance(server, CudaServer)
+    return len(server._feeds)
+
+
+def states(pid: int) -> set[str]:
+    """Of a process's threads."""
+    found = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {each.read_text().rpartition(")")[2].split()[0] for each in found}
+
+
+def test_a_read_says_which_way_it_goes_and_gives_its_ring_back(make: Make, kind: kit.Kind) -> None:
+    right = content(16 * CHUNK)
+    source, reader = make(), make()
+    stream = kit.Pieces(right)
+    for key in ("a", "b"):
+        source.export(Export(key, b"manifest", CHUNK, stream, Progress(16, complete=True)))
+        target = Target(right, CHUNK)
+        read, ended = start_read(reader, source.endpoint, key, target)
+        assert ended.wait() is None
+        assert target.buffer == right
+        assert RINGS[kind.name] in read.path
+        kit.until(lambda: feeds(source) == 0 and not stand_in.rings, "its ring is given back")
+
+
+@pytest.mark.parametrize("kind", ["cuda-stand-in-pinned"], indirect=True)
+def test_a_reader_remembers_the_way_of_a_registration(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[int] = []
+    share = stand_in.share
+    monkeypatch.setattr(stand_in, "share", lambda view: (shared.append(len(view)), share(view))[1])
+    right = content(4 * CHUNK)
+    source, reader = make(), make()
+    stream = kit.Pieces(right)
+    for key in ("a", "b"):
+        source.export(Export(key, b"manifest", CHUNK, stream, Progress(4, complete=True)))
+        assert read_all(reader, source.endpoint, key, Target(right, CHUNK)) is None
+    assert len(shared) == 1, "the second read asks for pinned memory at once"
+    assert isinstance(reader, CudaTransport)
+    assert list(reader._peers._known.values()) == [PINNED]
+    source.withdraw("a", timeout_s=DEADLINE_S)
+    source.withdraw("b", timeout_s=DEADLINE_S)
+    del stream
+    gc.collect()
+    kit.until(lambda: not reader._peers._known, "and forgets it with the registration")
+
+
+def test_a_slot_is_filled_while_another_is_read_and_never_before_it_was(make: Make) -> None:
+    right = content(64 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    filled: list[int] = []
+    release = threading.Event()
+    stand_in.during_fill.append(lambda start, view: filled.append(start))
+    stand_in.during_copy.append(lambda start, view: release.wait(DEADLINE_S))
+    target = Target(right, CHUNK)
+    _, ended = start_read(reader, source.endpoint, "k", target)
+    kit.until(lambda: len(filled) == SLOTS, "the source goes on while the reader copies")
+    assert not target.order
+    release.set()
+    assert ended.wait() is None
+    assert target.buffer == right
+    assert len(filled) == 8, "a slot has an eighth of what is read"
+
+
+def test_a_slot_with_a_wrong_byte_is_refused_and_read_again(make: Make) -> None:
+    right = content(16 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+
+    def flip(start: int, view: memoryview) -> None:
+        if start <= 5 * CHUNK < start + len(view):
+            view[5 * CHUNK - start] ^= 1
+
+    stand_in.during_fill.append(flip)
+    target = Target(right, CHUNK)
+    assert isinstance(read_all(reader, source.endpoint, "k", target), CorruptTransfer)
+    assert target.order == [0, 1, 2, 3, 4]
+    stand_in.during_fill.clear()
+    again = Target(right, CHUNK, wanted=range(5, 16))
+    assert read_all(reader, source.endpoint, "k", again) is None
+    assert again.buffer[5 * CHUNK :] == right[5 * CHUNK :]
+
+
+def test_a_ring_is_smaller_where_the_device_is_nearly_full(make: Make, kind: kit.Kind) -> None:
+    right = content(64 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    sizes: list[int] = []
+
+    def made(make_it: Callable[..., object]) -> Callable[..., object]:
+        def checked(*arguments: int) -> object:
+            if arguments[-1] > 4 * CHUNK:
+                raise TransportMissing("the device is nearly full")
+            sizes.append(arguments[-1])
+            return make_it(*arguments)
+
+        return checked
+
+    with pytest.MonkeyPatch.context() as patch:
+        name = "make_ring" if kind.name == "cuda-stand-in-ring" else "pin_ring"
+        patch.setattr(stand_in, name, made(getattr(stand_in, name)))
+        assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+    assert sizes[0] == 4 * CHUNK
+
+
+@on_device
+def test_rings_of_all_readers_have_a_limit(make: Make) -> None:
+    source = make()
+    assert isinstance(source, CudaTransport)
+    server, export = source._server, full("k", kit.memory(64 * MIB), MIB)
+    assert isinstance(server, CudaServer)
+    for room, size in ((64 * MIB, 16 * MIB), (16 * MIB, 8 * MIB), (2 * MIB, 2 * MIB)):
+        ring = server._make_ring(export, RING, room)
+        assert ring.size_bytes == size
+        ring.close()
+    with pytest.raises(TransportMissing, match="have all of their"):
+        server._make_ring(export, RING, 2 * MIB - 1)
+
+
+@on_device
+def test_what_can_neither_be_shared_nor_go_through_a_ring_is_left_to_others(make: Make) -> None:
+    right = content(3 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    stand_in.cannot.update(("ring", "pin"))
+    error = read_all(reader, source.endpoint, "k", Target(right, CHUNK))
+    assert isinstance(error, TransportMissing)
+    for reason in ("cannot be shared", "device is full", "can be pinned"):
+        assert reason in str(error)
+
+
+@on_device
+def test_a_device_without_room_for_a_ring_takes_pinned_memory(make: Make) -> None:
+    right = content(3 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    stand_in.cannot.add("ring")
+    read, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
+    assert ended.wait() is None
+    assert "pinned memory" in read.path
+
+
+@pytest.mark.processes
+def test_a_source_that_is_stopped_feeds_no_ring(make: Make, spawn: Spawn) -> None:
+    source = spawn("source", 64 * CHUNK, CHUNK, 64)
+    endpoint, right, reader = line(source), content(64 * CHUNK), make(0.5)
+    gate = kit.Gate()
+    target = Target(right, CHUNK, gates={3: gate})
+    _, ended = start_read(reader, endpoint, "k", target)
+    assert gate.reached.wait(DEADLINE_S)
+    os.kill(source.pid, signal.SIGSTOP)
+    kit.until(lambda: states(source.pid) == {"T"}, "all of its threads have stopped")
+    gate.release.set()
+    error = ended.wait()
+    assert isinstance(error, SourceLost)
+    assert "0.5 s" in str(error)
+    assert 8 <= len(target.order) <= 24, "what was filled by then counts"
+
+
+@pytest.mark.processes
+def test_a_killed_source_and_a_killed_reader_leave_no_ring(make: Make, spawn: Spawn) -> None:
+    right, here = content(64 * CHUNK), make()
+    source = spawn("source", 64 * CHUNK, CHUNK, 64)
+    gate = kit.Gate()
+    target = Target(right, CHUNK, gates={3: gate})
+    _, ended = start_read(here, line(source), "k", target)
+    assert gate.reached.wait(DEADLINE_S)
+    source.kill()
+    source.wait()
+    gate.release.set()
+    assert isinstance(ended.wait(), SourceLost)
+    assert not stand_in.rings
+    here.export(full("k", right, CHUNK))
+    release = threading.Event()
+    stand_in.during_fill.append(lambda start, view: start == 0 or release.wait(DEADLINE_S))
+    reader = spawn("reader", 64 * CHUNK, CHUNK, here.endpoint)
+    assert line(reader).startswith("stored")
+    reader.kill()
+    reader.wait()
+    release.set()
+    kit.until(lambda: feeds(here) == 0, "the source has closed the ring")
+    assert here.withdraw("k", timeout_s=0.0)
+
+
+def test_what_is_in_a_slot_when_it_is_withdrawn_does_not_count(make: Make) -> None:
+    right = content(64 * CHUNK)
+    memory = kit.copy_of(right)
+    source, reader = make(60.0), make(60.0)
+    source.export(full("k", memory, CHUNK))
+    filled: list[int] = []
+    stand_in.during_fill.append(lambda start, view: filled.append(start))
+    gate = kit.Gate()
+    target = Target(right, CHUNK, gates={0: gate})
+    _, ended = start_read(reader, source.endpoint, "k", target)
+    assert gate.reached.wait(DEADLINE_S)
+    kit.until(lambda: len(filled) == SLOTS + 1, "the slots behind it are filled")
+    assert source.withdraw("k", timeout_s=DEADLINE_S)
+    memory[:] = b"\xee" * len(memory)
+    gate.release.set()
+    assert isinstance(ended.wait(), SourceLost)
+    assert len(filled) == SLOTS + 1
+    assert target.order == list(range(8)), "one slot was read before"
+
+
+# -- peers that break the rules ----------------------------------------------------------------------------------------
+
+
+@on_device
+@pytest.mark.parametrize(("more", "why"), [(8, "in a slot of"), (100, "not all of them are due")])
+def test_a_source_that_announces_more_than_a_slot_has(
+    make: Make, monkeypatch: pytest.MonkeyPatch, more: int, why: str
+) -> None:
+    right = content(64 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    announce = CudaServer.announce
+
+    def lie(self: CudaServer, wire: Wire, start: int, stop: int) -> None:
+        announce(self, wire, start, stop + more)
+
+    monkeypatch.setattr(CudaServer, "announce", lie)
+    target = Target(right, CHUNK)
+    error = read_all(reader, source.endpoint, "k", target)
+    assert isinstance(error, SourceLost)
+    assert why in str(error)
+    assert not target.order
+
+
+@on_device
+@pytest.mark.parametrize("off", [-1, 1 << 62])
+def test_a_reader_that_has_read_what_it_cannot_have(make: Make, monkeypatch: pytest.MonkeyPatch, off: int) -> None:
+    right = content(64 * CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+
+    def lie(self: CudaStream, chunks: Sequence[int]) -> None:
+        self.wire.send_want(chunks, 0 if chunks else off % (1 << 64))
+
+    monkeypatch.setattr(CudaStream, "ask", lie)
+    error = read_all(reader, source.endpoint, "k", Target(right, CHUNK))
+    assert isinstance(error, SourceLost)
+    assert "B were read" in str(error)
+    monkeypatch.undo()
+    assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None, "the source goes on"
+
+
+@on_device
+@pytest.mark.parametrize("opened", [RING, PINNED + 1, 1 << 60])
+def test_a_reader_that_takes_a_way_that_is_none(make: Make, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
+    right = content(CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    send = Wire.send_frame
+
+    def lie(self: Wire, kind: int, number: int = 0, payload: Sequence[bytes | memoryview] = ()) -> None:
+        send(self, kind, opened if (kind, number) == (cuda.OPEN, cuda.OPENED) else number, payload)
+
+    monkeypatch.setattr(Wire, "send_frame", lie)
+    error = read_all(reader, source.endpoint, "k", Target(right, CHUNK))
+    assert isinstance(error, SourceLost)
+    assert "where OPEN was due" in str(error)
+
+
+@on_device
+@pytest.mark.parametrize(("slot_bytes", "slots"), [(0, 2), (CHUNK, 0), (1 << 63, 2), (CHUNK, 1 << 40), (1 << 30, 4)])
+def test_a_ring_that_cannot_be(make: Make, monkeypatch: pytest.MonkeyPatch, slot_bytes: int, slots: int) -> None:
+    right = content(CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+
+    class Lie:
+        size = cuda.SIZES.size
+        unpack_from = cuda.SIZES.unpack_from
+
+        @staticmethod
+        def pack(*_: int) -> bytes:
+            return cuda_sizes.pack(slot_bytes, slots)
+
+    cuda_sizes = cuda.SIZES
+    monkeypatch.setattr(cuda, "SIZES", Lie)
+    error = read_all(reader, source.endpoint, "k", Target(right, CHUNK))
+    assert isinstance(error, SourceLost)
+    assert "malformed handles" in str(error)
