@@ -186,6 +186,37 @@ def test_rings_of_all_readers_have_a_limit(make: Make) -> None:
 
 
 @on_device
+def test_a_reader_hears_from_a_source_that_is_busy_with_another_ring(make: Make) -> None:
+    right = content(CHUNK)
+    source, reader = make(0.4), make(0.4)
+    source.export(full("k", right, CHUNK))
+    assert isinstance(source, CudaTransport)
+    assert isinstance(source._server, CudaServer)
+    with source._server._feeding:
+        _, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
+        assert not ended.event.wait(1.0), "more than twice the silence limit"
+    assert ended.wait() is None
+
+
+@on_device
+def test_a_reader_may_take_its_time_to_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = content(CHUNK)
+    source, reader = make(0.3), make(0.3)
+    source.export(full("k", right, CHUNK))
+    release, open_ring = threading.Event(), stand_in.open_ring
+
+    def slow(handle: bytes, size_bytes: int) -> object:
+        assert release.wait(DEADLINE_S)
+        return open_ring(handle, size_bytes)
+
+    monkeypatch.setattr(stand_in, "open_ring", slow)
+    _, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
+    assert not ended.event.wait(0.6), "twice as long as a stranger may take"
+    release.set()
+    assert ended.wait() is None
+
+
+@on_device
 def test_what_can_neither_be_shared_nor_go_through_a_ring_is_left_to_others(make: Make) -> None:
     right = content(3 * CHUNK)
     source, reader = make(), make()
@@ -208,6 +239,7 @@ def test_a_device_without_room_for_a_ring_takes_pinned_memory(make: Make) -> Non
     assert "pinned memory" in read.path
 
 
+@pytest.mark.parametrize("kind", ["cuda-stand-in-pinned"], indirect=True)
 @pytest.mark.processes
 def test_a_source_that_is_stopped_feeds_no_ring(make: Make, spawn: Spawn) -> None:
     source = spawn("source", 64 * CHUNK, CHUNK, 64)
@@ -225,6 +257,7 @@ def test_a_source_that_is_stopped_feeds_no_ring(make: Make, spawn: Spawn) -> Non
     assert 8 <= len(target.order) <= 24, "what was filled by then counts"
 
 
+@on_device
 @pytest.mark.processes
 def test_a_killed_source_and_a_killed_reader_leave_no_ring(make: Make, spawn: Spawn) -> None:
     right, here = content(64 * CHUNK), make()

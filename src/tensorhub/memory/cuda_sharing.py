@@ -10,9 +10,9 @@ that cannot share. A ring of host memory is registered with the driver at both e
 """
 
 import ctypes
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -26,6 +26,8 @@ from ..transport.on_device import Shared
 from ..transport.scopes import scope
 from .host import Piece
 from .xxh3 import Spans
+
+_log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 PAGE_BYTES = (
@@ -141,21 +143,25 @@ class Part:
 class CudaRing:
     """Memory that two processes have, as one device sees it."""
 
-    def __init__(self, index: int, address: int, handle: bytes, undo: Callable[[Any], object]) -> None:
+    def __init__(self, index: int, address: int, handle: bytes, undo: Callable[[Any], Any]) -> None:
         """`undo` gets the driver's functions, and gives back what `address` is."""
         self.handle = handle
         self._index = index
         self._address = address
-        self._undo: Callable[[Any], object] | None = undo
+        self._undo: Callable[[Any], Any] | None = undo
 
     def part(self, at: int, start: int, stop: int) -> Part:
         return Part(Spans([start], [self._address + at], stop))
 
     def close(self) -> None:
         undo, self._undo = self._undo, None
-        if undo is not None:
-            with suppress(TransportMissing), _driver(self._index) as driver:  # a device that failed gives nothing back
-                undo(driver)
+        if undo is None:
+            return
+        try:
+            with _driver(self._index) as driver:
+                _done(undo(driver))
+        except TransportMissing as error:  # a device that has failed gives nothing back before its process ends
+            _log.warning("a ring on cuda:%d was not given back: %s", self._index, error)
 
 
 def make_ring(index: int, size_bytes: int) -> CudaRing:

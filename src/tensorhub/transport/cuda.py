@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..core.errors import TensorHubError, TransportMissing, UsageError
+from . import tcp_wire
 from .announcing import AnnouncedStream, AnnouncingServer
 from .base import ByteStream, Export, OnEnd, Sink, Taking
 from .forks import opening, track
@@ -79,7 +80,7 @@ PATHS = {
 SIZES = struct.Struct("=QQ")  # of a ring: bytes in a slot, slots
 SLOTS = 2
 MAX_RING_BYTES = 1 << 34
-RINGS = 4  # that a source has at their full size
+RINGS = 4  # of `ring_bytes`: what all rings of a source take together
 ID_BYTES = 16
 MAX_HANDLES_BYTES = 16 << 20
 ASK_CHUNKS = 1 << 14  # at once: 64 GiB in chunks of 4 MiB
@@ -225,6 +226,8 @@ class CudaServer(LocalServer):
             lifeline = self._lifelines.setdefault(stream, Lifeline())
         body = SEAL.pack(served.seal.address, served.seal.value) + lifeline.id
         send_with_descriptors(wire, SHARED, 0, body, [lifeline.end])
+        patience_s = self._settings.patience_s  # a reader may have thousands of tensors to open
+        wire.limit_waits(receive_s=patience_s, send_s=patience_s)
         way = _asked_way(wire, after=OPENED)
         while way != OPENED:
             way, take_back = self._offer(wire, served, way, may_feed=not hello.has_pieces)
@@ -265,10 +268,14 @@ class CudaServer(LocalServer):
         return shared.give_up
 
     def _offer_ring(self, wire: Wire, served: Served, way: int) -> None:
-        with self._feeding:
-            taken = sum(feed.ring.size_bytes for feed in self._feeds.values())
+        while not self._feeding.acquire(timeout=self._settings.silence_s / 4):
+            wire.send_frame(tcp_wire.WAITING)
+        try:
+            taken = sum(feed.ring.size_bytes for feed in list(self._feeds.values()))
             ring = self._make_ring(served.export, way, RINGS * self._ring_bytes - taken)
             self._feeds[wire] = Feed(ring)  # `_leave` closes it
+        finally:
+            self._feeding.release()
         body = SIZES.pack(ring.slot_bytes, ring.slots) + ring.memory.handle
         if not isinstance(ring.pages, Pages):
             wire.send_frame(OFFER, way, [body])
@@ -297,8 +304,7 @@ class CudaServer(LocalServer):
                 chunks = max(1, chunks // 4)
 
     def _drop_feed(self, wire: Wire) -> None:
-        with self._feeding:
-            feed = self._feeds.pop(wire, None)
+        feed = self._feeds.pop(wire, None)
         if feed is not None:
             feed.ring.close()
 
