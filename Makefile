@@ -9,6 +9,7 @@ PYTHON ?= python3
 ARGS ?=
 SEEDS ?= 0..2000
 MINUTES ?= 10
+GPU_PYTHON ?= 3.12
 BIN := .venv/bin
 # Tests in a few processes, handed out one by one in their order, so that the quick checks come first. ARGS="-n0": in one.
 SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
@@ -17,7 +18,7 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test test-engines test-compiled test-sanitized closing e2e sim storm explore mutants bench lab demo demo-vllm gpu bless docs clean
+.PHONY: help setup check format test test-engines test-compiled test-sanitized closing e2e sim storm explore mutants bench lab demo demo-vllm gpu gpu-packages bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -101,9 +102,13 @@ lab: setup ## the paper's workloads on shaped links, as root (ARGS=standalone, s
 	@echo "lab: network namespaces, shaped links, every strategy on them (docs/lab.md)"
 	@$(BIN)/tensorhub lab $(or $(ARGS),standalone)
 
-gpu: setup ## only the tests that need a CUDA device; elsewhere each says why it is skipped
-	@echo "gpu: CUDA tensors"
-	@$(BIN)/python -m pytest -m gpu $(ARGS)
+gpu: ## what wants a CUDA device: stories, then figures, as JSON in out/gpu; needs a Python with torch, and no network
+	@echo "gpu: stories of weights on a device, then each figure beside its limit (eight minutes; elsewhere it says why not)"
+	@$(PYTHON) -m benchmarks.gpu $(ARGS)
+
+gpu-packages: ## fetch into .gpu-packages what `make gpu` needs where only torch is, for GPU_PYTHON (3.12) on x86-64
+	@echo "gpu-packages: wheels for Python $(GPU_PYTHON), 45 MB"
+	@$(PYTHON) -m benchmarks.gpu --fetch $(GPU_PYTHON)
 
 bless: setup ## rewrite the text scenarios to what happens now; then read the difference
 	@echo "bless: tests/scenarios"
@@ -116,5 +121,5 @@ docs: setup ## rewrite the generated tables in docs/
 
 clean: ## back to a fresh clone: remove .venv, caches and outputs
 	@echo "clean: .venv, .envs, caches, out/"
-	@rm -rf .venv .envs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist out
+	@rm -rf .venv .envs .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu-packages build dist out
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,6 @@ from . import (
     busy,
     control,
     decisions,
-    device,
     fan_out,
     faults,
     faults_across,
@@ -51,7 +50,6 @@ PARTS: dict[str, tuple[str, tuple[Callable[[Options], list[Section]], ...]]] = {
     ),
     "unpublish": ("what unpublish() takes beside a reader, from the first on (root)", (taking_back.run,)),
     "plans": ("from any layout to any layout: time and memory of planning, sizes of manifests", (plans.run,)),
-    "device": ("tensors on a CUDA device: copies alone, hashing, and each transport", (device.run,)),
     "pieces": ("pieces of another layout beside the same layout, rows of 256 B to 64 KiB", (pieces.run,)),
     "server": (
         "what a report, a version, a death, a restart cost the reference server as the fleet grows; its lateness",

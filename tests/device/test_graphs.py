@@ -56,7 +56,8 @@ def test_a_graph_computes_with_each_new_version(join):
 
 
 @pytest.mark.processes
-def test_a_graph_is_captured_while_another_process_reads(server):
+@pytest.mark.parametrize("way", ["tcp", "cuda"])
+def test_a_graph_is_captured_while_another_process_reads(way, server):
     """An engine captures its graphs when it has just loaded its weights, which is when others load them from it."""
     story = """
 weights, tensors = join("trainer")
@@ -66,7 +67,7 @@ reader = Peer("rollout")
 is_captured = captured(lambda: reader.do("weights.replicate(1); assert is_right(tensors, 1)"))
 say(captured=is_captured, code=reader.ends())
 """
-    assert told(story, server) == {"captured": True, "code": 0}
+    assert told(story, server, way) == {"captured": True, "code": 0}
 
 
 @pytest.mark.processes

@@ -11,12 +11,19 @@ from tensorhub.transport import nixl_probe
 pytestmark = pytest.mark.processes
 
 WHY_NO_NIXL = nixl_probe.probe().why_not
-TRANSPORTS = [
-    "tcp",
-    pytest.param("nixl", marks=pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is here")),
-]
-ALONE = ("env",)  # a Python of its own: a device must not have been looked at before a fork
+no_nixl = pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is here")
 on_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+TRANSPORTS = ["tcp", "cuda", pytest.param("nixl", marks=no_nixl)]  # that reach a device
+PLACES = [
+    pytest.param("cpu", "tcp", id="cpu-tcp"),
+    pytest.param("cpu", "nixl", id="cpu-nixl", marks=no_nixl),
+    pytest.param("cuda:0", "tcp", id="cuda-tcp", marks=[pytest.mark.gpu, on_a_device]),
+    pytest.param("cuda:0", "cuda", id="cuda-cuda", marks=[pytest.mark.gpu, on_a_device]),
+    pytest.param("cuda:0", "nixl", id="cuda-nixl", marks=[pytest.mark.gpu, on_a_device, no_nixl]),
+]
+everywhere = pytest.mark.parametrize(("device", "way"), PLACES)
+ALONE = ("env",)  # a Python of its own: a device must not have been looked at before a fork
+GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 WORDS = """
 import signal, subprocess, threading
@@ -52,13 +59,28 @@ def free(tensors):
     if device != "cpu":
         torch.cuda.empty_cache()
 
-def strike(weights):
-    \"\"\"End this process when a part of what it reads is there.\"\"\"
+def midway(weights, act):
+    \"\"\"Call it once, when a part of what `weights` reads is there. Over `cuda` the read waits for it.\"\"\"
+    if way == "cuda":
+        from tensorhub.memory.cuda import CudaStream
+        whole, done = CudaStream.copy_from, []
+        def copy_from(*arguments, **named):
+            made = whole(*arguments, **named)
+            if not done:
+                done.append(True)
+                act()
+            return made
+        CudaStream.copy_from = copy_from
+        return
     def wait():
         while weights.progress[0] == 0 and weights.version is None:
             time.sleep(0.0005)
-        os.kill(os.getpid(), signal.SIGKILL)
+        act()
     threading.Thread(target=wait).start()
+
+def strike(weights):
+    \"\"\"End this process when a part of what it reads is there.\"\"\"
+    midway(weights, lambda: os.kill(os.getpid(), signal.SIGKILL))
 """
 
 PEER = """
@@ -92,7 +114,7 @@ def told(text: str, device: str, way: str, address: str, **options: object) -> d
     return run(whole, address, device, way, prefix=() if device == "cpu" else ALONE, **options).only()
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
+@everywhere
 def test_versions_one_after_another(device, way, server):
     story = """
 trainer = Peer("trainer")
@@ -110,7 +132,7 @@ say(seen=seen, ways=list(weights.statistics()["bytes_by_transport"]), code=train
     assert found["code"] == 0
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
+@everywhere
 def test_tensors_that_move_within_memory_that_readers_know(device, way, server):
     """As an allocator does it: what is registered next overlaps what was, and its readers stay with their transport."""
     story = """
@@ -132,7 +154,7 @@ say(seen=seen, ways=list(weights.statistics()["bytes_by_transport"]), code=train
     assert found["code"] == 0
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
+@everywhere
 def test_a_source_that_is_killed_takes_nobody_with_it(device, way, server):
     """Its memory on the device goes with it, in mid-read: the reader lives, and takes the rest from another."""
     story = """
@@ -142,11 +164,7 @@ other.do("weights.replicate(1)")
 for attempt in range(3):
     weights, tensors = join(f"rollout-{attempt}")
     if attempt == 0:
-        def kill():
-            while weights.progress[0] == 0 and weights.version is None:
-                time.sleep(0.0005)
-            trainer.process.kill()
-        threading.Thread(target=kill).start()
+        midway(weights, lambda: (trainer.process.kill(), trainer.process.wait(60)))
     say(**{f"replicate{attempt}": error_of(weights.replicate, 1), f"right{attempt}": is_right(tensors, 1)})
     weights.close()
 say(killed=trainer.process.wait(60), code=other.ends())
@@ -159,7 +177,7 @@ say(killed=trainer.process.wait(60), code=other.ends())
     assert found["code"] == 0
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
+@everywhere
 def test_a_reader_that_is_killed_takes_nobody_with_it(device, way, server):
     story = """
 weights, tensors = join("trainer")
@@ -185,7 +203,7 @@ say(code=late.ends())
     assert found["code"] == 0, "it has read what was published after that"
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
+@everywhere
 def test_memory_that_a_source_frees_while_it_is_published(device, way, server):
     """Whoever reads by address may still find there what was: right bytes, or an error. Both devices go on."""
     story = """
@@ -241,11 +259,11 @@ say(code=code, closed=closed - before, ended=ended - before, left=torch.cuda.mem
 
 @pytest.mark.gpu
 @on_a_device
-@pytest.mark.parametrize("way", ["tcp", "local,nixl,tcp"])
+@pytest.mark.parametrize("way", ["tcp", "cuda", "local,nixl,tcp"])
 def test_memory_in_segments_that_can_grow(way, server, monkeypatch):
-    """CUDA IPC cannot hand out such memory in the old way: then it goes by another transport."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    """CUDA IPC cannot hand out such memory in the old way; torch shares it by file descriptors."""
+    for name, value in GROWING.items():
+        monkeypatch.setenv(name, value)
     story = """
 trainer = Peer("trainer")
 trainer.do("write(tensors, 1); weights.publish(1)")
@@ -256,4 +274,122 @@ say(ways=list(weights.statistics()["bytes_by_transport"]), code=trainer.ends())
     found = told(story, "cuda:0", way, server.address)
     assert found["replicate"] == {"value": 1}
     assert found["right"] is True
+    assert found["ways"] == [way] or "," in way
+    assert found["code"] == 0
+
+
+@pytest.mark.gpu
+@on_a_device
+def test_a_source_that_is_stopped_is_read_to_its_end(server):
+    """Nothing of its interpreter is needed once its memory is open."""
+    story = """
+trainer = Peer("trainer")
+trainer.do("write(tensors, 1); weights.publish(1)")
+weights, tensors = join("rollout")
+midway(weights, lambda: trainer.process.send_signal(signal.SIGSTOP))
+say(replicate=error_of(weights.replicate, 1), right=is_right(tensors, 1))
+trainer.process.send_signal(signal.SIGCONT)
+say(code=trainer.ends())
+"""
+    found = told(story, "cuda:0", "cuda", server.address)
+    assert found == {"replicate": {"value": 1}, "right": True, "code": 0}
+
+
+@pytest.mark.gpu
+@on_a_device
+@pytest.mark.parametrize("grows", [False, True], ids=["default", "expandable"])
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "tensors['b'][-1] += 1; torch.cuda.synchronize()",
+        "free(tensors)",
+        "free(tensors); other = torch.full((SIZE,), 9.0, device=device); torch.cuda.synchronize()",
+    ],
+    ids=["overwritten", "freed", "freed and taken again"],
+)
+def test_memory_that_changes_while_it_is_read(deed, grows, server, monkeypatch):
+    """What came is right, or nothing came. The device goes on for both, and the next version comes."""
+    for name, value in GROWING.items() if grows else ():
+        monkeypatch.setenv(name, value)
+    story = """
+trainer = Peer("trainer")
+trainer.do("write(tensors, 1); weights.publish(1)")
+weights, tensors = join("rollout")
+midway(weights, lambda: trainer.do(DEED))
+found = error_of(weights.replicate, 1, timeout=8)
+say(found=found, is_well="kind" in found or is_right(tensors, 1), is_none="value" in found or weights.version is None)
+say(device=float(torch.ones(3, device=device).sum()))
+trainer.do("error_of(weights.unpublish); tensors = empty(); weights.register(tensors)")
+trainer.do("write(tensors, 2); weights.publish(2)")
+say(update=error_of(weights.update, 2), right=is_right(tensors, 2), code=trainer.ends())
+"""
+    found = told(f"DEED = {deed!r}\n{story}", "cuda:0", "cuda", server.address)
+    assert found["is_well"], found
+    assert found["is_none"], found
+    assert found["device"] == 3
+    assert (found["update"], found["right"], found["code"]) == ({"value": 2}, True, 0)
+
+
+FLIPS = {
+    "cuda": """
+from tensorhub.memory.cuda_sharing import OpenedCuda
+begin = OpenedCuda.__init__
+def flipped(opened, *arguments):
+    begin(opened, *arguments)
+    memory = torch.empty(0, dtype=torch.uint8, device=device).set_(opened._storages[0])
+    memory[4_000_000] ^= 1
+    torch.cuda.synchronize()
+OpenedCuda.__init__ = flipped
+""",
+    "tcp": """
+from tensorhub.memory.cuda import CudaCopier
+whole = CudaCopier.to_device
+def to_device(copier, copies):
+    whole(copier, copies)
+    tensors["a"].view(torch.uint8)[0] ^= 1
+    torch.cuda.synchronize()
+CudaCopier.to_device = to_device
+""",
+}
+
+
+@pytest.mark.gpu
+@on_a_device
+@pytest.mark.parametrize("way", FLIPS)
+def test_a_byte_that_is_wrong_on_the_device_is_found(way, server):
+    """By the digest that the device makes of what arrived, so that the way to it is checked too."""
+    story = """
+trainer = Peer("trainer")
+trainer.do("write(tensors, 1); weights.publish(1)")
+weights, tensors = join("rollout")
+FLIP
+found = error_of(weights.replicate, 1, timeout=8)
+say(found=found, version=weights.version)
+trainer.process.kill()
+"""
+    found = told(story.replace("FLIP", FLIPS[way]), "cuda:0", way, server.address)
+    assert "kind" in found["found"], found
+    assert found["version"] is None
+
+
+@pytest.mark.gpu
+@on_a_device
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="tests beside it use the device: run `make gpu`")
+def test_memory_of_a_device_gave_back_all_after_a_reader_was_killed(server):
+    """A reader that is killed has opened memory and cannot close it. It must not stay taken for that."""
+    story = """
+trainer = Peer("trainer")
+trainer.do("write(tensors, 1); torch.cuda.empty_cache(); weights.publish(1)")
+torch.ones(1, device=device)
+torch.cuda.synchronize()
+before = torch.cuda.mem_get_info()[0]
+reader = Peer("rollout")
+reader.ask("strike(weights); weights.replicate(1); time.sleep(60)")
+say(killed=reader.process.wait(60))
+trainer.do("error_of(weights.unpublish); weights.close(); tensors.clear(); torch.cuda.empty_cache()")
+say(freed=torch.cuda.mem_get_info()[0] - before, code=trainer.ends())
+"""
+    found = told(story, "cuda:0", "cuda", server.address)
+    assert found["killed"] == -9
+    assert found["freed"] > 256 << 20, found
     assert found["code"] == 0

@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "one_reader",
     "addresses",
-    "device",
     "busy",
     "sizes",
     "chunks",

@@ -1,6 +1,7 @@
 """Registered memory on a real CUDA device."""
 
 import ctypes
+import random
 import threading
 from collections.abc import Callable
 
@@ -143,6 +144,9 @@ def test_the_device_makes_the_digests_of_the_host() -> None:
 def test_every_length_has_the_digest_of_the_host() -> None:
     whole = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     there = whole.cuda()
+    for size_bytes in range(LEAST_BYTES + 1):  # what is shorter than the long path of xxh3 is the host's
+        given = register({"w": there[:size_bytes]}), register({"w": whole[:size_bytes]})
+        assert build_manifest(given[0], 4096) == build_manifest(given[1], 4096), size_bytes
     for size_bytes in [*range(LEAST_BYTES, 5001), *(k * 1024 + d for k in (8, 16, 64, 1023) for d in (-1, 0, 1, 64))]:
         inside = size_bytes % 17
         spans = Spans([0], [there.data_ptr() + inside], size_bytes)
@@ -190,3 +194,64 @@ def test_processes_read_from_each_other_by_the_way_that_their_memory_allows(allo
         found = reader.answer(60.0)
     assert found.get("path") == path, found
     assert torch.cuda.mem_get_info()[0] >= before - (64 << 20), "the device's memory is given back"
+
+
+def scattered(memory: torch.Tensor, size_bytes: int, mean_bytes: int, rng: random.Random) -> tuple[Spans, list[slice]]:
+    """A stream that lies in pieces of `memory`, with gaps between them, at any alignment."""
+    starts, places, at, used = [], [], 0, 0
+    while at < size_bytes:
+        length = min(rng.randint(1, 2 * mean_bytes), size_bytes - at)
+        used += rng.randint(0, 40)
+        starts.append(at)
+        places.append(slice(used, used + length))
+        at, used = at + length, used + length
+    assert used <= memory.nbytes
+    return Spans(starts, [memory.data_ptr() + place.start for place in places], size_bytes), places
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 100_003, 1 << 20])
+@pytest.mark.parametrize("mean_bytes", [30, 3000, 300_000])
+def test_what_lies_in_many_segments_is_copied_and_digested(mean_bytes: int, chunk_bytes: int) -> None:
+    size_bytes, rng = 3_000_001, random.Random(mean_bytes + chunk_bytes)
+    memory = torch.randint(0, 256, (6 * size_bytes,), dtype=torch.uint8, device="cuda")
+    other = torch.full_like(memory, 0xEE)
+    source, places = scattered(memory, size_bytes, mean_bytes, rng)
+    target, others = scattered(other, size_bytes, 3 * mean_bytes, rng)
+    torch.cuda.synchronize()
+    found = cuda_device.device_digests(0, source, Chunks(0, size_bytes, chunk_bytes), target)
+    host, copied = memory.cpu().numpy(), other.cpu().numpy()
+    data = b"".join(host[place].tobytes() for place in places)
+    expected = [data[at : at + chunk_bytes] for at in range(0, size_bytes, chunk_bytes)]
+    assert found == [xxhash.xxh3_128_digest(each) if len(each) >= LEAST_BYTES else b"" for each in expected]
+    assert b"".join(copied[place].tobytes() for place in others) == data
+    for place in others:
+        copied[place] = 0xEE
+    assert bool((copied == 0xEE).all()), "nothing beside the target was written"
+
+
+def test_windows_that_run_beside_each_other_do_not_disturb_each_other() -> None:
+    size_bytes, chunk_bytes = (5 << 28) + 12_345, 4 << 20  # two windows and a half
+    whole = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, device="cuda")
+    spans = Spans([0], [whole.data_ptr()], size_bytes)
+    data = memoryview(whole.cpu().numpy())
+    expected = [xxhash.xxh3_128_digest(data[at : at + chunk_bytes]) for at in range(0, size_bytes, chunk_bytes)]
+    for _ in range(20):
+        assert cuda_device.device_digests(0, spans, Chunks(0, size_bytes, chunk_bytes)) == expected
+
+
+def test_two_threads_and_the_kernels_of_the_user_go_side_by_side() -> None:
+    """Each thread meets the device for the first time."""
+    whole = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    spans, chunks = Spans([0], [whole.data_ptr()], whole.nbytes), Chunks(0, whole.nbytes, 1 << 20)
+    expected = cuda_device.device_digests(0, spans, chunks)
+    found: list[list[bytes]] = []
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+    threads = [
+        threading.Thread(target=lambda: found.append(cuda_device.device_digests(0, spans, chunks))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [expected] * 2
