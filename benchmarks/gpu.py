@@ -58,7 +58,7 @@ PARTS = (
     Part("training", 30),
     Part("layouts", 40),
     Part("tcp", 50),
-    Part("host_copy", 50),
+    Part("host_copy", 70),
     Part("rings", 50),
 )
 
@@ -168,7 +168,7 @@ class Run:
         if part.tests:
             command = ["-m", "pytest", *STORIES, *part.tests]
         else:
-            command = ["-m", "benchmarks.gpu_rows", part.name, self.device]
+            command = ["-m", f"{__package__}.gpu_rows", part.name, self.device]
         began = time.monotonic()
         self.log.write(f"=== {part.name}\n")
         process = subprocess.Popen(
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str]) -> int:
         return fetch(given.fetch)
     python = _python_with("torch")
     if python != sys.executable:
-        os.execv(python, [python, "-m", "benchmarks.gpu", *arguments])
+        os.execv(python, [python, "-m", f"{__package__}.gpu", *arguments])
     reason = "" if given.device == "cpu" else why_no_device()
     if reason:
         print(f"gpu: nothing was run: {reason}")

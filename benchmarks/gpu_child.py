@@ -207,6 +207,18 @@ class Device:
         seconds = self._seconds(run)
         return {"seconds": seconds, "began": began, "ended": began + seconds}
 
+    def refuse(self, ways: list[str]) -> None:
+        """From now on these ways to share memory on a device fail, as where the memory or the device cannot."""
+        from tensorhub.memory.cuda import CudaStream
+
+        def refused(*_: object) -> object:
+            raise tensorhub.errors.TransportMissing("refused, for a measurement")
+
+        for way in ways:
+            if not hasattr(CudaStream, way):
+                raise AttributeError(f"there is no such way: {way}")
+            setattr(CudaStream, way, refused)
+
     def statistics(self) -> dict[str, object]:
         return self.shards[0][0].statistics()
 

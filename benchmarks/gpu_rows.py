@@ -15,11 +15,10 @@ from statistics import median
 from .processes import Child, Failed, Server
 
 MIB, GIB = 1 << 20, 1 << 30
-MODULE = "benchmarks.gpu_child"
+MODULE = f"{__package__}.gpu_child"
 SHRINK = 1024  # of a rehearsal
 NO_COPIES: dict[str, object] = {"reliable": False, "prefetch": "never"}  # the last reliable holder copies to the host
 ASYNC = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
-THROUGH_HOST = {"TENSORHUB_CUDA_PEERS": "no"}  # as devices without peer access
 
 
 class Table:
@@ -128,7 +127,7 @@ class Table:
                 "multiprocessors": properties.multi_processor_count,
                 "uuid": str(properties.uuid),
                 "cuda": torch.version.cuda,
-                "driver": torch.cuda._driver_version() if hasattr(torch.cuda, "_driver_version") else "",
+                "driver": getattr(torch._C, "_cuda_getDriverVersion", int)(),
                 "kernels": reason or "they work",
             }
             print(json.dumps(found), flush=True)
@@ -197,15 +196,18 @@ class Table:
     def rings(self) -> None:
         """Memory that cannot be opened by another process, and devices that do not reach each other."""
         size = self.size(4 * GIB)
-        for what, environment, is_on_device in (
-            ("the same through the ring on the device", ASYNC, True),
-            ("the same through pinned shared memory, of the bus", THROUGH_HOST, False),
+        for what, environment, refused in (
+            ("the same through the ring on the device", ASYNC, []),
+            ("the same through pinned shared memory, of the bus", {}, ["share", "make_ring"]),
         ):
-            children = self.processes("source", "reader", source=environment, reader=environment)
+            is_on_device = not refused
+            children = self.processes("source", "reader", source=environment)
             try:
                 with Server() as server, children as (source, reader):
                     for child in (source, reader):
                         child.do("allocate", device=self.device, size_bytes=size)
+                    if self.is_real:
+                        source.do("refuse", ways=refused)
                     kind = "device" if is_on_device else "to_pinned"
                     limit = size / GIB / median(reader.do("copy", kind=kind, rounds=3))
                     seconds = self.versions(server, source, reader, self.cuda, 3)
@@ -237,7 +239,7 @@ class Table:
                 one.do("write", seed=version)
                 one.do("call", verb="publish", version=version, timeout=40)
                 if version == 1:
-                    one.do("await_host_copy", within_s=15.0)  # by then its memory is there, and prepared
+                    one.do("await_host_copy", within_s=25.0)  # by then its memory is there, and prepared
                 taken.append(one.do("call", verb="unpublish", timeout=40)["seconds"])
                 one.do("write", seed=0)
                 back.append(one.do("call", verb="replicate", spec=version, timeout=40)["seconds"])

@@ -30,7 +30,7 @@ PARTS = {
     "lateness",
 }
 
-NOT_EVERYWHERE = ("addresses", "fan_out", "faults", "faults_across", "masters", "taking_back", "device")  # root; a GPU
+NOT_EVERYWHERE = ("addresses", "fan_out", "faults", "faults_across", "masters", "taking_back")  # root
 
 
 @pytest.mark.processes
