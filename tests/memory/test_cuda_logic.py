@@ -3,17 +3,18 @@
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import xxhash
 
 from tensorhub.core.errors import TransferError, UsageError
-from tensorhub.memory import cuda, cuda_device
+from tensorhub.memory import cuda, cuda_device, cuda_sharing
 from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import Piece
 from tensorhub.memory.registration import register
@@ -383,3 +384,38 @@ def test_chunks_that_are_no_neighbours_are_hashed_in_one_go_for_each_device(monk
         assert stream.device_digests(chunk_bytes, wanted) == right
     assert calls == [0, 1, 0, 1, 1]
     assert stream.device_digests(90, [2, 3]) == {}, "they lie on the host in part"
+
+
+def test_memory_is_shared_opened_and_closed_on_a_stream_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch records, waits for and waits on the current stream there. The default one has the user's kernels."""
+    seen: list[tuple[str, object]] = []
+    stream: list[object] = ["the user's"]
+
+    @contextmanager
+    def on(found: object) -> Iterator[None]:
+        stream.append(found)
+        yield
+        stream.pop()
+
+    class Opened:
+        def data_ptr(self) -> int:
+            return 64
+
+        def __del__(self) -> None:
+            seen.append(("close", stream[-1]))
+
+    def opened(*handle: object) -> Opened:
+        seen.append(("open", stream[-1]))
+        return Opened()
+
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
+    monkeypatch.setattr(cuda_sharing, "stream_of", lambda device, purpose: "the library's")
+    monkeypatch.setattr(cuda_sharing, "_uuid", lambda device: "one")
+    storage = cuda_sharing._Storage(b"h", 100, 0, b"c", 0, b"e", True)
+    body = msgspec.msgpack.encode(cuda_sharing._Handles(1, "one", [storage, storage], [(40, 0, 0), (60, 1, 40)]))
+    memory = cuda_sharing.OpenedCuda(body, 0)
+    assert memory.spans == Spans([0, 40], [64, 104], 100)
+    del memory
+    assert seen == [(what, "the library's") for what in ("open", "open", "close", "close")]

@@ -7,11 +7,15 @@ and bytes, so they travel in messages of our own.
 What cannot be shared (cudaMallocAsync, memory that an engine made with cuMemCreate) is `TransportMissing`. It goes
 through a ring: memory that this library takes from the driver itself, because torch's allocator may be the very one
 that cannot share. A ring of host memory is registered with the driver at both ends.
+
+When torch shares memory it records an event on the current stream. When it opens memory it makes that stream wait for
+the event, and when it closes memory it waits for the stream. So all three happen on a stream of this library.
 """
 
 import ctypes
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,6 +28,7 @@ from ..core.errors import TransportMissing
 from ..transport.captures import beside_captures
 from ..transport.on_device import Shared
 from ..transport.scopes import scope
+from .cuda_device import stream_of
 from .host import Piece
 from .xxh3 import Spans
 
@@ -65,7 +70,7 @@ def share(pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> Shared:
     numbers: dict[int, int] = {}
     storages: list[_Storage] = []
     places: list[tuple[int, int, int]] = []
-    with beside_captures():
+    with _beside_all(memory[0].device.index):
         for piece, tensor in zip(pieces, memory, strict=True):
             storage = tensor.untyped_storage()
             base = storage.data_ptr()
@@ -107,12 +112,14 @@ class OpenedCuda:
         for length, storage, first in handles.pieces:
             if storage >= len(sizes) or first + length > sizes[storage]:
                 raise ValueError(f"a piece of {length} B at {first} is not inside its storage")
-        with beside_captures(), torch.cuda.device(index):
+        opened: list[torch.UntypedStorage] = []
+        weakref.finalize(self, _close, os.getpid(), index, opened)  # also where opening fails half-way
+        with _beside_all(index):
             try:
-                opened = [
+                opened.extend(
                     torch.UntypedStorage._new_shared_cuda(index, *msgspec.structs.astuple(it))
                     for it in handles.storages
-                ]
+                )
             except RuntimeError as error:
                 raise TransportMissing(f"the source's memory cannot be opened here: {error}", hint="use tcp") from error
         starts, addresses, at = [], [], 0
@@ -120,9 +127,26 @@ class OpenedCuda:
             starts.append(at)
             addresses.append(opened[storage].data_ptr() + first)
             at += length
-        self._storages = opened  # what keeps the memory open
+        self._storages = opened  # what keeps the memory open; nothing else may
         self.size_bytes = at
         self.spans = Spans(starts, addresses, at)
+
+
+def _close(process: int, index: int, opened: list[torch.UntypedStorage]) -> None:
+    """The driver refuses this to a thread beside a capture, as it does copies."""
+    if os.getpid() == process:  # a fork must not touch the device
+        with _beside_all(index):
+            opened.clear()
+
+
+@scope
+def _beside_all(index: int) -> Iterator[None]:
+    with (
+        beside_captures(),
+        torch.cuda.device(index),
+        torch.cuda.stream(stream_of(torch.device("cuda", index), "sharing")),
+    ):
+        yield
 
 
 def _uuid(device: torch.device) -> str:
