@@ -34,6 +34,7 @@ BUDGET_S = 470.0
 FOR_TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 GLIBC = (17, 24, 27, 28)  # 2.x: wheels name the oldest that they run with
 STORIES = ("-m", "gpu", "-v", "--color=no", "-p", "no:cacheprovider", "--no-header")
+SIDE_BY_SIDE = str(max(2, min(8, len(os.sched_getaffinity(0)) // 2)))  # each story has three processes
 TOLD = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED)\s+(tests/\S+)|(tests/\S+)\s+(PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
@@ -49,7 +50,7 @@ class Part:
 PARTS = (
     Part("device", 60),
     Part("kernels", 60, ("tests/memory/test_cuda.py",)),
-    Part("stories", 150, ("tests/device", "-n", "8", "--dist", "load")),
+    Part("stories", 150, ("tests/device", "-n", SIDE_BY_SIDE, "--dist", "load")),
     Part("memory", 50, ("tests/device", "-k", "gave_back or nothing_stays")),  # alone: they count the device's memory
     Part("digests", 25),
     Part("publish", 25),
