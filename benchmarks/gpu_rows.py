@@ -278,7 +278,8 @@ class Table:
             shape, count = [256, 256], 4
         size = count * shape[0] * shape[1] * 2
         with Server() as server, self.processes("source", "reader") as (source, reader):
-            options = {"server": server.address, "model": self.model(), **NO_COPIES}
+            ways = "cuda,local,tcp" if self.is_real else "local,tcp"
+            options = {"server": server.address, "model": self.model(), "transports": ways, **NO_COPIES}
             cut = {"device": self.device, "shape": shape, "count": count, "shards": 2}
             source.do("open_shards", replica="trainer", dim=0, **cut, **options)
             seconds, staging = [], []
