@@ -24,7 +24,8 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "safetensors.torch",
     "tensorhub.integrations.fsdp",
-    "tensorhub.runtime.client",
+    "tensorhub.runtime.opening",
+    "tensorhub.memory.cuda",
 ]
 
 _context = multiprocessing.get_context("forkserver")
