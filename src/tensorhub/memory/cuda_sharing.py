@@ -90,7 +90,10 @@ def share(pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> Shared:
 
 
 def _give_up(storages: Sequence[_Storage]) -> None:
-    """The reader has not opened them: torch would keep the memory for it for good."""
+    """The reader has not opened them, or has died since: torch would keep the memory for it for good.
+
+    Where the reader has closed them in order this counts below zero, which is no reader for torch either.
+    """
     for it in storages:
         torch.UntypedStorage._release_ipc_counter_cuda(it.counter_handle, it.counter_offset)
 

@@ -10,7 +10,8 @@ There are three ways, and a pair takes the first that both ends can:
 
 What is said over a unix socket, after the greetings and the manifest:
 
-    source  SHARED   the seal, the id of the registration, and the descriptor of a pipe that closes with it
+    source  SHARED   the seal, the id of the registration, and two ends of pipes: one that closes with the registration,
+                     and one that the reader closes with the memory that it has opened
     reader  OPEN     `number` is the way that it asks for; OPENED: it has opened what was offered last, or long before
     source  OFFER    `number` is that way or, where the source cannot, a later one; what opens the memory. Of a ring:
                      the size and the number of its slots, and a handle (RING) or a descriptor (PINNED)
@@ -22,7 +23,8 @@ it before it hangs up, and the source after that. A source that is stopped feeds
 
 Why what was read is right: a chunk counts only if the source's seal was seen after the copy, as with `local`, and if
 the digest that the device made of the copied bytes is the announced one. Why memory does not stay: the reader lets go
-of what it has opened as soon as the pipe closes, which it does when the source registers anew, closes or dies.
+of what it has opened as soon as the pipe closes, which it does when the source registers anew, closes or dies. And
+the source gives up what a reader had opened as soon as the other pipe closes, which it does when that reader dies.
 """
 
 import contextlib
@@ -101,20 +103,87 @@ class CudaSettings:
             raise UsageError(f"device_share={self.device_share!r} is not above 0 and up to 1")
 
 
-class Lifeline:
+class Ends:
+    """Ends of pipes that are closed together. No forked child keeps them."""
+
+    def __init__(self, make: Callable[[], tuple[int, ...]]) -> None:
+        with opening():
+            self._numbers = make()
+            track(self)
+        self.close = weakref.finalize(self, _close, *self._numbers)
+
+    def descriptors(self) -> tuple[int, ...]:
+        return self._numbers if self.close.alive else ()
+
+
+class Lifeline(Ends):
     """The id of a registration, and a pipe that is open as long as it lasts."""
 
     def __init__(self) -> None:
         self.id = secrets.token_bytes(ID_BYTES)
-        with opening():
-            self.end, self._open = os.pipe()
-        self.close = weakref.finalize(self, _close, self.end, self._open)
+        super().__init__(os.pipe)
+        self.end, _ = self._numbers
 
 
 def _close(*descriptors: int) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+class Watch:
+    """Waits, in a thread, for pipes to close. What is then due is done in that thread."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, tuple[Ends, Callable[[], object]]] = {}
+        self._lock = threading.Lock()
+        self._wake: Ends | None = None
+
+    def when_closed(self, pipe: Ends, due: Callable[[], object]) -> None:
+        """`pipe` is the reading end of one. Raises `Unavailable` where no thread can be started."""
+        (number,) = pipe.descriptors()
+        with self._lock:
+            if self._wake is None:
+                wake = Ends(os.pipe)
+                start(Thread(self._run, name="tensorhub-cuda-watch", args=wake.descriptors()[:1]))
+                self._wake = wake
+            self._due[number] = pipe, due
+            self._tell(b"+")
+
+    def _run(self, wake: int) -> None:
+        while True:
+            poll = select.poll()
+            poll.register(wake, select.POLLIN)
+            with self._lock:
+                for number in self._due:
+                    poll.register(number, 0)  # a hang-up is always told
+            for ready, _ in poll.poll():
+                if ready == wake:
+                    if os.read(wake, 4096).endswith(b"-"):
+                        return self._end()
+                    continue
+                with self._lock:
+                    pipe, due = self._due.pop(ready)
+                pipe.close()
+                due()
+
+    def _end(self) -> None:
+        with self._lock:
+            assert self._wake is not None
+            for pipe in (self._wake, *(pipe for pipe, _ in self._due.values())):
+                pipe.close()
+            self._due.clear()
+            self._wake = None
+
+    def close(self) -> None:
+        """Wait for nothing any more. Nothing is done for what is still open."""
+        with self._lock:
+            if self._wake is not None:
+                self._tell(b"-")
+
+    def _tell(self, word: bytes) -> None:
+        assert self._wake is not None
+        os.write(self._wake.descriptors()[1], word)
 
 
 class Pages:
@@ -204,6 +273,7 @@ class CudaServer(LocalServer):
 
     def __init__(self, settings: TcpSettings, place: Place, ring_bytes: int) -> None:
         self._lifelines: weakref.WeakKeyDictionary[ByteStream, Lifeline] = weakref.WeakKeyDictionary()
+        self._watch = Watch()
         self._ring_bytes = ring_bytes
         self._feeds: dict[Wire, Feed] = {}
         self._feeding = threading.Lock()  # one ring is made at a time, so that their sum has a limit
@@ -225,14 +295,25 @@ class CudaServer(LocalServer):
         with self._changed:
             lifeline = self._lifelines.setdefault(stream, Lifeline())
         body = SEAL.pack(served.seal.address, served.seal.value) + lifeline.id
-        send_with_descriptors(wire, SHARED, 0, body, [lifeline.end])
+        reader = Ends(os.pipe)  # its writing end is the reader's alone, once this process has closed its own
+        try:
+            if not send_with_descriptors(wire, SHARED, 0, body, [lifeline.end, reader.descriptors()[1]]):
+                raise Garbled("too many descriptors are on their way", "short")
+            self._agree(wire, served, reader.descriptors()[0], may_feed=not hello.has_pieces)
+        finally:
+            reader.close()
+
+    def _agree(self, wire: Wire, served: Served, pipe: int, *, may_feed: bool) -> None:
+        """Offer ways until the reader takes one. It closes the other end of `pipe` with memory that it has opened."""
         patience_s = self._settings.patience_s  # a reader may have thousands of tensors to open
         wire.limit_waits(receive_s=patience_s, send_s=patience_s)
         way = _asked_way(wire, after=OPENED)
         while way != OPENED:
-            way, take_back = self._offer(wire, served, way, may_feed=not hello.has_pieces)
+            way, take_back = self._offer(wire, served, way, may_feed=may_feed)
             try:
-                way = _asked_way(wire, after=way)
+                offered, way = way, _asked_way(wire, after=way)
+                if way == OPENED and offered == MEMORY:
+                    self._watch.when_closed(Ends(lambda: (os.dup(pipe),)), take_back)
             except BaseException:
                 take_back()
                 raise
@@ -359,6 +440,7 @@ class CudaServer(LocalServer):
 
     def close(self) -> None:
         super().close()
+        self._watch.close()
         for lifeline in list(self._lifelines.values()):
             lifeline.close()
 
@@ -386,61 +468,26 @@ class Peers:
     def __init__(self, settings: CudaSettings) -> None:
         self.settings = settings
         self._known: dict[bytes, Opened | int] = {}
-        self._lock = threading.Lock()
-        self._wake: tuple[int, int] | None = None
-        self._pipes: dict[int, bytes] = {}
+        self._watch = Watch()
 
     def known(self, registration: bytes) -> Opened | int | None:
         """The memory, if it is open, or else the way that was taken."""
-        with self._lock:
-            return self._known.get(registration)
+        return self._known.get(registration)
 
-    def keep(self, registration: bytes, known: Opened | int, pipe: int) -> None:
-        """Until its source lets it go. `pipe` stays the caller's."""
-        with opening():
-            mine = os.dup(pipe)
-        with self._lock:
-            self._known[registration] = known
-            self._pipes[mine] = registration
-            if self._wake is None:
-                self._wake = os.pipe()
-                start(Thread(self._watch, name="tensorhub-cuda-watch"))
-            os.write(self._wake[1], b"+")
-
-    def _watch(self) -> None:
-        """The thread that waits for pipes to close."""
-        while True:
-            with self._lock:
-                if self._wake is None:
-                    return
-                wake, pipes = self._wake[0], list(self._pipes)
-            poll = select.poll()
-            poll.register(wake, select.POLLIN)
-            for pipe in pipes:
-                poll.register(pipe, 0)  # a hang-up is always told
-            for ready, _ in poll.poll():
-                if ready == wake:
-                    if os.read(wake, 4096).endswith(b"-"):
-                        self._end()
-                        return
-                    continue
-                with self._lock:
-                    self._known.pop(self._pipes.pop(ready), None)
-                os.close(ready)
-
-    def _end(self) -> None:
-        with self._lock:
-            assert self._wake is not None
-            _close(*self._wake, *self._pipes)
-            self._pipes.clear()
-            self._known.clear()
-            self._wake = None
+    def keep(self, registration: bytes, known: Opened | int, pipes: Sequence[int]) -> None:
+        """Until its source lets it go. The pipes, as they came with SHARED, stay the caller's."""
+        lifeline, mine = (Ends(lambda number=number: (os.dup(number),)) for number in pipes)  # type: ignore[misc]
+        if isinstance(known, int):
+            mine.close()
+        else:
+            weakref.finalize(known, lambda end: end.close(), mine)
+        self._known[registration] = known
+        self._watch.when_closed(lifeline, lambda: self._known.pop(registration, None))
 
     def close(self) -> None:
         """Let go of everything."""
-        with self._lock:
-            if self._wake is not None:
-                os.write(self._wake[1], b"-")
+        self._watch.close()
+        self._known.clear()
 
 
 class CudaTransport(LocalTransport):
@@ -547,11 +594,11 @@ class CudaStream(AnnouncedStream):
         manifest = super().receive_manifest()
         with contextlib.closing(Received()) as received:
             kind, length, _ = self._next_with(received)
-            if kind != SHARED or length != SEAL.size + ID_BYTES or len(received.descriptors()) != 1:
+            if kind != SHARED or length != SEAL.size + ID_BYTES or len(received.descriptors()) != 2:
                 raise Garbled(f"a frame of kind {kind} with {length} B where SHARED was due")
             body = bytes(self.wire.receive_body(length, length))
             self._prove(*SEAL.unpack_from(body))
-            self._open(stream, body[SEAL.size :], received.descriptors()[0])
+            self._open(stream, body[SEAL.size :], received.descriptors())
         return manifest
 
     def _next_with(self, received: Received) -> tuple[int, int, int]:
@@ -567,7 +614,7 @@ class CudaStream(AnnouncedStream):
             return super().receive_header()
         return receive_header(self.wire, self._received)
 
-    def _open(self, stream: OnDevice, registration: bytes, pipe: int) -> None:
+    def _open(self, stream: OnDevice, registration: bytes, pipes: Sequence[int]) -> None:
         """Have the memory open by the first way that both ends can. Raises `TransportMissing`."""
         known = self._its.peers.known(registration)
         way = known if isinstance(known, int) else MEMORY
@@ -587,7 +634,7 @@ class CudaStream(AnnouncedStream):
                         raise
         self.wire.send_frame(OPEN, OPENED)
         if known is None and (self._source is not None or way != MEMORY):
-            self._its.peers.keep(registration, way if self._source is None else self._source, pipe)
+            self._its.peers.keep(registration, way if self._source is None else self._source, pipes)
 
     def _receive_offer(self, asked: int, received: Received) -> bytes:
         kind, length, way = self._next_with(received)

@@ -15,7 +15,7 @@ class Shared:
     """What one reader needs to open a stream's memory."""
 
     body: bytes
-    give_up: Callable[[], object]  # to be called where the reader has not opened it
+    give_up: Callable[[], object]  # to be called where the reader has not opened it, or has let it go, perhaps by dying
 
 
 class Opened(Protocol):
