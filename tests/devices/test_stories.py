@@ -22,11 +22,12 @@ WAYS = {
     "tcp": Way("tcp", "tcp"),
     "tcp, for memory that cannot be shared": Way("tcp", "cuda,tcp", is_shareable=False),
 }
+LONG = {name: pytest.mark.long for name, way in WAYS.items() if not way.is_shareable}  # as tcp, after a refusal
 NO_SOURCE = ("VersionUnavailable", "DeadlineExceeded", "SourceLost")  # the reader is told that nobody has it
 NOT_TAKEN = (*NO_SOURCE, "CorruptTransfer")
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=[pytest.param(name, marks=LONG.get(name, ())) for name in WAYS])
 def way(request):
     return WAYS.get(request.param, request.param)
 
