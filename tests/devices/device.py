@@ -116,7 +116,8 @@ def pages(size_bytes: int) -> int:
 def install() -> None:
     """From now on this process has a device."""
     cuda.CudaCopier = Copier  # type: ignore[misc]
-    cuda.synchronize = lambda device: None
+    cuda.synchronize = cuda.note_call = lambda device: None
+    cuda.unmapped = lambda pieces: []
     cuda_device.why_not = lambda index: None
     cuda_device.device_digests = device_digests
     cuda_sharing.share = share

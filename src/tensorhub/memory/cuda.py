@@ -37,6 +37,7 @@ from .xxh3 import Chunks, NoRoom, Spans
 
 MANY_PIECES = 16  # of a block: from here on two copies and a few kernels cost less than a copy for each
 GRANULE_BITS = 21  # 2 MiB: what a device maps at once
+INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: the driver knows no such address
 MAPPED = 13  # CU_POINTER_ATTRIBUTE_MAPPED: is there memory behind this address
 
 _log = logging.getLogger(__name__)
@@ -134,8 +135,9 @@ def _can_tell(device: str) -> bool:
 
 
 def _has_memory(address: int) -> bool:
-    ask, answer = _pointer_question(), ctypes.c_uint64(0)
-    return ask is not None and ask(ctypes.byref(answer), MAPPED, ctypes.c_uint64(address)) == 0 and answer.value != 0
+    ask, answer = _pointer_question(), ctypes.c_uint64(1)
+    status = ask(ctypes.byref(answer), MAPPED, ctypes.c_uint64(address)) if ask is not None else 0
+    return status != INVALID_VALUE and answer.value != 0
 
 
 @cache

@@ -145,6 +145,7 @@ def _made(device: torch.device) -> torch.cuda.Stream:
     except (OSError, AttributeError):
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
+        torch.cuda.mem_get_info(device)  # makes the device's context the thread's, where it is the first call of one
         is_made = create(ctypes.byref(handle), NON_BLOCKING, LOWEST_PRIORITY) == 0
     if not is_made:
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
