@@ -20,6 +20,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy as shallow_copy
 from functools import cache
 
 import torch
@@ -27,11 +28,13 @@ import torch
 from ..core.errors import TransferError, UsageError
 from ..transport.captures import beside_captures
 from ..transport.on_device import Opened, RingMemory, Shared
-from . import cuda_device
+from ..transport.vectors import Addresses
+from . import cuda_device, guarded
 from .cuda_device import recorded, stream_of, wait_for
 from .digests import digest
 from .guarded import Freed
 from .host import Piece, host_view
+from .pinned import CudaRegistrar
 from .staging import Copy, StagedStream, StagingRing
 from .xxh3 import Chunks, NoRoom, Spans
 
@@ -244,6 +247,17 @@ class CudaStream(StagedStream):
                     made[at] = digest(views)
         return made
 
+    # -- for host copies (pinned.py) -----------------------------------------------------------------------------------
+
+    def registrar(self) -> CudaRegistrar:
+        return CudaRegistrar(next(piece.device for piece in self._pieces if piece.device != "cpu"))
+
+    def copy_to_host(self, start: int, stop: int, address: int) -> None:
+        self._cuda.copy_directly(self._portions(start, stop), address, to_host=True)
+
+    def copy_to_device(self, start: int, stop: int, address: int) -> None:
+        self._cuda.copy_directly(self._portions(start, stop), address, to_host=False)
+
 
 def _index(name: str) -> int:
     return torch.device(name).index or 0
@@ -367,6 +381,23 @@ class CudaCopier:
                         self._launch(device, its, is_to_host=is_to_host)
         except RuntimeError as error:
             raise TransferError(f"copying between host and {', '.join(map(str, by_device))} failed: {error}") from error
+
+    def copy_directly(self, portions: Sequence[tuple[int, int, int]], address: int, *, to_host: bool) -> None:
+        """Between (piece, begin, end) and one range of host memory, which is registered. Raises `Freed`."""
+        copies, size_bytes = list[Copy](), 0
+        for index, begin, end in portions:
+            piece, at = self._pieces[index], address + size_bytes
+            if self._bytes[index] is not None:
+                copies.append(Copy(index, begin, size_bytes, end - begin))
+            else:
+                first, last = piece.start + begin, piece.start + end
+                theirs = Addresses.of_ranges([(piece.address + begin, end - begin)], first)
+                ours = Addresses.of_ranges([(at, end - begin)], first)
+                guarded.copy(*((theirs, ours) if to_host else (ours, theirs)), first, last)
+            size_bytes += end - begin
+        with_memory = shallow_copy(self)  # the same streams, and this memory in place of the ring's
+        with_memory._staging = torch.frombuffer(host_view(address, size_bytes, None), dtype=torch.uint8)
+        (with_memory.to_host if to_host else with_memory.to_device)(copies)
 
     def _launch(self, device: torch.device, copies: Sequence[Copy], *, is_to_host: bool) -> None:
         """Many go by way of one buffer on the device, if it has room for that.

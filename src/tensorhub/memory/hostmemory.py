@@ -10,10 +10,14 @@ other workers have mapped for good: it is theirs too, and is given back when the
 Memory that is not there is not taken either: what the limits of our cgroups and the host leave is looked at before, and
 again while a new copy is written (`room`), for whoever touches more is killed.
 
+Memory for copies of tensors on devices is registered with CUDA, as far as the limit on pinned memory allows (`pinned`):
+ahead of need by `prepare`, in a thread that ends by itself, and otherwise by the copy that needs it.
+
 Never: take memory beyond the limit, or hand out memory that somebody else has; or keep alive the tensors whose layout
 the memory has.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -23,14 +27,19 @@ from dataclasses import replace
 import numpy as np
 
 from ..core.errors import Closed, HostMemoryFull, InvariantViolation
+from ..transport import sealed
 from ..transport.base import ByteStream
 from ..transport.sealed import AT_ONCE_BYTES, Sealed, Shared, Unmappable
+from ..transport.threads import Thread
 from . import guarded
 from .host import HostStream, Piece
 from .in_place import InPlace
 from .parallel import in_parallel
+from .pinned import PinnedMemory, Registrar, reserve, within_steps
 from .registration import Registration
 from .room import HINT, MOST_COPIES, SPARE_BYTES, Footing, Room, copies_that_fit, room, size_text
+
+_log = logging.getLogger(__name__)
 
 MOST_THREADS = 4  # for one copy: more only fight for the memory bus
 
@@ -47,9 +56,11 @@ class HostMemory:
         most: int = MOST_COPIES,
         had: int = 0,
         taken_bytes: int = 0,
+        pinned_bytes: int | None = None,
     ) -> None:
         """`limit_bytes` for all copies together; None: `most` copies, or as many as there is room for now.
 
+        `pinned_bytes` limits the pinned memory of this process; None: a share of the host's memory.
         `look` says what is left to take. Beside that, `taken_bytes` are in copies that are there already, of former
         tensors: `had` of them have this layout, and so many are allowed in any case.
         """
@@ -69,6 +80,11 @@ class HostMemory:
         self._used = 0
         self._is_retired = False
         self._lock = threading.Lock()
+        self.why_pageable = ""  # why the newest copy is pageable, for tensors on devices
+        self._said: set[str] = set()
+        self._pinned_limit = pinned_bytes
+        self._preparing: Thread | None = None
+        self._is_taken = threading.Event()  # nothing is prepared any more
 
     @property
     def used_bytes(self) -> int:
@@ -85,6 +101,67 @@ class HostMemory:
         """Other tensors are registered: what is free, or will be, is given back."""
         with self._lock:
             self._free, self._is_retired = None, True
+            self._is_taken.set()
+
+    def close(self) -> None:
+        """Nothing is prepared any more. Blocks until the thread that prepares has ended; any thread may call it."""
+        self._is_taken.set()
+        if self._preparing is not None:
+            self._preparing.join()
+
+    def prepare(self, registrar: Registrar) -> None:
+        """Touch and register memory for the first copy, in a thread of its own.
+
+        Does nothing where there is a copy already, or no room for two.
+        """
+        with self._lock:
+            is_wanted = self.most and self._shape.size_bytes and not self._is_taken.is_set()
+            if not is_wanted or self._preparing is not None:
+                return
+            thread = Thread(self._prepare, name="tensorhub-prepare", args=(registrar,))
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:
+                _log.debug("no host copy is prepared: %s", error)  # the copy itself registers what it needs
+            else:
+                self._preparing = thread
+
+    def _prepare(self, registrar: Registrar) -> None:
+        try:
+            copy = on_host(self._shape, self._look, self._shape.size_bytes)
+        except (HostMemoryFull, MemoryError) as error:
+            _log.info("no host copy is prepared: %s", error)
+            return
+        if not self.pin(copy, registrar):
+            return
+        with self._lock:
+            if self._is_taken.is_set():
+                return
+            self._free = copy
+        stream = copy.stream
+        assert isinstance(stream, CopyStream), "new memory"
+        try:
+            for start, stop in within_steps(0, stream.size_bytes):
+                if self._is_taken.is_set() or not stream.register(start, stop):
+                    break
+        except HostMemoryFull as error:
+            _log.info("no host copy is prepared: %s", error)
+            with self._lock:
+                self._free = self._free if self._free is not copy else None
+        self.note_pageable(stream.why_pageable)
+
+    def pin(self, copy: Registration, registrar: Registrar) -> bool:
+        """Its memory may be registered with CUDA. Where it may not, `why_pageable` says why, and the log once."""
+        assert isinstance(copy.stream, CopyStream), "a copy of another pool"
+        self.note_pageable(copy.stream.pin(registrar, self._pinned_limit))
+        return not self.why_pageable
+
+    def note_pageable(self, why: str) -> None:
+        """Why a copy is pageable; empty where it is not."""
+        if why and why not in self._said:
+            self._said.add(why)
+            _log.warning("host copies are pageable, at about a seventh of the bus' rate: %s", why)
+        self.why_pageable = why
 
     def take(self, *, is_ahead: bool = False) -> Registration:
         """Memory for one copy, as a registration of the same layout. Raises `HostMemoryFull`.
@@ -96,6 +173,7 @@ class HostMemory:
             if free is None and self._used >= self.most:
                 raise HostMemoryFull(f"{self._used} host copies are the most under the limit on host memory")
             self._used += 1
+            self._is_taken.set()  # it registers by itself what it needs
         if free is not None:
             return free
         try:
@@ -113,6 +191,7 @@ class HostMemory:
         """What all copies together may take and what is there, in words."""
         size_bytes, found = self._shape.size_bytes, self._look()
         text = f"{size_text(self.limit_bytes)} of host memory ({self.most} of {size_text(size_bytes)})"
+        text = f"{text}, pageable: {self.why_pageable}" if self.why_pageable else text
         return f"{text}; {found.limit} leaves {size_text(found.left_bytes)}" if found is not None else text
 
     @property
@@ -136,6 +215,8 @@ class CopyStream(HostStream):
         super().__init__(pieces)
         self.pieces = pieces
         self._footing = footing
+        self._pinned: PinnedMemory | None = None
+        self._pinning = threading.Lock()
 
     @property
     def is_short(self) -> bool:
@@ -156,6 +237,36 @@ class CopyStream(HostStream):
                 if isinstance(owner, Sealed):
                     owner.have_large_pages(start - start % AT_ONCE_BYTES, min(stop + -stop % AT_ONCE_BYTES, piece.stop))
         return super().writing(start, stop)
+
+    def pin(self, registrar: Registrar, limit_bytes: int | None) -> str:
+        """Let it be registered with CUDA from now on. Returns why it may not; empty where it may."""
+        with self._pinning:
+            if self._pinned is None:
+                owner = next((each for piece in self.pieces for each in piece.owners), None)
+                if not isinstance(owner, Sealed):
+                    return f"this memory has no file: {sealed.why_not()}"
+                found = reserve(owner, registrar, limit_bytes)
+                if isinstance(found, str):
+                    return found
+                self._pinned = found
+        return self._pinned.why_not
+
+    def register(self, start: int, stop: int) -> bool:
+        """Have these bytes touched and registered, after `pin`. Raises `HostMemoryFull`.
+
+        Returns False, with `why_pageable`, where CUDA refuses.
+        """
+        assert self._pinned is not None, "memory that may not be registered"
+        for first, last in self._pinned.missing(start, stop):
+            with self.writing(first, last):
+                if not self._pinned.register(first, last):
+                    return False
+        return True
+
+    @property
+    def why_pageable(self) -> str:
+        """Why CUDA has refused some of it."""
+        return self._pinned.why_not if self._pinned is not None else ""
 
     def took(self, size_bytes: int) -> None:
         """Raises `HostMemoryFull` where there is no room to go on: whoever has written that much stops there."""

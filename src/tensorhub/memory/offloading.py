@@ -1,8 +1,11 @@
-"""Copies a registration's bytes to a host copy in the mover's threads, which do not need the interpreter.
+"""Copies between registered memory and host copies at the machine's rate.
 
-Python looks at what room there is before each 64 MiB, and is asked nothing else: a trainer that computes in Python goes
-on meanwhile, and a copy that it does not wait for is not slowed down by that. Where the mover is missing, or the bytes
-do not lie on the host, or their digests are of another kind, `hostmemory.copy_stream` does the same in Python.
+1. Of tensors on the host: the mover's threads copy, which do not need the interpreter. Python looks at what room there
+   is before each 64 MiB, and is asked nothing else. So a trainer that computes in Python goes on meanwhile.
+2. Of tensors on devices: the device copies to and from registered memory (`pinned`). Several threads wait for it, each
+   for a run of its own, and hash on the host what has arrived there while the device copies further runs.
+
+Where neither is possible, `hostmemory.copy_stream` does the same in Python.
 
 It must never: read registered memory itself, or take a chunk for good that has another digest.
 """
@@ -18,10 +21,15 @@ from ..transport.located import bare_addresses
 from ..transport.native import load, shapes
 from ..transport.rows import table_of
 from ..transport.sealed import large_of
-from .digests import ALGORITHM
+from . import pinned
+from .digests import ALGORITHM, MAX_THREADS, OnDevice
+from .fill import FillSink
 from .guarded import Freed
 from .host import HostStream
-from .hostmemory import MOST_THREADS
+from .hostmemory import MOST_THREADS, CopyStream, HostMemory
+from .parallel import in_parallel
+from .pinned import Direct, within_steps
+from .registration import Registration
 from .room import STEP_BYTES
 
 TILE_BYTES = 256 << 10  # copied, then hashed in the near cache
@@ -80,3 +88,70 @@ def offload(
                 judge(chunk, views)
             raise InvariantViolation(f"chunk {chunk} has two digests")
     return True
+
+
+# --- tensors on devices -----------------------------------------------------------------------------------------------
+
+
+def copy_directly(
+    device: ByteStream,
+    copy: Registration,
+    pool: HostMemory | None,
+    manifest: Manifest,
+    *,
+    to_host: bool,
+    on_chunk: Callable[[int], None],
+    is_over: Callable[[], bool],
+) -> bool:
+    """Copy all of it between devices and a host copy of this pool. Blocks. False: the host copy is pageable.
+
+    `on_chunk` gets each chunk's number once it is copied, in several threads. Raises what it raises, `Freed`, `Closed`,
+    and `HostMemoryFull`.
+    """
+    if pool is None or not isinstance(device, Direct) or not manifest.size_bytes:
+        return False
+    if not pool.pin(copy, device.registrar()):
+        return False
+    host, size = copy.stream, manifest.chunk_bytes
+    assert isinstance(host, CopyStream), "a host copy that lies elsewhere"
+    move, address = device.copy_to_host if to_host else device.copy_to_device, host.pieces[0].address
+
+    def one(run: range) -> None:
+        if is_over():
+            raise Closed("the copy was given up")
+        start, stop = run.start * size, min(run.stop * size, manifest.size_bytes)
+        if host.why_pageable or not host.register(start, stop):
+            return
+        for first, last in within_steps(start, stop):
+            move(first, last, address + first)
+        for chunk in run:
+            on_chunk(chunk)
+
+    step, count = max(1, pinned.STEP_BYTES // size), manifest.chunk_count
+    runs = [range(first, min(first + step, count)) for first in range(0, count, step)]
+    in_parallel(one, runs, threads=_thread_count(), name="copy")
+    pool.note_pageable(host.why_pageable)
+    return not host.why_pageable
+
+
+def check_filled(fill: FillSink, target: ByteStream, source: ByteStream) -> None:
+    """Judge what was copied directly: on the device, where it hashes. What it does not hash as it lies in the copy.
+
+    Raises `Freed`, and `CorruptTransfer`.
+    """
+    manifest = fill.manifest
+    found = target.device_digests(manifest.chunk_bytes) if isinstance(target, OnDevice) else {}
+    every = range(manifest.chunk_count)
+    for run in [every] if len(found) == len(every) else [range(chunk, chunk + 1) for chunk in found]:
+        fill.take(run, [found[chunk] for chunk in run])
+
+    def one(chunk: int) -> None:
+        with source.reading(*manifest.chunk_range(chunk)) as views:
+            fill.accept(chunk, views)
+
+    in_parallel(one, [chunk for chunk in every if chunk not in found], threads=_thread_count(), name="digest")
+
+
+def _thread_count() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_THREADS)

@@ -270,6 +270,8 @@ class Client:
         published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
         if self.driver.data.unserved is not None:
             raise self.driver.data.unserved
+        if registration is not None:
+            self.driver.data.copies.prepare(registration)
         return published
 
     async def _hashed(self, held: Known | None, deadline: float, metadata: bytes) -> Known:

@@ -283,6 +283,11 @@ class Options:
         parse_limit,
         "limit of host memory for copies; empty: two of the shard, or `retain` + 1, if there is room",
     )
+    pinned_bytes: int | None = _option(
+        None,
+        parse_limit,
+        "limit of host memory that this process registers with CUDA for copies; empty: a quarter of the host's memory",
+    )
     prefetch: str = _option("seed", parse_prefetch, 'fill a host copy ahead: "seed" of a site, "always" or "never"')
     retain: int = _option(
         0, parse_retain, "newest versions of the model to keep, until all its workers have left; 0: as the server says"

@@ -27,8 +27,9 @@ from ..memory.fill import FillSink
 from ..memory.guarded import Freed
 from ..memory.hostmemory import MOST_THREADS, HostMemory, copy_stream, over_shared
 from ..memory.in_place import some
-from ..memory.offloading import can_offload, offload
+from ..memory.offloading import can_offload, check_filled, copy_directly, offload
 from ..memory.parallel import in_parallel
+from ..memory.pinned import Direct
 from ..memory.registration import Registration
 from ..memory.room import MOST_COPIES, size_text
 from ..memory.tiles.inside import copy_boxes
@@ -71,6 +72,7 @@ class HostCopies:
         self._verify = verify
         self._limit_bytes = limit_bytes
         self.most = MOST_COPIES  # where there is no such limit
+        self.pinned_bytes: int | None = None  # limit of this process; None: a share of the host's memory
         self._tell = tell
         self._withdraw = withdraw
         self._pool: HostMemory | None = None
@@ -105,12 +107,24 @@ class HostCopies:
         had = sum(
             pool is not None and each.registration.layout_digest == digest for pool, each in self._contents.values()
         )
-        self._pool = HostMemory(registration, self._limit_bytes, most=self.most, had=had, taken_bytes=self.used_bytes)
+        self._pool = HostMemory(
+            registration,
+            self._limit_bytes,
+            most=self.most,
+            had=had,
+            taken_bytes=self.used_bytes,
+            pinned_bytes=self.pinned_bytes,
+        )
         level = logging.WARNING if self._pool.is_short else logging.INFO
         _log.log(level, "%s: copies of versions that must be kept may take %s", self.me, self._pool.cost)
         if reason := sealed.why_not():
             _log.info("%s: readers of this host cannot map them: %s", self.me, reason)
         return self._pool.most
+
+    def prepare(self, registration: Registration) -> None:
+        """What these tensors hold was published: have memory for a copy of it before one is wanted."""
+        if self._pool is not None and isinstance(registration.stream, Direct) and not self._is_closed.is_set():
+            self._pool.prepare(registration.stream.registrar())
 
     @property
     def is_short(self) -> bool:
@@ -172,6 +186,8 @@ class HostCopies:
     def close(self) -> None:
         """Blocks until no thread copies any more; any thread may call it."""
         self._is_closed.set()
+        if (pool := self._pool) is not None:
+            pool.close()
         with self._copying:
             pass
 
@@ -192,14 +208,8 @@ class HostCopies:
         def copy() -> None:  # the device has been waited for when this was published, or filled
             judge = self._judge(content.registration, manifest)
             streams = held.registration.stream, content.registration.stream
-            is_over, is_checked = self._is_closed.is_set, self._verify == "full"
             try:
-                is_done = (
-                    isinstance(manifest, Manifest)
-                    and can_offload(*streams, manifest)
-                    and offload(*streams, manifest, verify=is_checked, judge=judge, is_over=is_over)
-                )
-                if not is_done:
+                if not (isinstance(manifest, Manifest) and self._offload(held, content, pool, manifest, judge)):
                     self._copy(*streams, manifest, lambda chunk, _, mine: judge(chunk, mine))
                     self._judge_whole(content.registration, manifest)
             except Freed as error:
@@ -224,6 +234,7 @@ class HostCopies:
 
         try:
             content = self.content(held.version, held.root, is_ahead=is_ahead)
+            pool, _ = self._contents[held.version]
         except TensorHubError as error:
             self._say(error, is_ahead=is_ahead)
             failure = self.failure(error)
@@ -233,7 +244,7 @@ class HostCopies:
 
     def copy_in(self, version: Version, target: Registration, then: Callable[[Known], None]) -> None:
         """Fill the registered memory. `then` gets the manifest before the machine hears that it is done."""
-        _, content = self._contents[version]
+        pool, content = self._contents[version]
         manifest = content.manifest
         assert manifest is not None, "a whole copy has a manifest"
 
@@ -242,6 +253,8 @@ class HostCopies:
             judge = self._judge(target, manifest)
             streams = content.registration.stream, target.stream
             try:
+                if isinstance(manifest, Manifest) and self._load(content, target, pool, manifest):
+                    return
                 look = lambda chunk, ours, _: judge(chunk, ours)  # noqa: E731 - theirs may be freed at any moment
                 self._copy(*streams, manifest, look)
                 self._judge_whole(target, manifest)
@@ -337,6 +350,42 @@ class HostCopies:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _offload(
+        self,
+        held: Content,
+        content: Content,
+        pool: HostMemory | None,
+        manifest: Manifest,
+        judge: Callable[[int, Sequence[memoryview]], None],
+    ) -> bool:
+        """Without Python's copies, where that can be: returns whether it is done."""
+        source, target, is_over = held.registration.stream, content.registration.stream, self._is_closed.is_set
+        if can_offload(source, target, manifest):
+            return offload(source, target, manifest, verify=self._verify == "full", judge=judge, is_over=is_over)
+
+        def look(chunk: int) -> None:
+            with target.reading(*manifest.chunk_range(chunk)) as views:
+                judge(chunk, views)
+
+        return copy_directly(source, content.registration, pool, manifest, to_host=True, on_chunk=look, is_over=is_over)
+
+    def _load(self, content: Content, target: Registration, pool: HostMemory | None, manifest: Manifest) -> bool:
+        """The other way round."""
+        is_done = copy_directly(
+            target.stream,
+            content.registration,
+            pool,
+            manifest,
+            to_host=False,
+            on_chunk=lambda chunk: None,
+            is_over=self._is_closed.is_set,
+        )
+        if is_done and manifest.digests and self._verify == "full":
+            fill = FillSink(target, manifest.root(), verify=self._verify)
+            fill.begin(manifest.encode())
+            check_filled(fill, target.stream, content.registration.stream)
+        return is_done
+
     def _copy(self, source: ByteStream, target: ByteStream, manifest: Known, look: Look) -> None:
         """All of it; where boxes say what belongs to the version, that and nothing else."""
         is_over = self._is_closed.is_set
@@ -369,6 +418,7 @@ class HostCopies:
             if not isinstance(error, TensorHubError):
                 _log.exception("%s: copying to or from host memory failed", self.me)
                 error = as_ours(error, "copying to or from host memory failed")
+            error = error.with_traceback(None)  # a log may keep it: it knows the frames, and so the copy's memory
             self._say(error, is_ahead=is_ahead)
             failure = self.failure(error)
             if isinstance(error, CorruptTransfer) and not failure.hint:

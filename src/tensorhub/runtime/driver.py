@@ -52,6 +52,7 @@ from ..core.worker.events import (
 )
 from ..core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
 from ..core.worker.machine import Worker
+from ..memory.pinned import pinned_bytes
 from ..memory.room import MOST_COPIES
 from ..transport import shortages
 from ..transport.base import Transport
@@ -97,6 +98,7 @@ class Driver:
         )
         most = max(MOST_COPIES, options.retain + 1)  # what is retained, and what is established
         self.data.copies.most = most + bool(hello.companions)  # and what all models of the set have
+        self.data.copies.pinned_bytes = options.pinned_bytes
         self.data.tiles.covering = Covering(options, self.me, hello.shards)
         self.worker = Worker(
             self.me, received_bytes=self.data.received.by_replica, cross_site_bytes=self.data.received.cross_site
@@ -224,6 +226,7 @@ class Driver:
             "sent_bytes": data.get("sent_bytes", 0),
             "host_bytes": copies.used_bytes,
             "host_bytes_limit": copies.limit_bytes,
+            "pinned_bytes": pinned_bytes(),
             "offloaded_bytes": copies.offloaded_bytes,
             "connects": self.line.connects,
             "is_connected": self.line.is_connected,
