@@ -3,6 +3,7 @@
 import ctypes
 import random
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -16,10 +17,14 @@ from tensorhub.memory import cuda, cuda_device
 from tensorhub.memory.cuda import CudaStream
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
+from tensorhub.memory.hostmemory import HostMemory
+from tensorhub.memory.offloading import check_filled, copy_directly
+from tensorhub.memory.pinned import pinned_bytes
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.staging import StagingRing
 from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
 from tensorhub.transport.cuda import Pages, Ring
+from tensorhub.transport.sealed import Sealed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -255,3 +260,63 @@ def test_two_threads_and_the_kernels_of_the_user_go_side_by_side() -> None:
     for thread in threads:
         thread.join(60)
     assert found == [expected] * 2
+
+
+def test_a_host_copy_is_registered_copied_both_ways_frozen_and_given_back() -> None:
+    """Freezing maps the same pages anew, while they are registered."""
+    made = tensors("cuda")
+    registration = register(made)
+    stream, manifest = registration.stream, build_manifest(registration, 1 << 18)
+    assert isinstance(stream, CudaStream)
+    pool = HostMemory(registration, None)
+    copy = pool.take()
+
+    def move(copy: Registration, *, to_host: bool) -> bool:
+        nothing = lambda start, stop: None  # noqa: E731
+        return copy_directly(stream, copy, pool, 1 << 18, to_host=to_host, on_chunk=nothing, is_over=lambda: False)
+
+    assert move(copy, to_host=True), pool.why_pageable
+    assert build_manifest(copy, 1 << 18) == manifest
+    assert pinned_bytes() == registration.size_bytes
+    owner = copy.pieces[0].owners[0]
+    assert isinstance(owner, Sealed)
+    assert owner.freeze()
+    for tensor in made.values():
+        tensor.zero_()
+    registration.settle()
+    assert move(copy, to_host=False), pool.why_pageable
+    fill = FillSink(registration, manifest.root())
+    fill.begin(manifest.encode())
+    check_filled(fill, stream, copy.stream)
+    assert build_manifest(registration, 1 << 18) == manifest
+    pool.give(copy)
+    del copy, owner
+    assert not pinned_bytes()
+    torch.zeros(1, device="cuda").add_(1).item()  # the device is as it was
+
+
+def test_memory_is_prepared_in_the_background_and_copied_at_the_bus_rate() -> None:
+    weight = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
+    registration = register({"w": weight})
+    stream, manifest = registration.stream, build_manifest(registration, 4 << 20)
+    assert isinstance(stream, CudaStream)
+    pool = HostMemory(registration, None)
+    pool.prepare(stream.registrar())
+    assert pool._preparing is not None
+    pool._preparing.join()
+    assert pinned_bytes() == 1 << 30, pool.why_pageable
+    copy, rates = pool.take(), []
+    fill = FillSink(copy, manifest.root())
+    fill.begin(manifest.encode())
+
+    def look(start: int, stop: int) -> None:
+        with copy.stream.reading(start, stop) as views:
+            fill.accept(start // manifest.chunk_bytes, views)
+
+    for to_host in (True, False) * 2:
+        began, each = time.monotonic(), look if to_host else lambda start, stop: None
+        assert copy_directly(stream, copy, pool, 4 << 20, to_host=to_host, on_chunk=each, is_over=lambda: False)
+        if not to_host:
+            check_filled(fill, stream, copy.stream)
+        rates.append(1 / (time.monotonic() - began))
+    print(f"GiB/s to the host, back, and again: {', '.join(f'{rate:.1f}' for rate in rates)}")

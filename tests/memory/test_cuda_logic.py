@@ -119,6 +119,26 @@ def test_bytes_cross_on_one_stream_for_each_device_and_direction(monkeypatch: py
     assert whole[350:].tolist() == list(range(53, 103))
 
 
+def test_host_memory_is_copied_to_and_from_without_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    memory, pieces = pieces_on("cuda:0", "cpu", "cuda:1", "cuda:0")
+    stream = cuda.CudaStream(pieces, StagingRing(64, 1))
+    before = bytes(torch.cat(memory).tolist())
+    host = torch.zeros(300, dtype=torch.uint8)
+    stream.copy_to_host(50, 350, host.data_ptr())
+    assert bytes(host.numpy()) == before[50:350]
+    assert sorted(device.recorded) == ["cuda:0/0", "cuda:1/2"]
+    assert device.waited == 2
+    host.zero_()
+    stream.copy_to_device(50, 350, host.data_ptr())
+    assert sorted(device.recorded[2:]) == ["cuda:0/1", "cuda:1/3"]
+    assert bytes(torch.cat(memory).tolist()) == before[:50] + bytes(300) + before[350:]
+    memory[2].untyped_storage().resize_(0)
+    with pytest.raises(Freed, match="byte 200"):
+        stream.copy_to_host(0, 400, torch.zeros(400, dtype=torch.uint8).data_ptr())
+    assert stream.registrar()._device == "cuda:0"
+
+
 def test_a_failed_copy_is_a_transfer_error_and_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     _, pieces = pieces_on("cuda:0", "cuda:0")

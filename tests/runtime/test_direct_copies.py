@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from tensorhub.core.boxes import Box
 from tensorhub.core.names import Version, worker_id
 from tensorhub.core.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
 from tensorhub.memory import pinned
@@ -24,7 +25,8 @@ from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import host_view
 from tensorhub.memory.pinned import Direct, pinned_bytes
 from tensorhub.memory.registration import Registration, register
-from tensorhub.runtime.content import Content
+from tensorhub.memory.tiles.tiled import grid_for, tiled_version
+from tensorhub.runtime.content import Content, Known
 from tensorhub.runtime.copies import HostCopies
 from tensorhub.transport import sealed
 from tensorhub.transport.base import Export, Transport
@@ -137,12 +139,15 @@ class Nobody:
 class Worker:
     """Published tensors on a device, and the host copies of their worker. Used in its loop."""
 
-    def __init__(self, *, pinned_bytes: int | None = None, device: type[Device] = Device) -> None:
+    def __init__(self, *, pinned_bytes: int | None = None, boxes: list[Box] | None = None) -> None:
+        """`boxes`: it is published in tiles."""
         self.memory = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
         self.bytes = self.memory.tobytes()
-        on_host = register({"w": self.memory})
-        manifest = build_manifest(on_host, CHUNK)
-        self.device = device(self.memory)
+        on_host = register({"w": self.memory}, boxes={"w": boxes} if boxes else None)
+        manifest: Known = build_manifest(on_host, CHUNK)
+        if boxes:
+            manifest = tiled_version(on_host, grid_for([on_host.boxes], []), CHUNK)
+        self.device = Device(self.memory)
         self.driver = self.device.driver
         assert isinstance(self.device, Direct)
         self.registration: Registration = replace(on_host, stream=self.device, pieces=(), devices=())
@@ -209,6 +214,19 @@ def test_memory_is_there_before_a_copy_is_wanted_and_serves_the_next_one_too() -
         assert worker.driver.count == 11, "each step once"
         worker.copies.register(register({"other": np.zeros(10)}))
         await worker.all_given_back()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("hole", [0, 64])
+def test_tiles_are_copied_directly_where_they_fill_the_memory(hole: int) -> None:
+    async def run() -> None:
+        worker = Worker(boxes=[Box("w", (SIZE - hole,), (0,), (SIZE - hole,), 0, (1,))])
+        assert await worker.copied_out() == CopiedOut(V)
+        assert await worker.copied_in() == CopiedIn(V, None)
+        assert worker.memory[: SIZE - hole].tobytes() == worker.bytes[: SIZE - hole]
+        assert not worker.memory[SIZE - hole :].any()
+        assert set(worker.device.copies) == (set() if hole else {"to host", "to device"})
 
     asyncio.run(run())
 

@@ -97,39 +97,38 @@ def copy_directly(
     device: ByteStream,
     copy: Registration,
     pool: HostMemory | None,
-    manifest: Manifest,
+    chunk_bytes: int,
     *,
     to_host: bool,
-    on_chunk: Callable[[int], None],
+    on_chunk: Callable[[int, int], None],
     is_over: Callable[[], bool],
 ) -> bool:
     """Copy all of it between devices and a host copy of this pool. Blocks. False: the host copy is pageable.
 
-    `on_chunk` gets each chunk's number once it is copied, in several threads. Raises what it raises, `Freed`, `Closed`,
-    and `HostMemoryFull`.
+    `on_chunk` gets the first byte of each chunk and its end once it is copied, in several threads. Raises what it
+    raises, `Freed`, `Closed`, and `HostMemoryFull`.
     """
-    if pool is None or not isinstance(device, Direct) or not manifest.size_bytes:
+    if pool is None or not isinstance(device, Direct) or not device.size_bytes:
         return False
     if not pool.pin(copy, device.registrar()):
         return False
-    host, size = copy.stream, manifest.chunk_bytes
+    host, size_bytes = copy.stream, device.size_bytes
     assert isinstance(host, CopyStream), "a host copy that lies elsewhere"
     move, address = device.copy_to_host if to_host else device.copy_to_device, host.pieces[0].address
+    run_bytes = max(1, pinned.STEP_BYTES // chunk_bytes) * chunk_bytes  # for which one thread waits
 
-    def one(run: range) -> None:
+    def one(start: int) -> None:
         if is_over():
             raise Closed("the copy was given up")
-        start, stop = run.start * size, min(run.stop * size, manifest.size_bytes)
+        stop = min(start + run_bytes, size_bytes)
         if host.why_pageable or not host.register(start, stop):
             return
         for first, last in within_steps(start, stop):
             move(first, last, address + first)
-        for chunk in run:
-            on_chunk(chunk)
+        for at in range(start, stop, chunk_bytes):
+            on_chunk(at, min(at + chunk_bytes, stop))
 
-    step, count = max(1, pinned.STEP_BYTES // size), manifest.chunk_count
-    runs = [range(first, min(first + step, count)) for first in range(0, count, step)]
-    in_parallel(one, runs, threads=_thread_count(), name="copy")
+    in_parallel(one, range(0, size_bytes, run_bytes), threads=_thread_count(), name="copy")
     pool.note_pageable(host.why_pageable)
     return not host.why_pageable
 

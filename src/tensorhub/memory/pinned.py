@@ -49,6 +49,9 @@ class Registrar(Protocol):
 class Direct(Protocol):
     """A stream on devices that copy directly to and from registered host memory."""
 
+    @property
+    def size_bytes(self) -> int: ...
+
     def registrar(self) -> Registrar: ...
 
     def copy_to_host(self, start: int, stop: int, address: int) -> None:

@@ -32,7 +32,7 @@ from ..memory.parallel import in_parallel
 from ..memory.pinned import Direct
 from ..memory.registration import Registration
 from ..memory.room import MOST_COPIES, size_text
-from ..memory.tiles.inside import copy_boxes
+from ..memory.tiles.inside import copy_boxes, inside
 from ..memory.tiles.tiled import TiledVersion
 from ..transport import sealed
 from ..transport.base import ByteStream, Transport
@@ -209,9 +209,9 @@ class HostCopies:
             judge = self._judge(content.registration, manifest)
             streams = held.registration.stream, content.registration.stream
             try:
-                if not (isinstance(manifest, Manifest) and self._offload(held, content, pool, manifest, judge)):
+                if not self._offload(held, content, pool, manifest, judge):
                     self._copy(*streams, manifest, lambda chunk, _, mine: judge(chunk, mine))
-                    self._judge_whole(content.registration, manifest)
+                self._judge_whole(content.registration, manifest)
             except Freed as error:
                 gone.extend(freed(held.registration, [error.at]))
             except CorruptTransfer:  # or freed, and its memory kept by the allocator
@@ -253,10 +253,9 @@ class HostCopies:
             judge = self._judge(target, manifest)
             streams = content.registration.stream, target.stream
             try:
-                if isinstance(manifest, Manifest) and self._load(content, target, pool, manifest):
-                    return
                 look = lambda chunk, ours, _: judge(chunk, ours)  # noqa: E731 - theirs may be freed at any moment
-                self._copy(*streams, manifest, look)
+                if not self._load(content, target, pool, manifest):
+                    self._copy(*streams, manifest, look)
                 self._judge_whole(target, manifest)
             except Freed as error:
                 text = (
@@ -355,32 +354,34 @@ class HostCopies:
         held: Content,
         content: Content,
         pool: HostMemory | None,
-        manifest: Manifest,
+        manifest: Known,
         judge: Callable[[int, Sequence[memoryview]], None],
     ) -> bool:
-        """Without Python's copies, where that can be: returns whether it is done."""
+        """At the machine's rate, where that can be: returns whether it is done. Tiles are judged in the end."""
         source, target, is_over = held.registration.stream, content.registration.stream, self._is_closed.is_set
-        if can_offload(source, target, manifest):
+        if isinstance(manifest, Manifest) and can_offload(source, target, manifest):
             return offload(source, target, manifest, verify=self._verify == "full", judge=judge, is_over=is_over)
 
-        def look(chunk: int) -> None:
-            with target.reading(*manifest.chunk_range(chunk)) as views:
-                judge(chunk, views)
+        def look(start: int, stop: int) -> None:
+            with target.reading(start, stop) as views:
+                judge(start // manifest.chunk_bytes, views)
 
-        return copy_directly(source, content.registration, pool, manifest, to_host=True, on_chunk=look, is_over=is_over)
+        return _is_dense(manifest, source) and copy_directly(
+            source, content.registration, pool, manifest.chunk_bytes, to_host=True, on_chunk=look, is_over=is_over
+        )
 
-    def _load(self, content: Content, target: Registration, pool: HostMemory | None, manifest: Manifest) -> bool:
+    def _load(self, content: Content, target: Registration, pool: HostMemory | None, manifest: Known) -> bool:
         """The other way round."""
-        is_done = copy_directly(
+        is_done = _is_dense(manifest, target.stream) and copy_directly(
             target.stream,
             content.registration,
             pool,
-            manifest,
+            manifest.chunk_bytes,
             to_host=False,
-            on_chunk=lambda chunk: None,
+            on_chunk=lambda start, stop: None,
             is_over=self._is_closed.is_set,
         )
-        if is_done and manifest.digests and self._verify == "full":
+        if is_done and isinstance(manifest, Manifest) and manifest.digests and self._verify == "full":
             fill = FillSink(target, manifest.root(), verify=self._verify)
             fill.begin(manifest.encode())
             check_filled(fill, target.stream, content.registration.stream)
@@ -442,3 +443,10 @@ class HostCopies:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(report_end)
+
+
+def _is_dense(known: Known, device: ByteStream) -> bool:
+    """All bytes on the device belong to the version."""
+    if not isinstance(device, Direct):
+        return False
+    return isinstance(known, Manifest) or inside(known.tiles.table)[0] == [(0, known.size_bytes)]
