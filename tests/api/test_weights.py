@@ -15,6 +15,7 @@ import tensorhub
 from runtime.kit import eventually, in_threads, within
 from tensorhub.core.server.records import VersionRecord
 from tensorhub.memory.room import Room
+from tensorhub.runtime.copies import HostCopies
 from tensorhub.runtime.driver import AFTER_DEADLINE_S
 
 torch = pytest.importorskip("torch")
@@ -36,6 +37,16 @@ def test_a_step_of_training_reaches_the_rollouts(join):
         assert weights.update("latest") == 2  # nothing newer: nothing is read
     received = sum(weights.statistics()["received_bytes"] for weights, _ in rollouts)
     assert received == 2 * 3 * source.nbytes
+
+
+def test_a_publisher_prepares_a_host_copy_and_a_reader_does_not(join, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(HostCopies, "prepare", lambda copies, registration: prepared.append(copies.me.replica))
+    trainer, _ = join("t")
+    rollout, _ = join("r")
+    trainer.publish(1)
+    rollout.replicate("latest")
+    assert prepared == ["t"]
 
 
 @pytest.mark.parametrize("verb", ["replicate", "update"])

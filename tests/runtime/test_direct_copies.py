@@ -23,8 +23,10 @@ from tensorhub.memory import pinned
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import host_view
+from tensorhub.memory.hostmemory import HostMemory
 from tensorhub.memory.pinned import Direct, pinned_bytes
 from tensorhub.memory.registration import Registration, register
+from tensorhub.memory.room import SPARE_BYTES, Room
 from tensorhub.memory.tiles.tiled import grid_for, tiled_version
 from tensorhub.runtime.content import Content, Known
 from tensorhub.runtime.copies import HostCopies
@@ -315,6 +317,7 @@ def test_what_cannot_be_pinned_is_pageable_and_says_why_once(
             await worker.dropped()
         assert worker.device.through_ring == 4 * -(-SIZE // CHUNK)
         assert why in worker.pool.cost
+        assert why in worker.copies.why_pageable
         assert len([record for record in caplog.records if why in record.message]) == 1
         await worker.closed()
         assert worker.driver.count == (most or 0)
@@ -367,6 +370,32 @@ def test_memory_that_is_freed_meanwhile_is_the_same_error_as_through_the_ring() 
         return found
 
     assert asyncio.run(failures(None)) == asyncio.run(failures(0))
+
+
+def test_memory_that_other_workers_have_mapped_for_good_is_not_registered() -> None:
+    async def run() -> None:
+        worker = Worker(pinned_bytes=0)
+        assert await worker.copied_out() == CopiedOut(V)
+        worker.copies.pinned_bytes = worker.pool._pinned_limit = None
+        (piece,) = worker.copies._contents[V][1].registration.pieces
+        assert piece.owners[0].freeze()
+        assert await worker.copied_in() == CopiedIn(V, None)
+        assert worker.memory.tobytes() == worker.bytes
+        assert "mapped this memory for good" in worker.copies.why_pageable
+        assert not worker.driver.count
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("spare", [SIZE - 1, SIZE])
+def test_memory_is_prepared_only_where_as_much_again_is_left(spare: int) -> None:
+    driver, tensors = Driver(), register({"w": np.zeros(SIZE, np.uint8)})
+    pool = HostMemory(tensors, SIZE, look=lambda: Room(SIZE + SPARE_BYTES + spare, "a limit of this test"))
+    pool.prepare(driver)
+    pool._preparing.join(DEADLINE_S)
+    assert pool.used_bytes == (SIZE if spare == SIZE else 0)
+    pool.retire()
+    assert not driver.registered
 
 
 def test_tensors_on_the_host_prepare_nothing() -> None:

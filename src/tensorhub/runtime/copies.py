@@ -138,6 +138,11 @@ class HostCopies:
         return f"host_bytes {given}, and copies may take {self._pool.cost if self._pool is not None else 'nothing'}"
 
     @property
+    def why_pageable(self) -> str:
+        """Why the newest copy of tensors on a device is not pinned; empty where it is, or where there is none."""
+        return self._pool.why_pageable if self._pool is not None else ""
+
+    @property
     def why_none(self) -> str:
         """Which limit has no room for any copy of the tensors; empty if there is room."""
         return self._pool.why_none if self._pool is not None else ""

@@ -226,7 +226,8 @@ class Driver:
             "sent_bytes": data.get("sent_bytes", 0),
             "host_bytes": copies.used_bytes,
             "host_bytes_limit": copies.limit_bytes,
-            "pinned_bytes": pinned_bytes(),
+            "pinned_bytes": pinned_bytes(),  # of this process
+            "why_pageable": copies.why_pageable,
             "offloaded_bytes": copies.offloaded_bytes,
             "connects": self.line.connects,
             "is_connected": self.line.is_connected,
