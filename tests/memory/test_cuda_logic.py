@@ -17,6 +17,7 @@ from tensorhub.core.errors import TransferError, UsageError
 from tensorhub.memory import cuda, cuda_device, cuda_sharing
 from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import Piece
+from tensorhub.memory.pinned import CudaRegistrar
 from tensorhub.memory.registration import register
 from tensorhub.memory.staging import StagingRing
 from tensorhub.memory.xxh3 import Chunks, Spans
@@ -134,8 +135,9 @@ def test_host_memory_is_copied_to_and_from_without_the_ring(monkeypatch: pytest.
     assert sorted(device.recorded[2:]) == ["cuda:0/1", "cuda:1/3"]
     assert bytes(torch.cat(memory).tolist()) == before[:50] + bytes(300) + before[350:]
     memory[2].untyped_storage().resize_(0)
+    host = torch.zeros(400, dtype=torch.uint8)
     with pytest.raises(Freed, match="byte 200"):
-        stream.copy_to_host(0, 400, torch.zeros(400, dtype=torch.uint8).data_ptr())
+        stream.copy_to_host(0, 400, host.data_ptr())
     assert stream.registrar()._device == "cuda:0"
 
 
@@ -356,6 +358,37 @@ def test_many_small_pieces_cross_the_bus_in_one_copy(monkeypatch: pytest.MonkeyP
         for at, tensor in enumerate(memory):
             tensor[:] = torch.frombuffer(bytearray(right[100 * at : 100 * at + 100]), dtype=torch.uint8)
         copies.clear()
+
+
+def test_host_memory_is_registered_on_the_device_beside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, called = Driver(monkeypatch), list[object]()
+
+    class Runtime:
+        """As torch shows CUDA's."""
+
+        def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+            called.append((address, size_bytes, flags, driver.mode))
+            return 0 if size_bytes else 1
+
+        def cudaHostUnregister(self, address: int) -> int:
+            called.append((address, driver.mode))
+            return 713
+
+        def cudaGetErrorString(self, error: int) -> str:
+            return "invalid" if error == 1 else "not registered"
+
+    monkeypatch.setattr(torch.cuda, "device", lambda name: nullcontext(called.append(name)))
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    registrar = CudaRegistrar("cuda:1")
+    registrar.register(4096, 8192)
+    with pytest.raises(RuntimeError, match=r"invalid \(CUDA error 1\)"):
+        registrar.register(4096, 0)
+    with pytest.raises(RuntimeError, match="not registered"):
+        registrar.unregister(4096)
+    relaxed, portable = captures.RELAXED, 1
+    registered = [(4096, size_bytes, portable, relaxed) for size_bytes in (8192, 0)]
+    assert called == ["cuda:1", registered[0], "cuda:1", registered[1], "cuda:1", (4096, relaxed)]
+    assert driver.mode == 0
 
 
 def test_chunks_on_devices_are_hashed_there_and_the_others_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

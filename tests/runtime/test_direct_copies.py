@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import xxhash
 
+import tensorhub
 from tensorhub.core.boxes import Box
 from tensorhub.core.names import Version, worker_id
 from tensorhub.core.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
-from tensorhub.memory import pinned
+from tensorhub.memory import pinned, registration
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import host_view
@@ -405,3 +406,22 @@ def test_tensors_on_the_host_prepare_nothing() -> None:
         assert worker.pool._preparing is None
 
     asyncio.run(run())
+
+
+def test_the_last_holder_unpublishes_into_prepared_memory_and_takes_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
+    before, device = array.tobytes(), Device(array)
+    monkeypatch.setattr(registration, "_stream", lambda pieces: device)
+    with tensorhub.serve() as server:
+        weights = tensorhub.open("m", replica="t", server=server.address, chunk_bytes=CHUNK)
+        weights.register({"w": array})
+        weights.publish(1)
+        eventually(lambda: weights.statistics()["pinned_bytes"] == SIZE, "a host copy is prepared")
+        blocks = device.through_ring
+        weights.unpublish()
+        array[:] = 0
+        assert weights.replicate(1) == 1
+        assert array.tobytes() == before
+        assert (set(device.copies), device.through_ring) == ({"to host", "to device"}, blocks)
+        weights.close()
+    eventually(lambda: not device.driver.registered and not pinned_bytes())

@@ -76,13 +76,13 @@ class CudaRegistrar:
         import torch
 
         with beside_captures(), torch.cuda.device(self._device):
-            torch.cuda.check_error(_cudart().cudaHostRegister(address, size_bytes, PORTABLE))
+            _check(_cudart().cudaHostRegister(address, size_bytes, PORTABLE))
 
     def unregister(self, address: int) -> None:
         import torch
 
         with beside_captures(), torch.cuda.device(self._device):
-            torch.cuda.check_error(_cudart().cudaHostUnregister(address))
+            _check(_cudart().cudaHostUnregister(address))
 
 
 class PinnedMemory:
@@ -169,6 +169,12 @@ def _unregister(registrar: Registrar, registered: dict[int, int], memory: Sealed
 def _populate(address: int, size_bytes: int) -> None:
     """Have the pages now. Where the kernel does not know how, the registration has them."""
     _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_int(POPULATE_WRITE))
+
+
+def _check(result: Any) -> None:
+    """Raises `RuntimeError` unless it is cudaSuccess."""
+    if int(result):
+        raise RuntimeError(f"{_cudart().cudaGetErrorString(result)} (CUDA error {int(result)})")
 
 
 def _cudart() -> Any:
