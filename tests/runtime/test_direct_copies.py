@@ -6,6 +6,7 @@ The device is host memory that only `Device` reads and writes, and refuses host 
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -45,8 +46,11 @@ pytestmark = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() 
 
 
 @pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And nothing is left of a worker that a test has not closed: the limit is one of the whole process."""
     monkeypatch.setattr(pinned, "STEP_BYTES", STEP)
+    yield
+    eventually(lambda: gc.collect() is not None and not pinned_bytes())
 
 
 class Device:

@@ -424,7 +424,9 @@ class HostCopies:
             if not isinstance(error, TensorHubError):
                 _log.exception("%s: copying to or from host memory failed", self.me)
                 error = as_ours(error, "copying to or from host memory failed")
-            error = error.with_traceback(None)  # a log may keep it: it knows the frames, and so the copy's memory
+            each: BaseException | None = error
+            while each is not None:  # a log may keep it, and the frames that it knows: the copy's memory is in them
+                each = each.with_traceback(None).__cause__ or each.__context__
             self._say(error, is_ahead=is_ahead)
             failure = self.failure(error)
             if isinstance(error, CorruptTransfer) and not failure.hint:
