@@ -9,7 +9,7 @@ import ctypes
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from tensorhub.core.boxes import Box
 from tensorhub.core.names import Version, worker_id
 from tensorhub.core.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
 from tensorhub.memory import pinned, registration
-from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.digests import OnDevice, build_manifest
 from tensorhub.memory.guarded import Freed
 from tensorhub.memory.host import host_view
 from tensorhub.memory.hostmemory import HostMemory
@@ -90,11 +90,14 @@ class Device:
         self._memory[start:stop] = np.frombuffer(self._host(start, stop, address), np.uint8)
         self._copied("to device", self._memory[start:stop].data)
 
-    def device_digests(self, chunk_bytes: int) -> dict[int, bytes]:
-        """The last chunk is the host's."""
+    def hashes(self, start: int, stop: int) -> bool:
+        return stop < self.size_bytes  # the last chunk is the host's
+
+    def device_digests(self, chunk_bytes: int, chunks: Sequence[int] | None = None) -> dict[int, bytes]:
         self._check(0)
-        starts = range(0, self.size_bytes - chunk_bytes, chunk_bytes)
-        return {at // chunk_bytes: xxhash.xxh3_128_digest(self._memory[at : at + chunk_bytes].data) for at in starts}
+        every = range((self.size_bytes - 1) // chunk_bytes) if chunks is None else chunks
+        views = {chunk: self._memory[chunk * chunk_bytes : (chunk + 1) * chunk_bytes].data for chunk in every}
+        return {chunk: xxhash.xxh3_128_digest(view) for chunk, view in views.items()}
 
     def _host(self, start: int, stop: int, address: int) -> memoryview:
         self._check(start)
@@ -157,6 +160,7 @@ class Worker:
         self.device = Device(self.memory)
         self.driver = self.device.driver
         assert isinstance(self.device, Direct)
+        assert isinstance(self.device, OnDevice)
         self.registration: Registration = replace(on_host, stream=self.device, pieces=(), devices=())
         self.told: asyncio.Queue[Event] = asyncio.Queue()
         me = worker_id("m", "r", 0)
