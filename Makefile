@@ -18,7 +18,7 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test test-engines test-compiled test-sanitized closing e2e sim storm explore mutants bench lab demo demo-vllm gpu gpu-packages bless docs clean
+.PHONY: help setup check format test test-engines test-sanitized closing e2e sim storm explore mutants bench lab demo demo-vllm gpu gpu-packages bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -29,12 +29,12 @@ setup: ## make .venv and install everything into it (the other targets do it by 
 
 demo: setup ## the main job: a real RL run on this machine, with faults, in the terminal; ends in a report
 	@echo "demo: a trainer, three rollouts and a reference server learn a task while parts of it are killed"
-	@$(BIN)/tensorhub demo $(ARGS)
+	@$(BIN)/python -m bench.demo $(ARGS)
 
 demo-vllm: ## the main job with vLLM and FSDP2, on the CPU: minutes, and gigabytes the first time
 	@echo "demo-vllm: .envs/vllm first, with vLLM for the CPU (once: minutes, and gigabytes of disk), then the run"
 	@PYTHON='$(PYTHON)' tools/env vllm
-	@.envs/vllm/bin/tensorhub demo --engine vllm $(ARGS)
+	@.envs/vllm/bin/python -m bench.demo --engine vllm $(ARGS)
 
 test: setup ## all tests that this machine can run, the quick checks first
 	@echo "test: house rules, units, scenarios, simulation, then real processes (a quarter of an hour on two cores)"
@@ -59,10 +59,6 @@ test-engines: ## the integrations with real engines, each in .envs/NAME, made if
 	@echo "test-engines: gigabytes and minutes the first time; what cannot be run is named at the end"
 	@ENGINES='$(ENGINES)' tools/test_engines $(ARGS)
 
-test-compiled: ## the server's decisions as compiled by mypyc (.envs/compiled): tests and scenarios of the core, the simulator
-	@echo "test-compiled: two minutes to compile, then the tests of the core with what was compiled"
-	@tools/compiled python -m pytest $(SIDE_BY_SIDE) tests/core tests/scenarios tests/simulation tests/runtime $(ARGS)
-
 test-sanitized: setup ## transports and real processes with the native mover under the address and undefined-behaviour sanitizers
 	@echo "test-sanitized: in a copy of the tree, without tests that free what is read, or count memory (a quarter of an hour)"
 	@tools/sanitized python -m pytest $(SIDE_BY_SIDE) tests/transport tests/processes $(ARGS) \
@@ -80,11 +76,11 @@ e2e: setup ## only the tests with real processes and sockets
 
 sim: setup ## simulate the seeds of SEEDS (0..2000) on virtual time; every promise is checked after every event
 	@echo "sim: seeds $(SEEDS)"
-	@$(BIN)/tensorhub simulate --seeds $(SEEDS) $(ARGS)
+	@$(BIN)/python -m tests.sim --seeds $(SEEDS) $(ARGS)
 
 storm: setup ## simulate new seeds for MINUTES (10); a seed that fails is printed, to be kept as a regression
 	@echo "storm: new seeds for $(MINUTES) min"
-	@$(BIN)/tensorhub simulate --storm --minutes $(MINUTES) $(ARGS)
+	@$(BIN)/python -m tests.sim --storm --minutes $(MINUTES) $(ARGS)
 
 explore: setup ## every history of a small cluster, for MINUTES (10): states, depth, and the shortest history to a failure
 	@echo "explore: every history of a small cluster, for $(MINUTES) min"
@@ -96,19 +92,19 @@ mutants: setup ## break the core on purpose: some seed or test must notice (ARGS
 
 bench: setup ## measure it beside plain programs and peers; table, JSON and picture in out/bench (ARGS="--quick")
 	@echo "bench: each figure beside what a user would otherwise take; on a quiet machine, please (docs/benchmarks.md)"
-	@$(BIN)/python -m benchmarks $(ARGS)
+	@$(BIN)/python -m bench $(ARGS)
 
 lab: setup ## the paper's workloads on shaped links, as root (ARGS=standalone, sites, …: docs/lab.md)
 	@echo "lab: network namespaces, shaped links, every strategy on them (docs/lab.md)"
-	@$(BIN)/tensorhub lab $(or $(ARGS),standalone)
+	@$(BIN)/python -m bench.lab $(or $(ARGS),standalone)
 
 gpu: ## what wants a CUDA device: stories, then figures, as JSON in out/gpu; needs a Python with torch, and no network
 	@echo "gpu: stories of weights on a device, then each figure beside its limit (eight minutes; elsewhere it says why not)"
-	@$(PYTHON) -m benchmarks.gpu $(ARGS)
+	@$(PYTHON) -m bench.gpu $(ARGS)
 
 gpu-packages: ## fetch into .gpu-packages what `make gpu` needs where only torch is, for GPU_PYTHON (3.12) on x86-64
 	@echo "gpu-packages: wheels for Python $(GPU_PYTHON), 45 MB"
-	@$(PYTHON) -m benchmarks.gpu --fetch $(GPU_PYTHON)
+	@$(PYTHON) -m bench.gpu --fetch $(GPU_PYTHON)
 
 bless: setup ## rewrite the text scenarios to what happens now; then read the difference
 	@echo "bless: tests/scenarios"

@@ -5,7 +5,6 @@ descriptors, memory, garbage) is its own process's or its own children's, so oth
 """
 
 import gc
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -18,7 +17,6 @@ settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)  # a red run is red again
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-COMPILED = "tensorhub_server__mypyc"  # looked for, not imported: a mutant of the package may be broken
 FIRST = ("tests/tidy/",)  # seconds, and they explain what others only suffer from
 LAST = "processes"  # the mark of tests with real processes: minutes
 
@@ -34,15 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick first, slow last; otherwise as collected. What replaces a part of the server wants it interpreted."""
+    """Quick first, slow last; otherwise as collected."""
     if not config.getoption("--long"):
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="long, and not asked for: --long (make closing does)"))
-    if importlib.util.find_spec(COMPILED) is not None:
-        for item in items:
-            if item.get_closest_marker("replaces"):
-                item.add_marker(pytest.mark.skip(reason="the server's decisions are compiled: no part can be replaced"))
 
     def rank(item: pytest.Item) -> int:
         if item.nodeid.startswith(FIRST):

@@ -18,7 +18,6 @@ import pytest
 import tensorhub
 from tensorhub.cli.errors import error_text
 from tensorhub.core.errors import ServerUnreachable, VersionConflict
-from tensorhub.sim.draw import draw_plan
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -52,12 +51,12 @@ def run_into(stdout: BinaryIO, *arguments: str) -> tuple[int, str]:
 def test_help_names_every_command() -> None:
     status, out, err = run("--help")
     assert (status, err) == (0, "")
-    for command in ("serve", "status", "watch", "doctor", "simulate", "demo"):
+    for command in ("serve", "status", "watch", "doctor"):
         assert re.search(rf"\b{command}\b", out), command
 
 
 def test_a_switch_does_not_look_as_if_it_took_a_value() -> None:
-    for command, switch in (("serve", "--fresh"), ("status", "--json"), ("simulate", "--storm"), ("demo", "--updates")):
+    for command, switch in (("serve", "--fresh"), ("status", "--json")):
         _, out, _ = run(command, "--help")
         line = next(line for line in out.splitlines() if f"{switch} " in line)
         assert "bool" not in line.lower()
@@ -100,11 +99,6 @@ def test_a_token_is_in_no_argument_and_one_that_cannot_be_given_is_not_shown(com
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["simulate"],
-        ["simulate", "--seed", "1", "--storm"],
-        ["simulate", "--seeds", "9..3"],
-        ["simulate", "--seeds", "0", "--mixed"],
-        ["simulate", "--plan", "not/there.plan"],
         ["nonsense"],
     ],
 )
@@ -121,12 +115,6 @@ def test_misuse_has_status_2(arguments: list[str]) -> None:
         ("watch", "--every", "nan", "from 0.1 to 86,400"),
         ("watch", "--every", "1e10", "from 0.1 to 86,400"),
         ("watch", "--every", "0", "from 0.1 to 86,400"),
-        ("simulate --seeds 0", "--jobs", "99999999999", "from 1 to 1,024"),
-        ("simulate --seeds 0", "--jobs", "0", "from 1 to 1,024"),
-        ("simulate", "--seeds", "0..99999999999999999999", "0..1000000000000000000"),
-        ("lab ettr", "--mib", "inf", "from 1 to 1,048,576"),
-        ("lab ettr", "--seconds", "inf", "from 5 to 86,400"),
-        ("lab ettr", "--step", "inf", "from 0.05 to 3,600"),
     ],
 )
 def test_a_number_that_is_out_of_bounds_is_refused_with_them(
@@ -139,7 +127,7 @@ def test_a_number_that_is_out_of_bounds_is_refused_with_them(
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["simulate", "--seed", "0"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
 def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
         status, err = run_into(full, *arguments)
@@ -153,30 +141,6 @@ def test_who_reads_no_further_ends_a_command_without_a_word() -> None:
         assert run_into(unread, "--version") == (1, "")
 
 
-def test_a_plan_with_a_misspelt_call_is_named_and_not_run(tmp_path: Path) -> None:
-    plan = tmp_path / "a.plan"
-    plan.write_text("seed 1\ntrainer policy/trainer\n  publih 1\n", encoding="utf-8")
-    status, _, err = run("simulate", "--plan", str(plan))
-    assert status == 2, "1 would be a broken promise"
-    assert err.startswith("error (usage): line 3 of the plan: 'publih 1': no call is named 'publih'")
-
-
-@pytest.mark.parametrize("content", [b"", b"# only a remark\n", b"\xff\xfe"])
-def test_a_file_that_is_no_plan_keeps_no_promise(tmp_path: Path, content: bytes) -> None:
-    plan = tmp_path / "a.plan"
-    plan.write_bytes(content)
-    status, out, err = run("simulate", "--plan", str(plan))
-    assert (status, out) == (2, "")
-    assert "a.plan" in err
-    assert "Traceback" not in err
-
-
-def test_where_no_seed_was_run_no_promise_was_kept() -> None:
-    status, out, err = run("simulate", "--storm", "--minutes", "0", "--jobs", "1")
-    assert (status, out) == (2, "")
-    assert "no seed was run" in err
-
-
 def test_error_text_is_one_line_and_a_hint() -> None:
     assert error_text(ServerUnreachable("a\nb", hint="c\n d")) == "error (server-unreachable): a b\nhint: c d"
     assert error_text(VersionConflict("a")) == "error (version-conflict): a"
@@ -184,23 +148,6 @@ def test_error_text_is_one_line_and_a_hint() -> None:
 
 def test_what_a_peer_said_of_an_error_is_not_obeyed() -> None:
     assert "\x1b" not in error_text(ServerUnreachable("it says \x1b[2J", hint="\x1b]0;owned\x07"))
-
-
-def test_demo_says_its_true_defaults() -> None:
-    """They stand in the help as text, so that showing it loads no torch."""
-    from tensorhub.demo.orchestrate import usual
-
-    _, out, _ = run("demo", "--help")
-    for name in ("steps", "rollouts", "seed", "out"):
-        line = next(line for line in out.splitlines() if f"--{name} " in line)
-        plain, engines = (getattr(usual(engine), name) for engine in ("", "vllm"))
-        assert f"({plain})" in line or (f"({plain}" in line and f"{engines})" in line and plain != engines)
-
-
-def test_demo_refuses_what_it_cannot_show() -> None:
-    status, _, err = run("demo", "--steps", "1")
-    assert status == 1
-    assert err.startswith("error (usage): the demo needs at least")
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
@@ -303,15 +250,6 @@ def test_a_signal_that_ends_watch_leaves_the_terminal_as_it_was(address: str, nu
         assert program.wait(timeout=20) == 128 + number
 
 
-@pytest.mark.simulation
-def test_a_signal_that_ends_a_storm_shows_the_cursor_again() -> None:
-    with on_a_terminal("simulate", "--storm", "--jobs", "1") as (program, terminal):
-        heard(terminal, until=HIDE_CURSOR)
-        program.send_signal(signal.SIGTERM)
-        assert SHOW_CURSOR in heard(terminal)
-        assert program.wait(timeout=60) == 128 + signal.SIGTERM
-
-
 @pytest.mark.processes
 def test_a_signal_that_ends_the_doctor_shows_the_cursor_again() -> None:
     with on_a_terminal("doctor") as (program, terminal):
@@ -374,31 +312,3 @@ def test_a_port_that_is_taken(address: str) -> None:
     status, _, err = run("serve", "--port", address.rpartition(":")[2])
     assert status == 1
     assert "error (usage): cannot listen" in err
-
-
-# --- the simulator ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.simulation
-def test_one_seed_is_readable_lines() -> None:
-    status, out, _ = run("simulate", "--seed", "3")
-    *lines, closing = out.strip().splitlines()
-    assert status == 0
-    assert len(lines) > 10
-    assert re.match(r"seed 3: every promise kept; \d+ events in [\d.]+ s of virtual time, history \w+", closing)
-
-
-@pytest.mark.simulation
-def test_many_seeds() -> None:
-    status, out, _ = run("simulate", "--seeds", "3..5", "--jobs", "2")
-    assert status == 0
-    assert out.startswith("3 seeds, ")
-    assert out.strip().endswith("every promise kept")
-
-
-@pytest.mark.simulation
-def test_of_many_seeds_only_those_with_two_cuts() -> None:
-    status, out, _ = run("simulate", "--seeds", "3..24", "--mixed", "--jobs", "2")
-    assert status == 0
-    assert out.startswith("2 seeds, "), "9 and 22"
-    assert [seed for seed in range(25) if len({replica.cut for replica in draw_plan(seed).replicas}) > 1] == [9, 22]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tensorhub.cli.seeds import parse_seeds
 from tensorhub.cli.words import count_text, plain_text, shards_text, size_text, some_text, time_text
 
 
@@ -48,17 +47,6 @@ def test_counts_and_names() -> None:
     assert count_text(1000, "shard") == "1,000 shards"
     assert some_text(["a", "b"], 2) == "a, b"
     assert some_text(["a", "b", "c"], 2) == "a, b and 1 more"
-
-
-def test_seeds_are_named_by_both_ends() -> None:
-    assert list(parse_seeds("3..5")) == [3, 4, 5]
-    assert list(parse_seeds("7")) == [7]
-
-
-@pytest.mark.parametrize("text", ["", "..", "5..3", "a..b", "-3..5", "1..2..3"])
-def test_no_seeds(text: str) -> None:
-    with pytest.raises(ValueError, match=r".*"):
-        parse_seeds(text)
 
 
 @pytest.mark.parametrize(

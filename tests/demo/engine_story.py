@@ -2,8 +2,8 @@
 
 import msgspec
 
-from tensorhub.demo.events import TRAINER, AnyEvent, Fault, Generated, Made, Published, Refilled, Trained, Updated
-from tensorhub.demo.summary import Likelihoods, Summary, summarise
+from bench.demo.events import TRAINER, AnyEvent, Fault, Generated, Made, Published, Refilled, Trained, Updated
+from bench.demo.summary import Likelihoods, Summary, summarise
 
 from .story import POLICY_BYTES, STEPS, good_run, in_order, sha
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tensorhub.demo.events import (
+from bench.demo.events import (
     SERVER,
     TRAINER,
     AnyEvent,

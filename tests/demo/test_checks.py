@@ -5,10 +5,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from tensorhub.demo.checks import USUAL_STEPS, Check, judge
-from tensorhub.demo.events import SERVER, TRAINER, AnyEvent, Fault, Generated, Published, Trained, Updated
-from tensorhub.demo.orchestrate import usual
-from tensorhub.demo.summary import Summary, summarise
+from bench.demo.checks import USUAL_STEPS, Check, judge
+from bench.demo.events import SERVER, TRAINER, AnyEvent, Fault, Generated, Published, Trained, Updated
+from bench.demo.orchestrate import usual
+from bench.demo.summary import Summary, summarise
 
 from .story import POLICY_BYTES, STEPS, generated, good_run, in_order
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.demo import orchestrate
+from bench.demo.director import RESTART_AT
+from bench.demo.orchestrate import Options, run_demo
+from bench.demo.processes import Processes, ProcessFailed
+from bench.demo.report import Report
 from tensorhub.core.errors import UsageError
-from tensorhub.demo import orchestrate
-from tensorhub.demo.director import RESTART_AT
-from tensorhub.demo.orchestrate import Options, run_demo
-from tensorhub.demo.processes import Processes, ProcessFailed
-from tensorhub.demo.report import Report
 
 STEPS = 24
 DEADLINE_S = 60.0
@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 RUN = """
 import sys
 from pathlib import Path
-from tensorhub.demo.orchestrate import Options, run_demo
+from bench.demo.orchestrate import Options, run_demo
 sys.exit(run_demo(Options(out=Path(sys.argv[1]))))
 """
 

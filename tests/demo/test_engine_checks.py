@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tensorhub.demo.checks import judge
-from tensorhub.demo.events import TRAINER, AnyEvent, Generated, Made, Published, Refilled, Updated
-from tensorhub.demo.progress import Progress
-from tensorhub.demo.report import html, write_report
+from bench.demo.checks import judge
+from bench.demo.events import TRAINER, AnyEvent, Generated, Made, Published, Refilled, Updated
+from bench.demo.progress import Progress
+from bench.demo.report import html, write_report
 
 from .engine_story import LIKELY, REFILLED, good_engine_run, summary_of, without_updates
 from .story import POLICY_BYTES, sha
@@ -150,7 +150,7 @@ def test_the_news_say_where_the_trainer_goes_on() -> None:
 
 NOTHING_HEAVY = """
 import sys
-import tensorhub.demo.orchestrate, tensorhub.demo.vllm, tensorhub.demo.vllm.director
+import bench.demo.orchestrate, bench.demo.vllm, bench.demo.vllm.director
 print([name for name in ("torch", "transformers", "vllm", "tokenizers") if name in sys.modules])
 """
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tensorhub.demo.events import EventReader
-from tensorhub.demo.live import picture, sparkline
-from tensorhub.demo.logs import EventLog
-from tensorhub.demo.progress import Progress
+from bench.demo.events import EventReader
+from bench.demo.live import picture, sparkline
+from bench.demo.logs import EventLog
+from bench.demo.progress import Progress
 
 from .story import STEPS, generated, good_run, published
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tensorhub.demo import grpo, task
-from tensorhub.demo.policy import SHARDS, Policy, answer, fingerprint, split
-from tensorhub.demo.samples import Batch
-from tensorhub.demo.trainer import loss_of
+from bench.demo import grpo, task
+from bench.demo.policy import SHARDS, Policy, answer, fingerprint, split
+from bench.demo.samples import Batch
+from bench.demo.trainer import loss_of
 
 
 def tokens_of(text: str) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.demo.processes import Processes, ProcessFailed, free_address
+from bench.demo.processes import Processes, ProcessFailed, free_address
 
 DEADLINE_S = 30.0
 LASTING = [sys.executable, "-c", "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"]
@@ -95,7 +95,7 @@ def test_who_died_before_being_killed_is_told(processes: Processes, tmp_path: Pa
 
 
 def test_nobody_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.demo.processes.LEAVE_S", 0.5)
+    monkeypatch.setattr("bench.demo.processes.LEAVE_S", 0.5)
     with Processes(tmp_path) as processes:
         processes.start("gentle", LASTING)
         processes.start("stubborn", STUBBORN)

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tensorhub.demo.checks import judge
-from tensorhub.demo.events import AnyEvent, Generated
-from tensorhub.demo.plots import centred_means
-from tensorhub.demo.progress import Progress
-from tensorhub.demo.report import HEADINGS, LEGEND, Report, html, introduction, show, write_report
-from tensorhub.demo.summary import Summary, summarise
+from bench.demo.checks import judge
+from bench.demo.events import AnyEvent, Generated
+from bench.demo.plots import centred_means
+from bench.demo.progress import Progress
+from bench.demo.report import HEADINGS, LEGEND, Report, html, introduction, show, write_report
+from bench.demo.summary import Summary, summarise
 
 from .story import STEPS, good_run
 

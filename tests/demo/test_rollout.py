@@ -2,9 +2,9 @@
 
 import pytest
 
+from bench.demo.rollout import from_rollouts, received_by
 from tensorhub import VersionUnavailable
 from tensorhub.core.snapshot import ModelView, ReplicaView, Status, VersionView, WorkerView
-from tensorhub.demo.rollout import from_rollouts, received_by
 
 
 def status(*replicas: str, held: dict[int, str], copied: dict[int, str] | None = None) -> Status:

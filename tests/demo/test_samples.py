@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from tensorhub.demo import task
-from tensorhub.demo.processes import free_address
-from tensorhub.demo.samples import ROOM, Batch, Inbox, Outbox, PatientOutbox
+from bench.demo import task
+from bench.demo.processes import free_address
+from bench.demo.samples import ROOM, Batch, Inbox, Outbox, PatientOutbox
 
 DEADLINE_S = 20.0
 

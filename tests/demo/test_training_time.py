@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.demo.events import AnyEvent, Refilled, Trained
-from tensorhub.demo.report import html
-from tensorhub.demo.summary import TrainingTime, summarise
+from bench.demo.events import AnyEvent, Refilled, Trained
+from bench.demo.report import html
+from bench.demo.summary import TrainingTime, summarise
 
 from .engine_story import REFILLED, good_engine_run
 from .story import COMPUTED_S, STEPS, good_run, in_order

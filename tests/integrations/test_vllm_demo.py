@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-engines")
 
-from tensorhub.demo.orchestrate import Options, run_demo
-from tensorhub.demo.report import Report
+from bench.demo.orchestrate import Options, run_demo
+from bench.demo.report import Report
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 

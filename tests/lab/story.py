@@ -1,8 +1,8 @@
 """Events and outcomes, made up."""
 
-from tensorhub.lab.events import AnyEvent, Computed, Published, Seen, Updated
-from tensorhub.lab.interpreter import Slices
-from tensorhub.lab.summary import Outcome, summarise
+from bench.lab.events import AnyEvent, Computed, Published, Seen, Updated
+from bench.lab.interpreter import Slices
+from bench.lab.summary import Outcome, summarise
 
 SIZE_BYTES = 1000
 BEGAN_AT = 10.0

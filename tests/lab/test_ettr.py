@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from bench.lab.content import fingerprint
+from bench.lab.ettr.content import Weights, expected
+from bench.lab.ettr.events import AnyEvent, Began, Done, Ended, Held, Kept, Killed, Listening, Saved, Started
+from bench.lab.ettr.plan import Failure, Plan, Role, draw_failures
+from bench.lab.ettr.run import UNDISTURBED, Choice, judge, plans_of
+from bench.lab.ettr.summary import Outcome, Recovery, summarise
+from bench.lab.run import Options, choice_of, scenario_of
 from tensorhub import UsageError
-from tensorhub.lab.content import fingerprint
-from tensorhub.lab.ettr.content import Weights, expected
-from tensorhub.lab.ettr.events import AnyEvent, Began, Done, Ended, Held, Kept, Killed, Listening, Saved, Started
-from tensorhub.lab.ettr.plan import Failure, Plan, Role, draw_failures
-from tensorhub.lab.ettr.run import UNDISTURBED, Choice, judge, plans_of
-from tensorhub.lab.ettr.summary import Outcome, Recovery, summarise
-from tensorhub.lab.run import Options, choice_of, scenario_of
 
 STEP_S = 2.0
 STEPS = 4

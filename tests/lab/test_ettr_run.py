@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tensorhub.demo.processes import ProcessFailed
-from tensorhub.lab.ettr import director
-from tensorhub.lab.ettr.content import Weights
-from tensorhub.lab.ettr.director import Run
-from tensorhub.lab.ettr.events import Began
-from tensorhub.lab.ettr.plan import Failure, Plan
-from tensorhub.lab.ettr.report import Report
-from tensorhub.lab.ettr.run import Choice, run_ettr, run_one
-from tensorhub.lab.ettr.summary import Outcome
-from tensorhub.lab.ettr.worker import load, save
+from bench.demo.processes import ProcessFailed
+from bench.lab.ettr import director
+from bench.lab.ettr.content import Weights
+from bench.lab.ettr.director import Run
+from bench.lab.ettr.events import Began
+from bench.lab.ettr.plan import Failure, Plan
+from bench.lab.ettr.report import Report
+from bench.lab.ettr.run import Choice, run_ettr, run_one
+from bench.lab.ettr.summary import Outcome
+from bench.lab.ettr.worker import load, save
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 

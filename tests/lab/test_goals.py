@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.lab.goals import BESIDE, Finding, judge
-from tensorhub.lab.scenarios import SCENARIOS, STANDALONE
+from bench.lab.goals import BESIDE, Finding, judge
+from bench.lab.scenarios import SCENARIOS, STANDALONE
 
 from .story import computed, condensed, published, run_of, seen, updated
 

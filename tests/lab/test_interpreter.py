@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tensorhub.lab.interpreter import MOVING_BYTES, SLICE_S, Interpreter, LinkCounter, Slices, hold
+from bench.lab.interpreter import MOVING_BYTES, SLICE_S, Interpreter, LinkCounter, Slices, hold
 
 
 def test_nobody_else_runs_python_meanwhile() -> None:

@@ -8,15 +8,15 @@ from socket import socketpair
 
 import pytest
 
-from tensorhub.lab.director import Ground, Run
-from tensorhub.lab.events import AnyEvent, Fault, Seen, SeenRead
-from tensorhub.lab.fan_out import FanOutRun
-from tensorhub.lab.goals import Finding
-from tensorhub.lab.network import Place
-from tensorhub.lab.relays import SLOWED, EstablishedRun, SlowRelayRun
-from tensorhub.lab.scenarios import ESTABLISHED, LAYOUTS, SITES, SLOW_RELAY, Scenario
-from tensorhub.lab.storm import MEMORY, judge_open, kinds_open
-from tensorhub.lab.uplinks import UplinkRun
+from bench.lab.director import Ground, Run
+from bench.lab.events import AnyEvent, Fault, Seen, SeenRead
+from bench.lab.fan_out import FanOutRun
+from bench.lab.goals import Finding
+from bench.lab.network import Place
+from bench.lab.relays import SLOWED, EstablishedRun, SlowRelayRun
+from bench.lab.scenarios import ESTABLISHED, LAYOUTS, SITES, SLOW_RELAY, Scenario
+from bench.lab.storm import MEMORY, judge_open, kinds_open
+from bench.lab.uplinks import UplinkRun
 
 from .story import published, updated
 

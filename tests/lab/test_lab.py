@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.lab.director import Run, ground_of
-from tensorhub.lab.events import Published, Updated
-from tensorhub.lab.network import PREFIX, Network, NoLinks, run, why_not
-from tensorhub.lab.scenarios import MIB, SITES, STANDALONE
-from tensorhub.lab.summary import Outcome
-from tensorhub.lab.uplinks import UplinkRun
+from bench.lab.director import Run, ground_of
+from bench.lab.events import Published, Updated
+from bench.lab.network import PREFIX, Network, NoLinks, run, why_not
+from bench.lab.scenarios import MIB, SITES, STANDALONE
+from bench.lab.summary import Outcome
+from bench.lab.uplinks import UplinkRun
 
 pytestmark = [
     pytest.mark.processes,

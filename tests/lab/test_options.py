@@ -2,10 +2,10 @@
 
 import pytest
 
+from bench.lab.run import Options, scenario_of
+from bench.lab.strategies.choose import STRATEGIES
 from tensorhub import UsageError
 from tensorhub.core.settings import Settings
-from tensorhub.lab.run import Options, scenario_of
-from tensorhub.lab.strategies.choose import STRATEGIES
 from tensorhub.runtime.config import server_settings
 
 

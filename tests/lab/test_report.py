@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tensorhub.lab.goals import judge
-from tensorhub.lab.report import Report, introduction, show, write_report
-from tensorhub.lab.scenarios import SCENARIOS, STANDALONE
+from bench.lab.goals import judge
+from bench.lab.report import Report, introduction, show, write_report
+from bench.lab.scenarios import SCENARIOS, STANDALONE
 
 from .story import run_of
 
@@ -39,7 +39,7 @@ def test_the_introduction_says_what_is_modelled(name: str) -> None:
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:
-    plots = pytest.importorskip("tensorhub.lab.plots", reason="matplotlib is not installed")
+    plots = pytest.importorskip("bench.lab.plots", reason="matplotlib is not installed")
     outcomes = [run_of("hub", stall_s=1.0), run_of("ring", stall_s=8.0)]
     for path in plots.draw(tmp_path, STANDALONE, outcomes):
         assert path.stat().st_size > 1000

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tensorhub.demo.processes import ProcessFailed
-from tensorhub.lab.faults import SeedKilledRun
-from tensorhub.lab.goals import Finding
-from tensorhub.lab.report import Report
-from tensorhub.lab.run import Options, Series, Step, scenario_of
-from tensorhub.lab.scenarios import CROSS_SITE, MIB, STANDALONE
-from tensorhub.lab.summary import Outcome
+from bench.demo.processes import ProcessFailed
+from bench.lab.faults import SeedKilledRun
+from bench.lab.goals import Finding
+from bench.lab.report import Report
+from bench.lab.run import Options, Series, Step, scenario_of
+from bench.lab.scenarios import CROSS_SITE, MIB, STANDALONE
+from bench.lab.summary import Outcome
 
 from .story import run_of
 

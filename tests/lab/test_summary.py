@@ -2,9 +2,9 @@
 
 import pytest
 
-from tensorhub.lab.events import Kept
-from tensorhub.lab.interpreter import SLICE_S, Slices
-from tensorhub.lab.summary import quantile
+from bench.lab.events import Kept
+from bench.lab.interpreter import SLICE_S, Slices
+from bench.lab.summary import quantile
 
 from .story import computed, condensed, published, seen, updated
 

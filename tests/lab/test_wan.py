@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.lab.wan import Direction
+from bench.lab.wan import Direction
 
 RATE, DELAY_S, PACKET = 12_500.0, 0.5, bytes(100)  # a packet takes 8 ms
 

@@ -36,7 +36,7 @@ NOT_EVERYWHERE = ("addresses", "fan_out", "faults", "faults_across", "masters", 
 @pytest.mark.processes
 @pytest.mark.timeout(900)  # two minutes on a quiet machine; only a hang may end it on one that is three times slower
 def test_every_part_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--selfcheck", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "bench", "--selfcheck", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=840, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))

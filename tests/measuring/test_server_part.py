@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks import decisions, ideal, lateness
-from benchmarks.decisions import Curve, Curves
-from benchmarks.deep import deep_size
-from benchmarks.fleet import BUSY, GONE, HOP_S, IDLE, Fleet, TooDear
-from benchmarks.section import Options
-from benchmarks.thin import hello_of, root_of
+from bench import decisions, ideal, lateness
+from bench.decisions import Curve, Curves
+from bench.deep import deep_size
+from bench.fleet import BUSY, GONE, HOP_S, IDLE, Fleet, TooDear
+from bench.section import Options
+from bench.thin import hello_of, root_of
 from tensorhub.core.messages import CallReport, Grant, Holding, Report
 from tensorhub.core.names import Ticket, Version, worker_id
 

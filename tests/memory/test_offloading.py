@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
+from bench.lab.interpreter import hold
 from tensorhub.core.errors import Closed, CorruptTransfer, HostMemoryFull
-from tensorhub.lab.interpreter import hold
 from tensorhub.memory import offloading
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink

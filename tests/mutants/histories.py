@@ -36,8 +36,8 @@ def tell(name: str) -> Told:
 
 
 def _tell_seed(kind: str, which: str) -> Told:
-    from tensorhub.sim.plantext import parse
-    from tensorhub.sim.runner import run_plan, run_seed
+    from tests.sim.plantext import parse
+    from tests.sim.runner import run_plan, run_seed
 
     if kind == "plan":
         result = run_plan(parse((ROOT / PLANS / f"{which}.txt").read_text(encoding="utf-8")))

@@ -17,7 +17,7 @@ from .substitute import ROOT, Ran, recording
 
 OUT = ROOT / "out" / "mutants"
 VERDICTS = OUT / "verdicts.json"
-HISTORIES = ("src/tensorhub/core", "src/tensorhub/sim", "tests/explore", histories.PLANS)
+HISTORIES = ("src/tensorhub/core", "tests/sim", "tests/explore", histories.PLANS)
 
 
 def _digest(paths: Iterator[Path], more: str = "") -> str:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from benchmarks.processes import Child, Server
+from bench.processes import Child, Server
 
 from .process import eventually
 
@@ -29,7 +29,7 @@ def server():
 @pytest.fixture
 def crowd(server):
     """They hold version 1, and the first of them has published version 2."""
-    with Child("crowd", module="benchmarks.crowd") as found:
+    with Child("crowd", module="bench.crowd") as found:
         found.wait_started()
         found.do("join", address=server.address, first=0, count=WORKERS, read_s=2.0, spread_s=2.0, within_s=WITHIN_S)
         found.do("begin")

@@ -205,7 +205,6 @@ class Busy:
         return [message.acknowledged for message in line.socket.sent if isinstance(message, Orders)]
 
 
-@pytest.mark.replaces
 def test_orders_leave_while_reports_still_wait(monkeypatch):
     busy = Busy(monkeypatch, lines=20)
 
@@ -221,7 +220,6 @@ def test_orders_leave_while_reports_still_wait(monkeypatch):
     busy.run(story)
 
 
-@pytest.mark.replaces
 def test_a_backlog_of_several_leases_ends_no_session_and_nobody_is_silent(monkeypatch):
     """All report once a second, a decision takes half a second: the backlog is longer than two leases."""
     busy = Busy(monkeypatch, lines=60)
@@ -248,7 +246,6 @@ def test_a_backlog_of_several_leases_ends_no_session_and_nobody_is_silent(monkey
     assert all(busy.answered(line)[-1] == 39 for line in busy.lines)
 
 
-@pytest.mark.replaces
 def test_who_really_dies_behind_a_backlog_is_dead_after_it(monkeypatch):
     busy = Busy(monkeypatch, lines=30)
 
@@ -266,7 +263,6 @@ def test_who_really_dies_behind_a_backlog_is_dead_after_it(monkeypatch):
     assert len(busy.machine.state.members) == 29
 
 
-@pytest.mark.replaces
 def test_a_report_that_came_with_the_end_of_its_line_counts(monkeypatch):
     busy = Busy(monkeypatch, lines=2)
 

@@ -216,7 +216,6 @@ def test_those_who_never_say_what_they_named_cost_nobody_the_lease():
     asyncio.run(story())
 
 
-@pytest.mark.replaces
 def test_a_last_report_that_makes_no_sense_ends_its_line_and_not_the_server(server, monkeypatch):
     machine = server._server.shell.machine
     handle = machine.handle

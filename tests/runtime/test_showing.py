@@ -6,7 +6,7 @@ import time
 import msgspec
 import pytest
 
-from benchmarks.fleet import Fleet
+from bench.fleet import Fleet
 from tensorhub.core.server import Server
 from tensorhub.core.settings import Settings
 from tensorhub.core.snapshot import Status

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 RUN = """
 import sys
-from tensorhub.sim.runner import run_seed
+from tests.sim.runner import run_seed
 for seed in map(int, sys.argv[1:]):
     result = run_seed(seed)
     print(seed, result.digest, result.events, flush=True)

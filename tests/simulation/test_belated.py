@@ -6,12 +6,12 @@ import pytest
 
 from tensorhub.core.messages import PROTOCOL, Hello, Holding, Report, Withdrawing
 from tensorhub.core.names import Digest, Version, worker_id
-from tensorhub.sim.draw import draw_plan
-from tensorhub.sim.judges.stalls import StallJudge
-from tensorhub.sim.plan import Misfortune
-from tensorhub.sim.truth.life import Held, Life
-from tensorhub.sim.truth.record import Truth
-from tensorhub.sim.world import OracleViolation, World
+from tests.sim.draw import draw_plan
+from tests.sim.judges.stalls import StallJudge
+from tests.sim.plan import Misfortune
+from tests.sim.truth.life import Held, Life
+from tests.sim.truth.record import Truth
+from tests.sim.world import OracleViolation, World
 
 pytestmark = pytest.mark.simulation
 

@@ -7,9 +7,9 @@ import pytest
 from tensorhub.core.messages import Holding, Poisoned, Report
 from tensorhub.core.names import Digest, Version
 from tensorhub.core.worker.events import Called
-from tensorhub.sim.judges.claims import ClaimJudge
-from tensorhub.sim.truth.life import Held
-from tensorhub.sim.world import OracleViolation
+from tests.sim.judges.claims import ClaimJudge
+from tests.sim.truth.life import Held
+from tests.sim.world import OracleViolation
 
 from .test_belated import FORMER, Bench
 

@@ -9,13 +9,13 @@ import pytest
 from tensorhub.core.messages import PROTOCOL, Hello
 from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.core.worker.events import CopyDropped, DropCopy
-from tensorhub.sim.draw import draw_plan
-from tensorhub.sim.hostcopies import Mapped
-from tensorhub.sim.judges.memory import UNCOUNTED_S, MemoryJudge
-from tensorhub.sim.process import Process
-from tensorhub.sim.truth.life import Copied, Life
-from tensorhub.sim.truth.record import Truth
-from tensorhub.sim.world import OracleViolation, World
+from tests.sim.draw import draw_plan
+from tests.sim.hostcopies import Mapped
+from tests.sim.judges.memory import UNCOUNTED_S, MemoryJudge
+from tests.sim.process import Process
+from tests.sim.truth.life import Copied, Life
+from tests.sim.truth.record import Truth
+from tests.sim.world import OracleViolation, World
 
 pytestmark = pytest.mark.simulation
 

@@ -8,11 +8,11 @@ import pytest
 from tensorhub.core.messages import PROTOCOL, Grant, Hello
 from tensorhub.core.names import Digest, Ticket, Version, WorkerId, worker_id
 from tensorhub.core.worker.events import ReadEnded, StopRead
-from tensorhub.sim.draw import draw_plan
-from tensorhub.sim.judges.crossings import CrossingJudge
-from tensorhub.sim.truth.life import Copied, Held, Life, Memory
-from tensorhub.sim.truth.record import Truth
-from tensorhub.sim.world import OracleViolation, World
+from tests.sim.draw import draw_plan
+from tests.sim.judges.crossings import CrossingJudge
+from tests.sim.truth.life import Copied, Held, Life, Memory
+from tests.sim.truth.record import Truth
+from tests.sim.world import OracleViolation, World
 
 pytestmark = pytest.mark.simulation
 

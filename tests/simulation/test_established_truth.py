@@ -4,8 +4,8 @@ import pytest
 
 from tensorhub.core.messages import Empty, Holding, Report
 from tensorhub.core.names import Digest, Version
-from tensorhub.sim.plan import Misfortune
-from tensorhub.sim.truth.life import Held, Life
+from tests.sim.plan import Misfortune
+from tests.sim.truth.life import Held, Life
 
 from .test_belated import FORMER, NEWER, Bench
 

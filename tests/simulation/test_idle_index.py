@@ -8,7 +8,7 @@ from tensorhub.core.server.records import VersionRecord
 from tensorhub.core.server.rules import sources
 from tensorhub.core.server.rules.selection import Candidate, choose_source
 from tensorhub.core.server.state import State
-from tensorhub.sim.runner import run_seed
+from tests.sim.runner import run_seed
 
 SEEDS = (3, 4, 5, 6, 8)  # those in which there is often a choice
 

@@ -7,10 +7,10 @@ import pytest
 
 from tensorhub.core.messages import Failure
 from tensorhub.core.names import Digest, Version
-from tensorhub.sim.judges.drains import DrainJudge
-from tensorhub.sim.judges.errors import ErrorJudge
-from tensorhub.sim.truth.life import Call, Held, Life
-from tensorhub.sim.world import OracleViolation
+from tests.sim.judges.drains import DrainJudge
+from tests.sim.judges.errors import ErrorJudge
+from tests.sim.truth.life import Call, Held, Life
+from tests.sim.world import OracleViolation
 
 from .test_belated import FORMER, Bench
 

@@ -4,10 +4,10 @@ import pytest
 
 from tensorhub.core.names import Digest
 from tensorhub.core.worker.events import Finished
-from tensorhub.sim.judges.groups import GroupCall, GroupJudge
-from tensorhub.sim.truth.contents import plain_root_of, root_of
-from tensorhub.sim.truth.life import Held
-from tensorhub.sim.world import OracleViolation
+from tests.sim.judges.groups import GroupCall, GroupJudge
+from tests.sim.truth.contents import plain_root_of, root_of
+from tests.sim.truth.life import Held
+from tests.sim.world import OracleViolation
 
 from .test_belated import NEWER, Bench
 

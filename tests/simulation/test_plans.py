@@ -8,14 +8,14 @@ import pytest
 
 from tensorhub.core.errors import UsageError
 from tensorhub.core.worker.events import Finished
-from tensorhub.sim.cluster import Cluster
-from tensorhub.sim.draw import draw_plan
-from tensorhub.sim.judges.groups import GroupJudge
-from tensorhub.sim.plan import MOST_LEASES, Misfortune
-from tensorhub.sim.plantext import parse, render
-from tensorhub.sim.runner import run_cluster, run_plan
-from tensorhub.sim.shrink import shrink, what_broke
-from tensorhub.sim.truth.life import Call, Life
+from tests.sim.cluster import Cluster
+from tests.sim.draw import draw_plan
+from tests.sim.judges.groups import GroupJudge
+from tests.sim.plan import MOST_LEASES, Misfortune
+from tests.sim.plantext import parse, render
+from tests.sim.runner import run_cluster, run_plan
+from tests.sim.shrink import shrink, what_broke
+from tests.sim.truth.life import Call, Life
 
 pytestmark = pytest.mark.simulation
 
@@ -30,7 +30,7 @@ def test_what_a_plan_once_broke_is_kept(path: Path) -> None:
     assert text.startswith("# "), "say what was broken"
     assert len(text.splitlines()) < MOST_LINES
     result = run_plan(parse(text))
-    assert result.ok, f"tensorhub simulate --plan {path}\n{result.error}"
+    assert result.ok, f"python -m tests.sim --plan {path}\n{result.error}"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

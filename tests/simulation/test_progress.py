@@ -11,12 +11,12 @@ import pytest
 from tensorhub.core.messages import PROTOCOL, Failure, Hello
 from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.core.worker.events import Finished
-from tensorhub.sim.draw import draw_plan
-from tensorhub.sim.judges.progress import ProgressJudge
-from tensorhub.sim.plan import Misfortune, Plan, Replica, Step
-from tensorhub.sim.truth.life import Call, Held, Life
-from tensorhub.sim.truth.record import Truth
-from tensorhub.sim.world import OracleViolation, World
+from tests.sim.draw import draw_plan
+from tests.sim.judges.progress import ProgressJudge
+from tests.sim.plan import Misfortune, Plan, Replica, Step
+from tests.sim.truth.life import Call, Held, Life
+from tests.sim.truth.record import Truth
+from tests.sim.world import OracleViolation, World
 
 pytestmark = pytest.mark.simulation
 

@@ -7,10 +7,10 @@ import pytest
 from tensorhub.core.messages import PROTOCOL, Hello
 from tensorhub.core.names import Digest, Version, worker_id
 from tensorhub.core.worker.events import Called, StartServing
-from tensorhub.sim.draw import draw_plan
-from tensorhub.sim.truth.life import Life
-from tensorhub.sim.truth.record import Truth
-from tensorhub.sim.world import World
+from tests.sim.draw import draw_plan
+from tests.sim.truth.life import Life
+from tests.sim.truth.record import Truth
+from tests.sim.world import World
 
 pytestmark = pytest.mark.simulation
 

@@ -3,9 +3,9 @@
 import pytest
 
 from tensorhub.core.names import Digest
-from tensorhub.sim.judges.memory import MemoryJudge
-from tensorhub.sim.truth.life import Held, Life
-from tensorhub.sim.world import OracleViolation
+from tests.sim.judges.memory import MemoryJudge
+from tests.sim.truth.life import Held, Life
+from tests.sim.world import OracleViolation
 
 from .test_belated import FORMER, Bench
 

@@ -8,10 +8,10 @@ import pytest
 
 from tensorhub.core.messages import HostCopy, Report, Withdrawing
 from tensorhub.core.names import Version
-from tensorhub.sim.judges.retention import RetentionJudge
-from tensorhub.sim.truth.life import Copied, Life
-from tensorhub.sim.watch import Watch
-from tensorhub.sim.world import OracleViolation
+from tests.sim.judges.retention import RetentionJudge
+from tests.sim.truth.life import Copied, Life
+from tests.sim.watch import Watch
+from tests.sim.world import OracleViolation
 
 from .test_belated import FORMER, NEWER, Bench
 from .test_established_truth import TwoShards

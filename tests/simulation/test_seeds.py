@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorhub.sim.runner import run_seed
+from tests.sim.runner import run_seed
 
 from .kit import FIXED, Regression, histories, regressions
 
@@ -14,7 +14,7 @@ TWICE = [0, 3, 17, 40, 58]  # one and several models, shards, kinds of source
 @pytest.mark.parametrize("seed", FIXED)
 def test_every_promise_is_kept(seed: int) -> None:
     result = run_seed(seed)
-    assert result.ok, f"tensorhub simulate --seed {seed}\n{result.error}"
+    assert result.ok, f"python -m tests.sim --seed {seed}\n{result.error}"
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_every_promise_is_kept(seed: int) -> None:
 )
 def test_what_failed_once_does_not_fail_again(kept: Regression) -> None:
     result = run_seed(kept.seed)
-    assert result.ok, f"tensorhub simulate --seed {kept.seed}; it once found: {kept.why}\n{result.error}"
+    assert result.ok, f"python -m tests.sim --seed {kept.seed}; it once found: {kept.why}\n{result.error}"
 
 
 def test_every_regression_says_what_was_wrong() -> None:

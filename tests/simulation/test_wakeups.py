@@ -6,8 +6,8 @@ import pytest
 
 from tensorhub.core.server import routine
 from tensorhub.core.server.state import State
-from tensorhub.sim import network
-from tensorhub.sim.runner import run_seed
+from tests.sim import network
+from tests.sim.runner import run_seed
 
 from .wakeups import Judged
 

@@ -1,6 +1,6 @@
 """Imports run one way, and each outside library is known to as few folders as possible.
 
-    cli → lab → demo → integrations → api → runtime → memory → transport → core        sim → core
+    cli → integrations → api → runtime → memory → transport → core        tests/sim → core
 
 The modules that lie directly in the package (`tensorhub`, `api`, `aio`, …) are the layer `api`. `runtime` and `memory`
 are neighbours: the worker's half of `runtime` hands the transports what `memory` has made of the tensors, and `memory`
@@ -8,6 +8,7 @@ knows nothing of it. That the server's half loads no torch is a test of its own.
 """
 
 import sys
+from collections.abc import Iterator, Sequence
 
 from .sources import PACKAGE, Source, imports_of
 
@@ -18,35 +19,33 @@ BELOW: dict[str, tuple[str, ...]] = {
     "runtime": ("memory", "transport", "core"),
     "api": ("runtime", "memory", "transport", "core"),
     "integrations": ("api",),  # an engine's words over the user's view, and nothing past it
-    "demo": ("integrations", "api", "core"),
-    "lab": ("demo", "api", "runtime", "memory", "transport", "core"),  # the other strategies borrow the transport
     "sim": ("core",),
-    "cli": ("lab", "demo", "integrations", "api", "runtime", "memory", "transport", "core", "sim"),
+    "cli": ("integrations", "api", "runtime", "memory", "transport", "core"),
 }
 
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "msgspec": ("core", "sim", "transport", "memory", "runtime", "api", "cli", "demo", "lab"),
+    "msgspec": ("core", "sim", "transport", "memory", "runtime", "api", "cli"),
     "xxhash": ("memory",),
     "cuda": ("memory",),
-    "numpy": ("memory", "integrations", "demo", "lab"),
-    "torch": ("memory", "integrations", "demo", "lab"),
+    "numpy": ("memory", "integrations"),
+    "torch": ("memory", "integrations"),
     "aiohttp": ("runtime",),
     "uvloop": ("runtime",),
     "typer": ("cli",),
-    "rich": ("cli", "demo", "lab"),
-    "matplotlib": ("demo", "lab"),
-    "vllm": ("integrations", "demo"),
-    "safetensors": ("cli", "integrations", "demo"),
+    "rich": ("cli",),
+    "vllm": ("integrations",),
+    "safetensors": ("cli", "integrations"),
     "torchft": ("integrations",),
     "ray": ("integrations",),
     "verl": ("integrations",),
-    "transformers": ("integrations", "demo"),
-    "tokenizers": ("demo",),
+    "transformers": ("integrations",),
 }
 
 
 def layer_of(module: str) -> str:
     """The layer that a module of the package belongs to."""
+    if module.startswith("tests.sim"):
+        return "sim"
     first = module.removeprefix(PACKAGE).lstrip(".").split(".")[0]
     return first if first in BELOW else "api"
 
@@ -63,7 +62,47 @@ def layer_violations(source: Source) -> list[str]:
             there = layer_of(deep)
             if there != here and there not in BELOW[here]:
                 wrong.append(f"{source.at(found.node)}: {here} may not import {there} ({deep})")
-        elif top not in sys.stdlib_module_names and here not in LIBRARIES.get(top, ()):
+        elif top not in sys.stdlib_module_names and top != "tests" and here not in LIBRARIES.get(top, ()):
             known = ", ".join(LIBRARIES.get(top, ())) or "nobody: add it to LIBRARIES with thought"
             wrong.append(f"{source.at(found.node)}: {here} may not import {top} (who may: {known})")
     return wrong
+
+
+def core_violations(files: Sequence[Source]) -> list[str]:
+    """Inside the core: the halves of server and worker know nothing of each other, and no imports run in a circle."""
+    wrong = []
+    imported: dict[str, dict[str, str]] = {source.module: {} for source in files}
+    for source in files:
+        for found in imports_of(source):
+            name = f"{found.module}.{found.name}" if f"{found.module}.{found.name}" in imported else found.module
+            if name not in imported or name == source.module:
+                continue
+            imported[source.module].setdefault(name, source.at(found.node))
+            if (half := _half(source.module)) and (other := _half(name)) and half != other:
+                wrong.append(f"{source.at(found.node)}: the {half}'s half may not import the {other}'s")
+    return wrong + [
+        f"{imported[circle[0]][circle[1]]}: imports run in a circle: {' → '.join(circle)}"
+        for circle in _circles(imported)
+    ]
+
+
+def _half(module: str) -> str:
+    return next((half for half in ("server", "worker") if module.startswith(f"{PACKAGE}.core.{half}")), "")
+
+
+def _circles(imported: dict[str, dict[str, str]]) -> Iterator[list[str]]:
+    """One circle for each import that closes one: depth first, in order of names."""
+    done: dict[str, bool] = {}  # False: on the way
+
+    def visit(module: str, way: list[str]) -> Iterator[list[str]]:
+        done[module] = False
+        for name in sorted(imported[module]):
+            if name not in done:
+                yield from visit(name, [*way, name])
+            elif not done[name]:
+                yield [*way[way.index(name) :], name]
+        done[module] = True
+
+    for module in sorted(imported):
+        if module not in done:
+            yield from visit(module, [module])

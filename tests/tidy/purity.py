@@ -1,4 +1,4 @@
-"""What keeps `core/` and `sim/` the same on every run: no clock, no chance, no world, no order that hashing decides.
+"""What keeps `core/` and `tests/sim/` the same on every run: no clock, no chance, no world, no order of hashes.
 
 What they may import is a list, not what they may not: a new module of the standard library is impure until looked at.
 """
@@ -6,7 +6,6 @@ What they may import is a list, not what they may not: a new module of the stand
 import ast
 from collections.abc import Iterator
 
-from .layers import layer_of
 from .sources import PACKAGE, FunctionNode, Source, dotted, imports_of
 
 PURE_MODULES = frozenset(
@@ -31,9 +30,11 @@ PURE_MODULES = frozenset(
 # Folder or file → what it may import beyond that, and why.
 ALSO_PURE: dict[str, tuple[str, ...]] = {
     "src/tensorhub/core/metadata.py": ("json",),  # whole numbers of any length, where msgspec has 64 bits
-    "src/tensorhub/sim/": ("random",),  # only Random(seed), see below
-    "src/tensorhub/sim/runner.py": ("time", "concurrent", "multiprocessing", "os", "traceback"),  # runs many seeds
+    "tests/sim/": ("random",),  # only Random(seed), see below
+    "tests/sim/runner.py": ("time", "concurrent", "multiprocessing", "os", "traceback"),  # runs many seeds
 }
+
+SHELLS = ("tests.sim.__main__", "tests.sim.seeds")  # run many seeds, and show them
 
 IMPURE_CALLS = frozenset(
     {
@@ -46,9 +47,9 @@ ORDERLESS = frozenset({"sorted", "len"})  # what may be asked of a set: the answ
 CHANGES = frozenset({"add", "discard", "remove", "update", "clear"})
 
 
-def is_pure_territory(source: Source) -> bool:
+def is_pure(source: Source) -> bool:
     """The rules of this module hold there."""
-    return source.module.startswith(PACKAGE) and layer_of(source.module) in ("core", "sim")
+    return source.module.startswith((f"{PACKAGE}.core", "tests.sim")) and source.module not in SHELLS
 
 
 def purity_violations(source: Source) -> list[str]:
@@ -63,7 +64,7 @@ def _impure_imports(source: Source) -> Iterator[str]:
             allowed.update(modules)
     for found in imports_of(source):
         top = found.module.split(".")[0]
-        if top != PACKAGE and top not in allowed:
+        if top not in (PACKAGE, "tests") and top not in allowed:
             yield f"{source.at(found.node)}: imports {top}, which is not on the list of pure modules"
         elif top == "random" and found.name not in (None, "Random"):
             yield f"{source.at(found.node)}: random.{found.name} is shared chance; use random.Random(seed)"

@@ -28,7 +28,7 @@ from ..core.messages import (
     ToServer,
     ToWorker,
 )
-from ..core.server import Server, machine
+from ..core.server import Server
 from ..core.settings import Settings
 from ..core.snapshot import Status
 from .accepted import Accepted
@@ -50,7 +50,6 @@ HURRY_S = 0.5  # the same, and from one request to the next, where descriptors a
 STUCK_S = 5.0  # a worker that takes nothing for that long is cut, and an asker that takes next to nothing
 SWEEP_S = 1.0  # how often that is looked at
 SPARE_CONNECTIONS = 256  # beyond most_workers: those that reconnect before the old line was seen to end
-DECISIONS = "interpreted" if machine.__file__.endswith(".py") else "compiled"  # as the package was built
 ODD_RETRY_S = 1.0  # a worker whose report had an odd number may be back with its next one
 EARLY_S = 0.001  # timers of some loops have a resolution of 1 ms and may come before their time
 
@@ -282,7 +281,7 @@ class ServerShell:
         return await self.accepted.answer(request, body, content_type="application/json")
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
-        state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL, "decisions": DECISIONS}
+        state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL}
         return web.json_response(state, status=503 if self._is_stopping else 200)
 
     @web.middleware

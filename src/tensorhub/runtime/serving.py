@@ -31,7 +31,7 @@ from .config import access_of, check_integer, parse_text, server_names
 from .descriptors import check_limit, raise_limit
 from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in, warn_unreferenced
 from .requests import Seldom
-from .server import DECISIONS, SPARE_CONNECTIONS, ServerShell
+from .server import SPARE_CONNECTIONS, ServerShell
 from .state_dir import secret
 
 _log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ def run_server(
         server = await start_server(
             host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh
         )
-        _log.info("reference server at %s, its decisions %s", server.address, DECISIONS)
+        _log.info("reference server at %s", server.address)
         check_limit(raise_limit(), settings.most_workers + SPARE_CONNECTIONS)
         if on_ready is not None:
             on_ready(server.address)
