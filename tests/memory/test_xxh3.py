@@ -13,7 +13,9 @@ import pytest
 import xxhash
 
 from tensorhub.memory import xxh3
-from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests
+from tensorhub.memory.landing import row_table
+from tensorhub.memory.tiles.copies import COLUMNS, Copies, carry_out
+from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests, digests_of
 
 EMULATED = Path(__file__).parent / "emulated"
 KERNELS = Path(xxh3.__file__).with_name("xxh3.cu")
@@ -28,13 +30,13 @@ class Emulator:
         self.room_bytes = room_bytes
         self.kept: list[object] = []
 
-    def room(self, size_bytes: int) -> int:
+    def room(self, size_bytes: int, *, lane: int = 0) -> int:
         if size_bytes > self.room_bytes:
             raise NoRoom
         self.kept.append(memory := np.full(size_bytes + 16, 0xA5, np.uint8))
         return -(-memory.ctypes.data // 16) * 16
 
-    def upload(self, words: "array[int]") -> int:
+    def upload(self, words: "array[int]", *, lane: int = 0) -> int:
         self.kept.append(copy := array("Q", words))
         return copy.buffer_info()[0]
 
@@ -43,7 +45,10 @@ class Emulator:
         blocks = -(-threads // 64) if threads else BLOCKS
         assert self.library.run(kernel.encode(), blocks, 64, ctypes.c_void_p(job)) == 0
 
-    def download(self, address: int, count: int) -> "array[int]":
+    def wait(self, lane: int) -> None:
+        assert lane in (0, 1)
+
+    def download(self, address: int, count: int, *, lane: int | None = None) -> "array[int]":
         return array("Q", ctypes.string_at(address, 8 * count))
 
 
@@ -147,3 +152,59 @@ def test_a_device_that_is_nearly_full_gets_smaller_windows(
     assert digests(Emulator(library, room_bytes=2048), source.spans, chunks) == expected(content, chunks)
     with pytest.raises(NoRoom):
         digests(Emulator(library, room_bytes=64), source.spans, chunks)
+
+
+def test_chunks_of_different_sizes_that_are_not_neighbours(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xxh3, "WINDOW_BYTES", 20_000)  # several windows
+    rng, content = random.Random(5), np.random.default_rng(5).integers(0, 256, 60_000, np.uint8)
+    for _ in range(30):
+        sizes = [rng.choice([1, 240, 241, 4096, 5000, rng.randrange(241, 9000)]) for _ in range(rng.randrange(1, 20))]
+        starts = [rng.randrange(len(content) - size) for size in sizes]
+        source = Scattered(content, cut(rng, len(content)), rng, filled=True)
+        found = digests_of(Emulator(library), source.spans, starts, sizes)
+        wanted = [content[at : at + size].tobytes() for at, size in zip(starts, sizes, strict=True)]
+        assert found == [xxhash.xxh3_128_digest(it) if len(it) >= LEAST_BYTES else b"" for it in wanted]
+
+
+def rows_at_random(rng: random.Random) -> tuple[np.ndarray, int, int]:
+    """Copies of nine columns whose targets do not overlap, and how much memory they reach on both sides."""
+    rows, ends = [], [rng.choice([0, 16, 3]), rng.choice([0, 16, 5])]
+    for _ in range(rng.randrange(1, 12)):
+        unit = rng.choice([1, 2, 4, 8, 16, 16])  # of all its places: what a lane can copy at once
+        run, count, counts = rng.choice([1, 1, 3, 40, 800]), rng.choice([1, 1, 7, 50]), rng.choice([1, 1, 2, 5])
+        run, count = (run, count) if run * count < 5000 else (run, 2)
+        sides = []
+        for side in range(2):
+            loops = [(count, 0), (counts, 1)]
+            rng.shuffle(loops)  # transposed, or not
+            strides, reach = [0, 0], run
+            for times, loop in loops:
+                strides[loop] = reach + rng.choice([0, 0, 2])
+                reach += (times - 1) * strides[loop]
+            at = -(-ends[side] // unit) * unit
+            ends[side] = at + reach * unit
+            sides.append((at, strides[0] * unit, strides[1] * unit))
+        (source, stride, strides_), (target, to_stride, to_strides) = sides
+        rows.append((source, target, run * unit, count, stride, to_stride, counts, strides_, to_strides))
+    return np.array(rows, np.int64).reshape(-1, COLUMNS), *ends
+
+
+def test_rows_are_copied_whatever_their_runs_and_alignment(library: ctypes.CDLL) -> None:
+    rng, random_bytes = random.Random(6), np.random.default_rng(6)
+    for _ in range(60):
+        rows, size_bytes, room_bytes = rows_at_random(rng)
+        source = random_bytes.integers(0, 256, size_bytes + 32, np.uint8)
+        target, wanted = np.zeros((2, room_bytes + 64), np.uint8)
+        shift, base = rng.choice([0, 16, 8, 1]), -target.ctypes.data % 16 + 16
+        carry_out(Copies(rows, np.zeros(len(rows), np.int64)), source[shift:], wanted[base:])
+        device = Emulator(library)
+        first, last = (0, len(rows)) if rng.random() < 0.5 else (len(rows) // 2, len(rows))
+        if first:
+            wanted[:] = 0
+            carry_out(Copies(rows[first:], np.zeros(last - first, np.int64)), source[shift:], wanted[base:])
+        table = device.upload(row_table(rows)) + 8 * (COLUMNS + 1) * first
+        job = array("Q", (table, last - first, source.ctypes.data + shift, target.ctypes.data + base))
+        device.launch("move", 0, device.upload(job), lane=0)
+        assert (target == wanted).all(), rows[first:]

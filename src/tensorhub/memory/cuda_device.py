@@ -30,7 +30,7 @@ import xxhash
 from ..transport.captures import beside_captures
 from .xxh3 import LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
 
-KERNELS = ("sum_only", "sum_and_copy", "chain")
+KERNELS = ("sum_only", "sum_and_copy", "chain", "move")
 SELF_TEST_BYTES = (LEAST_BYTES, 1024, 1025, 5000, 1 << 20)
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it has nothing to do with the default stream
 LOWEST_PRIORITY = 0  # of a stream; higher ones have numbers below it
@@ -63,22 +63,23 @@ class CudaLauncher:
         self._host: list[torch.Tensor] = []
         self._uploaded: torch.cuda.Event | None = None
 
-    def room(self, size_bytes: int) -> int:
+    def room(self, size_bytes: int, *, lane: int = 0) -> int:
         try:
-            with torch.cuda.stream(self._its.streams[0]):
+            with torch.cuda.stream(self._its.streams[lane]):
                 memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._its.device)
         except torch.OutOfMemoryError as error:
             raise NoRoom(str(error)) from error
         self._kept[memory.data_ptr()] = memory
         return memory.data_ptr()
 
-    def upload(self, words: "array[int]") -> int:
-        address = self.room(8 * len(words))
+    def upload(self, words: "array[int]", *, lane: int = 0) -> int:
+        address = self.room(8 * len(words), lane=lane)
         host = torch.from_numpy(np.frombuffer(words, np.uint8).copy())
-        with torch.cuda.stream(self._its.streams[0]):
+        with torch.cuda.stream(self._its.streams[lane]):
             self._kept[address].copy_(host, non_blocking=True)
-            self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._uploaded.record(self._its.streams[0])
+            if not lane:
+                self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._uploaded.record(self._its.streams[0])
         self._host.append(host)
         return address
 
@@ -92,12 +93,15 @@ class CudaLauncher:
         config = LaunchConfig(grid=blocks, block=THREADS)
         launch(Stream.from_handle(stream.cuda_stream), config, self._its.kernels[kernel], job)
 
-    def download(self, address: int, count: int) -> "array[int]":
-        for stream in self._its.streams:
-            wait_for(stream)
-        with torch.cuda.stream(self._its.streams[0]):
+    def download(self, address: int, count: int, *, lane: int | None = None) -> "array[int]":
+        for each in range(len(self._its.streams)) if lane is None else (lane,):
+            self.wait(each)
+        with torch.cuda.stream(self._its.streams[lane or 0]):
             found = self._kept[address][: 8 * count].cpu()
         return array("Q", found.numpy().tobytes())
+
+    def wait(self, lane: int) -> None:
+        wait_for(self._its.streams[lane])
 
 
 def device_digests(index: int, source: Spans, chunks: Chunks, target: Spans | None = None) -> list[bytes]:

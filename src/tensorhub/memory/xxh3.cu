@@ -1,4 +1,4 @@
-/* xxh3-128 of the chunks of a stream, on a CUDA device: the same digests that the host computes.
+/* xxh3-128 of the chunks of a stream, on a CUDA device: the same digests that the host computes. And strided copies.
 
 A stream lies in segments of device memory. A chunk's digest is XXH3's long path (chunks above 240 bytes), cut in two:
 
@@ -18,6 +18,8 @@ typedef unsigned char u8;
 #define BLOCK 1024 /* bytes between two scrambles: 16 stripes of 64 bytes */
 #define GROUP 4    /* blocks that a warp loads at once */
 #define AHEAD 16   /* sums that a chain loads before it needs them */
+#define PART 8192  /* bytes of a row that a warp copies at once */
+#define AT_ONCE 4  /* units that a lane loads before it stores the first one */
 
 /* Where bytes [start, next segment's start) of the stream lie. */
 struct Segment {
@@ -30,13 +32,18 @@ struct Map {
     u64 count;
 };
 
-/* Chunks [0, count) of a window: all of `chunk_bytes`, but the last one may be shorter. */
+/* A chunk anywhere in the stream. Behind the last chunk of a table there is one more, of which only `first` counts. */
+struct Chunk {
+    u64 start; /* in the stream, bytes */
+    u64 size;  /* bytes, at least one */
+    u64 first; /* of its groups of blocks, counted over the chunks of the table */
+};
+
+/* Chunks that are digested by one launch. */
 struct Window {
-    u64 start; /* of the window in the stream, bytes */
-    u64 size;  /* bytes */
-    u64 chunk_bytes;
-    u64 blocks_per_chunk; /* of a whole chunk: ceil(chunk_bytes / BLOCK) */
+    const Chunk* chunks;
     u64 count;
+    u64 usual_groups; /* of most of its chunks: where a chunk is looked for first */
 };
 
 __device__ __forceinline__ u64 shuffled(u64 value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
@@ -120,6 +127,21 @@ __device__ __forceinline__ void write(const Map& map, u32 segment, u64 at, u64 s
         scatter(map, segment, at, size, bytes);
 }
 
+/* The entry of a table that has number `at`: the last one whose `first` is not above it. `guess` is looked at first. */
+template <class Entry>
+__device__ __forceinline__ u32 entry_of(const Entry* table, u32 count, u64 at, u32 guess) {
+    if (guess < count && table[guess].first <= at && at < table[guess + 1].first) return guess;
+    u32 low = 0, high = count;
+    while (high - low > 1) {
+        u32 middle = low + ((high - low) >> 1);
+        if (table[middle].first <= at)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 /* The sums of one block of 1 KiB: lane t sees words 2j and 2j+1 of stripes s and s+8. `whole`: stripes that count. */
 __device__ __forceinline__ void sum_block(ulonglong2 x, ulonglong2 y, const u64* secret, u32 whole, ulonglong2* out) {
     int t = threadIdx.x & (WARP - 1), s = t >> 2, j = t & 3;
@@ -137,11 +159,6 @@ __device__ __forceinline__ void sum_block(ulonglong2 x, ulonglong2 y, const u64*
         odd += shuffled(odd, mask);
     }
     if (s == 0) out[j] = make_ulonglong2(even, odd);
-}
-
-__device__ __forceinline__ u64 length_of(const Window& window, u32 chunk) {
-    u64 begin = chunk * window.chunk_bytes;
-    return window.size - begin < window.chunk_bytes ? window.size - begin : window.chunk_bytes;
 }
 
 __device__ __forceinline__ bool is_aligned(const u8* address) { return !((u64)address & 15); }
@@ -171,15 +188,15 @@ __device__ __noinline__ void sum_any(const Map& from, u32 source, const Map& to,
 template <bool COPIES>
 __device__ __forceinline__ void sum_window(const Map& from, const Map& to, const Window& window, const u64* secret,
                                            ulonglong2* sums) {
-    u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / WARP, warps = (u64)gridDim.x * blockDim.x / WARP;
-    u32 t = threadIdx.x & (WARP - 1), groups = (u32)((window.blocks_per_chunk + GROUP - 1) / GROUP);
-    u32 source = 0, target = 0;
-    for (u64 g = warp; g < (u64)window.count * groups; g += warps) {
-        u32 chunk = g / groups, block = g % groups * GROUP;
-        u64 length = length_of(window, chunk), inside = (u64)block * BLOCK;
-        if (inside >= length) continue;
-        u64 at = window.start + chunk * window.chunk_bytes + inside, left = length - inside;
-        ulonglong2* out = sums + ((u64)chunk * window.blocks_per_chunk + block) * 4;
+    u32 warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP, warps = gridDim.x * blockDim.x / WARP;
+    u64 before = window.chunks[0].first;
+    u32 groups = (u32)(window.chunks[window.count].first - before); /* of a window: few */
+    u32 t = threadIdx.x & (WARP - 1), source = 0, target = 0;
+    for (u32 g = warp; g < groups; g += warps) {
+        u32 guess = g / (u32)window.usual_groups;
+        const Chunk chunk = window.chunks[entry_of(window.chunks, (u32)window.count, before + g, guess)];
+        u64 inside = (before + g - chunk.first) * GROUP * BLOCK, at = chunk.start + inside, left = chunk.size - inside;
+        ulonglong2* out = sums + (u64)g * GROUP * 4;
         source = seek(from, source, at);
         if (COPIES) target = seek(to, target, at);
         const u8* src = place(from, source, at);
@@ -205,14 +222,59 @@ __device__ __forceinline__ void sum_window(const Map& from, const Map& to, const
     }
 }
 
-/* One launch, as the host describes it (JOB_WORDS in cuda_kernels.py). */
+/* Bytes that are copied by two loops around a run, as `memory/tiles/copies.py` says. */
+struct Row {
+    u64 from, to, run, count, from_stride, to_stride, counts, from_strides, to_strides; /* all but counts in bytes */
+    u64 first; /* of its parts of PART bytes, counted over the rows of the table */
+};
+
+/* Rows that are copied by one launch. Behind the last row of a table there is one more, of which only `first` counts. */
+struct Move {
+    const Row* rows;
+    u64 count;
+    u64 from, to; /* added to the places of each row */
+};
+
+/* Bytes [first, last) of a row, of which all places are multiples of the unit. No division but for a lane's first one. */
+template <class Unit>
+__device__ __forceinline__ void copy_part(const Row& row, const u8* from, u8* to, u32 first, u32 last) {
+    u32 run = row.run / sizeof(Unit), count = row.count, end = last / sizeof(Unit);
+    u32 at = first / sizeof(Unit) + (threadIdx.x & (WARP - 1));
+    u32 inside = at % run, i = at / run, outer = i / count, inner = i % count;
+    u32 steps = WARP / run, step = WARP % run, outer_step = steps / count, inner_step = steps % count;
+    while (at < end) {
+        Unit units[AT_ONCE];
+        u8* places[AT_ONCE];
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            if (at < end) {
+                u64 byte = (u64)inside * sizeof(Unit);
+                units[k] = __ldcs((const Unit*)(from + outer * row.from_strides + inner * row.from_stride + byte));
+                places[k] = to + outer * row.to_strides + inner * row.to_stride + byte;
+            } else {
+                places[k] = 0;
+            }
+            at += WARP;
+            inside += step;
+            inner += inner_step;
+            outer += outer_step;
+            if (inside >= run) inside -= run, inner++;
+            if (inner >= count) inner -= count, outer++;
+        }
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++)
+            if (places[k]) __stcs((Unit*)places[k], units[k]);
+    }
+}
+
+/* One launch that digests, as the host describes it (`_job` in xxh3.py). */
 struct Job {
     Map from, to; /* `to` is empty where nothing is copied */
     Window window;
     const u64* secret; /* 24 words */
     const u64* keys;   /* the accumulator's start, then the secret's words from bytes 128, 121, 11, 117 on: 8 each */
     u64* sums;         /* 8 words a block */
-    u64* digests;      /* of each chunk the low and the high half; none for chunks up to 240 bytes */
+    u64* digests;      /* of each chunk the low and the high half; nothing right for chunks up to 240 bytes */
 };
 
 extern "C" {
@@ -232,11 +294,11 @@ __global__ void chain(const Job* job) {
     const u64 *sums = job->sums, *keys = job->keys;
     u32 id = blockIdx.x * blockDim.x + threadIdx.x, chunk = id >> 3, lane = id & 7;
     bool is_real = chunk < window.count;
-    u64 length = is_real ? length_of(window, chunk) : 0;
+    u64 start = is_real ? window.chunks[chunk].start : 0, length = is_real ? window.chunks[chunk].size : 0;
     if (length <= 240) is_real = false;
     u64 acc = keys[lane], key = keys[8 + lane];
     if (is_real) {
-        const u64* mine = sums + (u64)chunk * window.blocks_per_chunk * 8 + lane;
+        const u64* mine = sums + (window.chunks[chunk].first - window.chunks[0].first) * GROUP * 8 + lane;
         u32 blocks = (length - 1) / BLOCK, rest = (u32)((length - 1) % BLOCK) / 64;
         u64 now[AHEAD], next[AHEAD];
 #pragma unroll
@@ -257,7 +319,7 @@ __global__ void chain(const Job* job) {
                 }
         }
         if (rest) acc += mine[(u64)blocks * 8];
-        u64 at = window.start + chunk * window.chunk_bytes + length - 64 + 16 * (lane >> 1);
+        u64 at = start + length - 64 + 16 * (lane >> 1);
         ulonglong2 pair = read(data, find(data, at), at, 16);
         u64 word = lane & 1 ? pair.y : pair.x, other = lane & 1 ? pair.x : pair.y;
         acc += product(word, keys[16 + lane]) + other;
@@ -270,5 +332,32 @@ __global__ void chain(const Job* job) {
     h ^= h >> 37;
     h *= 0x165667919E3779F9ull;
     job->digests[2 * chunk + lane] = h ^ (h >> 32);
+}
+
+/* Copies rows that do not overlap, in the widest units that their places and runs allow. */
+__global__ void move(const Move* job) {
+    const Move its = *job;
+    u32 warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP, warps = gridDim.x * blockDim.x / WARP;
+    u64 before = its.rows[0].first;
+    u32 parts = (u32)(its.rows[its.count].first - before), usual = (parts - 1) / (u32)its.count + 1;
+    for (u32 part = warp; part < parts; part += warps) {
+        const Row& row = its.rows[entry_of(its.rows, (u32)its.count, before + part, part / usual)];
+        u32 first = (u32)(before + part - row.first) * PART, size = (u32)(row.run * row.count * row.counts);
+        u32 last = size - first < PART ? size : first + PART;
+        const u8* from = (const u8*)(its.from + row.from);
+        u8* to = (u8*)(its.to + row.to);
+        u64 all = (u64)from | (u64)to | row.run | (row.count > 1 ? row.from_stride | row.to_stride : 0) |
+                  (row.counts > 1 ? row.from_strides | row.to_strides : 0);
+        if (!(all & 15))
+            copy_part<ulonglong2>(row, from, to, first, last);
+        else if (!(all & 7))
+            copy_part<u64>(row, from, to, first, last);
+        else if (!(all & 3))
+            copy_part<u32>(row, from, to, first, last);
+        else if (!(all & 1))
+            copy_part<unsigned short>(row, from, to, first, last);
+        else
+            copy_part<u8>(row, from, to, first, last);
+    }
 }
 }

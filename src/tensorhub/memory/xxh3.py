@@ -4,20 +4,26 @@ A stream's bytes lie in spans of device memory. Windows of whole chunks go throu
 1 KiB (and copies them), the other chains the sums of each chunk to its digest. Two windows are under way at a time, so
 that the short chain of one runs beside the sums of the next. The host waits once, for the digests.
 
-Scratch memory on the device: 64 B for each KiB of two windows, and the tables: 65 MiB for windows of 512 MiB.
+Scratch memory on the device: 64 B for each KiB of two windows, and the tables: 65 MiB for windows of 512 MiB. A chunk
+counts as whole groups of 4 KiB.
 Chunks shorter than `LEAST_BYTES` are copied and get no digest here: xxh3 treats them otherwise.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 LEAST_BYTES = 241  # of a chunk: the long path of xxh3 begins there
 WINDOW_BYTES = 512 << 20  # 0.17 ms of an H200's memory, as long as its chain of 4,096 blocks takes
 LEAST_WINDOW_BYTES = 32 << 20  # where the device is nearly full: 4 MiB of scratch memory
 BLOCK_BYTES = 1024  # of xxh3, between two scrambles
+GROUP_BYTES = 4096  # of a chunk, summed at once
+SUMS_BYTES = 256  # scratch memory of a group
+CHUNK_WORDS = 3  # of a table of chunks: start, size, and the groups before it
 THREADS = 256  # of a block of threads: 8 warps
 CHAIN_LANES = 8  # of a chunk
 
@@ -59,14 +65,12 @@ class Chunks:
     chunk_bytes: int
 
     @property
-    def count(self) -> int:
-        return -(-(self.stop - self.start) // self.chunk_bytes)
+    def starts(self) -> range:
+        return range(self.start, self.stop, self.chunk_bytes)
 
-    def windows(self, size_bytes: int = WINDOW_BYTES) -> Iterator["Chunks"]:
-        """The same, in parts of at most so many bytes, and of at least one chunk."""
-        step = max(1, size_bytes // self.chunk_bytes) * self.chunk_bytes
-        for start in range(self.start, self.stop, step):
-            yield Chunks(start, min(start + step, self.stop), self.chunk_bytes)
+    @property
+    def count(self) -> int:
+        return len(self.starts)
 
 
 class NoRoom(Exception):
@@ -76,12 +80,12 @@ class NoRoom(Exception):
 class Launcher(Protocol):
     """One device, for one call at a time."""
 
-    def room(self, size_bytes: int) -> int:
+    def room(self, size_bytes: int, *, lane: int = 0) -> int:
         """The address of so much device memory. It lasts as long as the launcher. Raises `NoRoom`."""
         ...
 
-    def upload(self, words: "array[int]") -> int:
-        """The address of a copy of these 64-bit words, as `room`."""
+    def upload(self, words: "array[int]", *, lane: int = 0) -> int:
+        """The address of a copy of these 64-bit words, as `room`. Lane 1 waits for those of lane 0."""
         ...
 
     def launch(self, kernel: str, threads: int, job: int, *, lane: int) -> None:
@@ -91,8 +95,12 @@ class Launcher(Protocol):
         """
         ...
 
-    def download(self, address: int, count: int) -> "array[int]":
-        """Wait for all that was launched, and return so many words from there."""
+    def download(self, address: int, count: int, *, lane: int | None = None) -> "array[int]":
+        """Wait for all that was launched, or for one lane, and return so many words from there."""
+        ...
+
+    def wait(self, lane: int) -> None:
+        """Until all that was launched in that lane has ended."""
         ...
 
 
@@ -102,56 +110,104 @@ def digests(device: Launcher, source: Spans, chunks: Chunks, target: Spans | Non
     It is empty for a chunk shorter than `LEAST_BYTES`. Source and target do not overlap. Returns when the bytes are in
     place. Raises `NoRoom`.
     """
-    assert chunks.stop > chunks.start, "no chunks"
-    blocks = -(-chunks.chunk_bytes // BLOCK_BYTES)
-    windows, sums = _scratch(device, chunks, 64 * blocks)
-    found = device.room(16 * chunks.count)
+    sizes = [chunks.chunk_bytes] * chunks.count
+    sizes[-1] = chunks.stop - chunks.starts[-1]
+    return digests_of(device, source, chunks.starts, sizes, target)
+
+
+def digests_of(
+    device: Launcher, source: Spans, starts: Sequence[int], sizes: Sequence[int], target: Spans | None = None
+) -> list[bytes]:
+    """The same of chunks that lie anywhere in the stream, in any order and of any size from one byte on."""
+    assert starts, "no chunks"
+    firsts = first_groups(sizes)
+    windows, sums = _scratch(device, firsts)
+    found = device.room(16 * len(starts))
+    chunks, constants = device.upload(chunk_table(starts, sizes, firsts)), upload_constants(device)
+    low, high = min(starts), max(map(int.__add__, starts, sizes))
+    maps = [*_map(device, source, low, high), *_map(device, target, low, high)]
+    jobs = array("Q")
+    for index, (first, last) in enumerate(windows):
+        jobs.extend(job(maps, chunks, firsts, first, last, constants, sums[index % 2], found + 16 * first))
+    jobs_at = device.upload(jobs)
+    job_bytes = 8 * len(jobs) // len(windows)
+    summing = "sum_only" if target is None else "sum_and_copy"
+    for index, (first, last) in enumerate(windows):
+        at, lane = jobs_at + index * job_bytes, index % 2
+        device.launch(summing, 0, at, lane=lane)
+        device.launch("chain", CHAIN_LANES * (last - first), at, lane=lane)
+    made = as_digests(device.download(found, 2 * len(starts)))
+    return [it if size >= LEAST_BYTES else b"" for it, size in zip(made, sizes, strict=True)]
+
+
+# -- what the kernels are told -----------------------------------------------------------------------------------------
+
+
+def first_groups(sizes: Sequence[int]) -> "array[int]":
+    """How many groups come before each of these chunks, and how many there are."""
+    return array("Q", accumulate((-(-size // GROUP_BYTES) for size in sizes), initial=0))
+
+
+def chunk_table(starts: Sequence[int], sizes: Sequence[int], firsts: "array[int]") -> "array[int]":
+    """`Chunk`s, and the one behind the last."""
+    table = array("Q", bytes(8 * CHUNK_WORDS * len(firsts)))
+    table[2::CHUNK_WORDS] = firsts
+    table[0:-CHUNK_WORDS:CHUNK_WORDS], table[1:-CHUNK_WORDS:CHUNK_WORDS] = array("Q", starts), array("Q", sizes)
+    return table
+
+
+def upload_constants(device: Launcher) -> tuple[int, int]:
+    """Where the secret's words and the keys are."""
     tables = array("Q", _words(SECRET, 0, 24))
-    keys_at = len(tables)
+    keys_at = 8 * len(tables)
     tables.extend(_START)
     for at in _KEYS_AT:
         tables.extend(_words(SECRET, at, 8))
     places = device.upload(tables)
-    maps = [_map(device, spans, chunks) for spans in (source, target)]
-    jobs = array("Q")
-    done = 0
-    for index, window in enumerate(windows):
-        size_bytes = window.stop - window.start
-        jobs.extend((*maps[0], *maps[1], window.start, size_bytes, chunks.chunk_bytes, blocks, window.count))
-        jobs.extend((places, places + 8 * keys_at, sums[index % 2], found + 16 * done))
-        done += window.count
-    first = device.upload(jobs)
-    job_bytes = 8 * len(jobs) // len(windows)
-    summing = "sum_only" if target is None else "sum_and_copy"
-    for index, window in enumerate(windows):
-        job, lane = first + index * job_bytes, index % 2
-        device.launch(summing, 0, job, lane=lane)
-        device.launch("chain", CHAIN_LANES * window.count, job, lane=lane)
-    words = device.download(found, 2 * chunks.count)
+    return places, places + keys_at
+
+
+def job(
+    maps: Sequence[int],
+    chunks: int,
+    firsts: Sequence[int],
+    first: int,
+    last: int,
+    constants: tuple[int, int],
+    sums: int,
+    found: int,
+) -> tuple[int, ...]:
+    """A `Job` for chunks [first, last) of a table."""
+    usual_groups = firsts[first + 1] - firsts[first]
+    return (*maps, chunks + 8 * CHUNK_WORDS * first, last - first, usual_groups, *constants, sums, found)
+
+
+def as_digests(words: "array[int]") -> list[bytes]:
+    """From the low and the high half of each."""
     words.byteswap()
     halves = words.tobytes()
-    made = [halves[at + 8 : at + 16] + halves[at : at + 8] for at in range(0, len(halves), 16)]
-    if chunks.chunk_bytes < LEAST_BYTES:
-        return [b""] * len(made)
-    is_last_short = 0 < (chunks.stop - chunks.start) % chunks.chunk_bytes < LEAST_BYTES
-    return [*made[:-1], b""] if is_last_short else made
+    return [halves[at + 8 : at + 16] + halves[at : at + 8] for at in range(0, len(halves), 16)]
 
 
-def _scratch(device: Launcher, chunks: Chunks, chunk_sums_bytes: int) -> tuple[list[Chunks], list[int]]:
-    """The windows, and room for the sums of two of them. Raises `NoRoom`."""
+def _scratch(device: Launcher, firsts: "array[int]") -> tuple[list[tuple[int, int]], list[int]]:
+    """The windows, as [first, last) of the chunks, and room for the sums of two of them. Raises `NoRoom`."""
     for size_bytes in (WINDOW_BYTES, LEAST_WINDOW_BYTES):
-        windows = list(chunks.windows(size_bytes))
+        windows, last = [], 0
+        while last < len(firsts) - 1:
+            first, most = last, firsts[last] + size_bytes // GROUP_BYTES
+            last = max(first + 1, bisect_right(firsts, most) - 1)
+            windows.append((first, last))
+        groups = max(firsts[last] - firsts[first] for first, last in windows)
         with suppress(NoRoom):
-            room = chunk_sums_bytes * windows[0].count
-            return windows, [device.room(room) for _ in range(min(2, len(windows)))]
+            return windows, [device.room(SUMS_BYTES * groups) for _ in windows[:2]]
     raise NoRoom
 
 
-def _map(device: Launcher, spans: Spans | None, chunks: Chunks) -> tuple[int, int]:
+def _map(device: Launcher, spans: Spans | None, low: int, high: int) -> tuple[int, int]:
     """A table of (start, address) for the kernels, and how long it is."""
     if spans is None:
         return 0, 0
-    assert spans.starts[0] <= chunks.start < chunks.stop <= spans.stop, "chunks that are not there"
+    assert spans.starts[0] <= low < high <= spans.stop, "chunks that are not there"
     table = array("Q", [0]) * (2 * len(spans.starts))
     table[::2], table[1::2] = array("Q", spans.starts), array("Q", spans.addresses)
     return device.upload(table), len(spans.starts)
