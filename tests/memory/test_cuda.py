@@ -12,6 +12,7 @@ import xxhash
 from msgspec.structs import replace
 
 from tensorhub.cli.doctor import _Child
+from tensorhub.core.boxes import Box
 from tensorhub.core.errors import CorruptTransfer
 from tensorhub.memory import cuda, cuda_device
 from tensorhub.memory.cuda import CudaStream
@@ -22,6 +23,13 @@ from tensorhub.memory.offloading import check_filled, copy_directly
 from tensorhub.memory.pinned import pinned_bytes
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.staging import StagingRing
+from tensorhub.memory.tiles.across import Across
+from tensorhub.memory.tiles.cells import tiles_of
+from tensorhub.memory.tiles.derive import Source, derive_manifest
+from tensorhub.memory.tiles.exported import publish_cut
+from tensorhub.memory.tiles.grid import Cutting
+from tensorhub.memory.tiles.table import table_of
+from tensorhub.memory.tiles.wire import grid_digest, layout_digest
 from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
 from tensorhub.transport.cuda import Pages, Ring
 from tensorhub.transport.sealed import Sealed
@@ -320,3 +328,41 @@ def test_memory_is_prepared_in_the_background_and_copied_at_the_bus_rate() -> No
             check_filled(fill, stream, copy.stream)
         rates.append(1 / (time.monotonic() - began))
     print(f"GiB/s to the host, back, and again: {', '.join(f'{rate:.1f}' for rate in rates)}")
+
+
+SHAPE = (3000, 1026)  # a row of the right half is 1026 bytes long
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["columns", "transposed columns"])
+def test_rows_of_two_shards_become_columns_of_one(is_turned: bool) -> None:
+    torch.manual_seed(6)
+    whole = torch.randint(-9999, 9999, SHAPE, dtype=torch.int16)
+    rows = [register({"w": part.cuda()}) for part in (whole[:1700], whole[1700:])]
+    boxes = [Box("w", SHAPE, (at, 0), (size, 1026), 0, (1026, 1)) for at, size in ((0, 1700), (1700, 1300))]
+    here = torch.zeros((513, 3000) if is_turned else (3000, 513), dtype=torch.int16, device="cuda")
+    reader = register({"w": here})
+    mine = Box("w", SHAPE, (0, 513), (3000, 513), 0, (1, 3000) if is_turned else (513, 1))
+    tables = [table_of(its.layout, {"w": [box]}) for its, box in zip(rows, boxes, strict=True)]
+    table = table_of(reader.layout, {"w": [mine]})
+    cutting = Cutting(1 << 18, fewest_tiles=1 << 20)
+    for its in tables:
+        cutting.add_publisher(its)
+    cutting.add_other(table)
+    grid = cutting.grid()
+    cuts = [publish_cut(its, tiles_of(cut, grid)) for its, cut in zip(rows, tables, strict=True)]
+    sources = [Source(f"trainer[{at}]", cut.table, cut.manifest) for at, cut in enumerate(cuts)]
+    tiles = tiles_of(table, grid)
+    manifest = derive_manifest(tiles, sources, layout=layout_digest(table), grid=grid_digest(grid))
+    for leg in Across(reader, tiles, manifest).legs(sources):
+        ends = [its.stream._cuda.spans()[0][1] for its in (rows[leg.number], reader)]
+        terms = leg.terms()
+        landing = cuda_device.CudaLanding(0, lambda: None, *ends, leg.parcels, terms.scatter, is_hashing=True)
+        half = len(leg.parcels) // 2
+        landing.gather(range(half))
+        landing.gather(range(half, len(leg.parcels)))
+        assert landing.digests() == terms.digests[: 16 * terms.scatter.first_tile[half]]
+        landing.scatter()
+        assert landing.digests() == terms.digests[16 * terms.scatter.first_tile[half] :]
+        landing.scatter()
+        landing.close()
+    assert torch.equal((here.t() if is_turned else here).cpu(), whole[:, 513:])

@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 import xxhash
 
-from tensorhub.memory import xxh3
-from tensorhub.memory.landing import row_table
+from tensorhub.memory import landing, xxh3
+from tensorhub.memory.landing import Landing, row_table
+from tensorhub.memory.registration import Registration
+from tensorhub.memory.tiles.across import Across
+from tensorhub.memory.tiles.cells import tiles_of
 from tensorhub.memory.tiles.copies import COLUMNS, Copies, carry_out
+from tensorhub.memory.tiles.derive import Source, derive_manifest
+from tensorhub.memory.tiles.exported import publish_cut
+from tensorhub.memory.tiles.grid import Cutting
+from tensorhub.memory.tiles.wire import grid_digest, layout_digest
 from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests, digests_of
+
+from .cutting import draw_layout, draw_model
 
 EMULATED = Path(__file__).parent / "emulated"
 KERNELS = Path(xxh3.__file__).with_name("xxh3.cu")
@@ -208,3 +217,47 @@ def test_rows_are_copied_whatever_their_runs_and_alignment(library: ctypes.CDLL)
         job = array("Q", (table, last - first, source.ctypes.data + shift, target.ctypes.data + base))
         device.launch("move", 0, device.upload(job), lane=0)
         assert (target == wanted).all(), rows[first:]
+
+
+def spans_of(registration: Registration) -> Spans:
+    pieces = registration.pieces
+    return Spans([it.start for it in pieces], [it.address for it in pieces], registration.size_bytes)
+
+
+def test_tiles_of_any_layout_land_and_go_to_their_places(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing, "LEAST_WINDOW_BYTES", 4096)
+    for seed in range(12):
+        chance = random.Random(seed)
+        monkeypatch.setattr(landing, "MOST_BYTES", chance.choice((16, 3000)) * 4096)  # several windows, or room for all
+        model = draw_model(chance) | {"long": np.frombuffer(chance.randbytes(20_000), np.int16).reshape(100, 100)}
+        (publisher,), (reader,) = draw_layout(chance, model, 1), draw_layout(chance, model, 1)
+        publisher.fill(model)
+        reader.spoil(chance)
+        outside = reader.outside()
+        cutting = Cutting(1000, fewest_tiles=1 << 20)
+        cutting.add_publisher(publisher.table)
+        if seed % 3:
+            cutting.add_other(reader.table)
+        grid = cutting.grid()
+        cut = publish_cut(publisher.registration, tiles_of(publisher.table, grid))
+        source, tiles = Source("trainer", cut.table, cut.manifest), tiles_of(reader.table, grid)
+        layout = layout_digest(reader.table)
+        manifest = derive_manifest(tiles, [source], layout=layout, grid=grid_digest(grid))
+        for leg in Across(reader.registration, tiles, manifest, parcel_bytes=1).legs([source]):
+            terms, at = leg.terms(), 0
+            ends = spans_of(publisher.registration), spans_of(reader.registration)
+            its = Landing(lambda: Emulator(library), *ends, leg.parcels, terms.scatter, is_hashing=True)
+            under_way: list[range] = []
+            while at < len(leg.parcels) or under_way:
+                if at < len(leg.parcels) and len(under_way) < chance.choice((1, 2, 2)):
+                    under_way.append(window := range(at, chance.randint(at + 1, its.reach(at))))
+                    its.gather(window)
+                    at = window.stop
+                elif under_way:
+                    window = under_way.pop(0)
+                    first, last = (terms.scatter.first_tile[parcel] for parcel in (window.start, window.stop))
+                    assert its.digests() == terms.digests[16 * first : 16 * last], (seed, window)
+                    its.scatter()
+            its.close()
+        assert not reader.wrong(model)
+        assert all((one == other).all() for one, other in zip(reader.outside(), outside, strict=True))

@@ -27,8 +27,6 @@ def kind(request: pytest.FixtureRequest) -> kit.Kind:
     found = kit.KINDS[request.param]
     if why_not := found.why_not():
         pytest.skip(why_not)
-    if found.is_on_device and request.node.path.name.startswith("test_pieces"):
-        pytest.skip("tensors of another layout go from device to device by another transport")
     if not found.is_settled and "test_nothing_grows" in request.node.name:
         pytest.skip("each of UCX's workers connects when a thread first uses it: test_nixl.py lets them, then counts")
     return found

@@ -175,6 +175,11 @@ def maps() -> bool:
     return _has_sealed_memory
 
 
+def is_on_device() -> bool:
+    """Content lies on a stand-in for a device."""
+    return _is_on_device
+
+
 def memory(size_bytes: int) -> bytearray:
     """Zeros. What can be mapped is not a bytearray, and does for one in all that is done here."""
     if _is_on_device and size_bytes:
@@ -264,6 +269,9 @@ class Pieces:
     ) -> list[bytes]:
         with self.writing(start, stop):
             return stand_in.copy(source, self.view, start, stop, chunk_bytes, digests=digests)
+
+    def land(self, *what: object, digests: bool) -> None:
+        raise NotImplementedError("tensors of another layout belong to a registration (`pieces_kit.Landing`)")
 
     @contextmanager
     def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -22,11 +22,12 @@ from tensorhub.memory.tiles.exported import Cut, export_of, publish_cut
 from tensorhub.memory.tiles.grid import Cutting, Grid
 from tensorhub.memory.tiles.legs import Leg
 from tensorhub.memory.tiles.wire import grid_digest, layout_digest
+from tensorhub.memory.xxh3 import Spans
 from tensorhub.transport.base import Read, Transport
 from tensorhub.transport.progress import Progress
 
 from . import kit
-from .kit import Ended
+from .kit import Ended, stand_in
 
 BAND_BYTES = 48  # so that even small tensors are cut further
 CHUNK = 64
@@ -64,6 +65,29 @@ def cuts_of(publisher: Sequence[Shard], grid: Grid) -> list[Cut]:
     return [publish_cut(shard.registration, tiles_of(shard.table, grid)) for shard in publisher]
 
 
+class Landing:
+    """A reader's tensors, as if they lay on a device: what is written there has landed before."""
+
+    is_on_device = True
+
+    def __init__(self, registration: Registration) -> None:
+        pieces = registration.pieces
+        starts, addresses = [piece.start for piece in pieces], [piece.address for piece in pieces]
+        self._spans = Spans(starts, addresses, registration.size_bytes)
+        self.size_bytes = registration.size_bytes
+
+    def share(self) -> None:
+        raise NotImplementedError
+
+    def open(self, body: bytes) -> stand_in.Opened:
+        return stand_in.Opened(body)
+
+    reading = writing = copy_from = share
+
+    def land(self, source: stand_in.Opened, *what: Any, digests: bool) -> Any:
+        return stand_in.land(source, self._spans, *what, digests=digests)
+
+
 def exported(transport: Transport, key: str, shard: Shard, cut: Cut, progress: Progress | None = None) -> None:
     """What the shard has now; a host copy of it where the kind under test maps such."""
     registration = shard.registration
@@ -71,6 +95,11 @@ def exported(transport: Transport, key: str, shard: Shard, cut: Cut, progress: P
     if kit.maps():
         tensors, registration = registration, on_host(registration)
         copy_stream(tensors.stream, registration.stream, 1 << 20, lambda *_: None)
+    if kit.is_on_device():
+        memory = kit.memory(registration.size_bytes)
+        with registration.stream.reading(0, registration.size_bytes) as views:
+            memory[:] = b"".join(views)
+        registration = replace(registration, stream=kit.Pieces(memory))
     transport.export(export_of(key, cut, registration, CHUNK, progress))
 
 
@@ -81,7 +110,10 @@ def sources_of(cuts: Sequence[Cut]) -> list[Source]:
 def across_for(reader: Shard, grid: Grid, sources: Sequence[Source], **options: object) -> Across:
     tiles = tiles_of(reader.table, grid)
     manifest = derive_manifest(tiles, sources, layout=layout_digest(reader.table), grid=grid_digest(grid))
-    return Across(reader.registration, tiles, manifest, **options)
+    registration = reader.registration
+    if kit.is_on_device():
+        registration = replace(registration, stream=Landing(registration))
+    return Across(registration, tiles, manifest, **options)
 
 
 class Reading:

@@ -8,14 +8,20 @@ import ctypes
 import mmap
 import os
 import weakref
+from array import array
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.lib.stride_tricks import as_strided
 
 from tensorhub.core.errors import TransportMissing
 from tensorhub.memory.host import host_view
+from tensorhub.memory.landing import ROW_WORDS, Landing
+from tensorhub.memory.xxh3 import CHUNK_WORDS, NoRoom, Spans
 from tensorhub.transport.on_device import Shared
+from tensorhub.transport.parcels import Parcels, Scatter
 
 during_copy: list[Callable[[int, memoryview], object]] = []  # called with the first byte and what was copied
 during_fill: list[Callable[[int, memoryview], object]] = []  # the same, of what was copied into a ring
@@ -162,3 +168,90 @@ def copy(
         return []
     ends = range(start, stop, chunk_bytes)
     return [xxhash.xxh3_128_digest(target[at : min(at + chunk_bytes, stop)]) for at in ends]
+
+
+# -- tiles of another layout -------------------------------------------------------------------------------------------
+
+during_landing: list[Callable[[np.ndarray], object]] = []  # called with each tile that has landed, before it is hashed
+room_bytes, most_room_bytes = 0, 0  # of the device, for landing: now, and at most so far
+
+
+def land(source: Opened, target: Spans, parcels: Parcels, scatter: Scatter, *, digests: bool) -> Landing:
+    """Landing memory for one read."""
+    spans = Spans([0], [np.frombuffer(source.view, np.uint8).ctypes.data], source.size_bytes)
+    try:
+        return Landing(Launcher, spans, target, parcels, scatter, is_hashing=digests)
+    except (NoRoom, ValueError) as error:
+        raise TransportMissing(str(error)) from error
+
+
+class Launcher:
+    """Does what the kernels do, at once."""
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+
+    def room(self, size_bytes: int, *, lane: int = 0) -> int:
+        global room_bytes, most_room_bytes
+        self._kept.append(memory := np.zeros(size_bytes + 16, np.uint8))
+        room_bytes += size_bytes
+        most_room_bytes = max(most_room_bytes, room_bytes)
+        weakref.finalize(self, _give_back, size_bytes)
+        return -(-memory.ctypes.data // 16) * 16
+
+    def upload(self, words: "array[int]", *, lane: int = 0) -> int:
+        address = self.room(8 * len(words))
+        ctypes.memmove(address, words.buffer_info()[0], 8 * len(words))
+        return address
+
+    def launch(self, kernel: str, threads: int, job: int, *, lane: int) -> None:
+        if kernel == "move":
+            _move(job)
+        elif kernel == "chain":
+            _digest(job)
+        else:
+            assert kernel == "sum_only"
+
+    def wait(self, lane: int) -> None:
+        """It was done when it was launched."""
+
+    def download(self, address: int, count: int, *, lane: int | None = None) -> "array[int]":
+        return array("Q", ctypes.string_at(address, 8 * count))
+
+
+def _give_back(size_bytes: int) -> None:
+    global room_bytes
+    room_bytes -= size_bytes
+
+
+def _words(address: int, count: int) -> list[int]:
+    return list(array("Q", ctypes.string_at(address, 8 * count)))
+
+
+def _memory(address: int, size_bytes: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_ubyte * size_bytes).from_address(address % (1 << 64)), np.uint8)
+
+
+def _move(job: int) -> None:
+    rows, count, source, target = _words(job, 4)
+    for at in range(count):
+        its = _words(rows + 8 * ROW_WORDS * at, ROW_WORDS)
+        run, loops, steps, outer, outer_steps = its[2], its[3], its[4:6], its[6], its[7:9]
+        blocks = []
+        for side, base in enumerate((source, target)):
+            reach = run + (loops - 1) * steps[side] + (outer - 1) * outer_steps[side]
+            memory = _memory(base + its[side], reach)
+            blocks.append(as_strided(memory, (outer, loops, run), (outer_steps[side], steps[side], 1)))
+        blocks[1][...] = blocks[0]
+
+
+def _digest(job: int) -> None:
+    segment, _, _, _, chunks, count, _, _, _, _, found = _words(job, 11)
+    first, address = _words(segment, 2)
+    for at in range(count):
+        start, size, _ = _words(chunks + 8 * CHUNK_WORDS * at, CHUNK_WORDS)
+        tile = _memory(address + start - first, size)
+        for hook in during_landing:
+            hook(tile)
+        digest = xxhash.xxh3_128_intdigest(tile)
+        _memory(found + 16 * at, 16)[:] = np.frombuffer(digest.to_bytes(16, "little"), np.uint8)

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from itertools import count
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, TransportMissing, UsageError
+from tensorhub.core.errors import CorruptTransfer, TensorHubError, TransportMissing, UsageError
+from tensorhub.memory import landing
 from tensorhub.transport import cuda
 from tensorhub.transport.base import Export
 from tensorhub.transport.cuda import CudaSettings, CudaTransport
 from tensorhub.transport.progress import Progress
 
-from . import kit
+from . import kit, pieces_kit
 from .conftest import Make, Spawn, line
 from .kit import DEADLINE_S, Gate, Target, content, full, read_all, stand_in, start_read
 
@@ -161,3 +163,65 @@ def test_a_reader_leaves_the_device_to_others_for_their_share(make: Make, monkey
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(UsageError, match="device_share"):
         CudaSettings(device_share=share)
+
+
+# -- tiles of another layout -------------------------------------------------------------------------------------------
+
+
+LANDING_BYTES = 800_000
+
+
+class Pieces:
+    """A read of the right half of a matrix's columns, in several windows."""
+
+    def __init__(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(landing, "MOST_BYTES", LANDING_BYTES)
+        monkeypatch.setattr(landing, "LEAST_WINDOW_BYTES", 4096)
+        monkeypatch.setattr(stand_in, "most_room_bytes", stand_in.room_bytes)
+        self.found = pieces_kit.columns(1)
+        cuts = pieces_kit.cuts_of(self.found.publisher, self.found.grid)
+        (source,) = sources = pieces_kit.sources_of(cuts)
+        self.across = pieces_kit.across_for(self.found.reader, self.found.grid, sources, parcel_bytes=1)
+        (self.leg,) = self.across.legs([source])
+        self.source, self.reader = make(), make()
+        pieces_kit.exported(self.source, "k", self.found.publisher[0], cuts[0])
+
+    def read(self) -> TensorHubError | None:
+        return pieces_kit.Reading(self.across, self.leg, self.reader, self.source.endpoint, "k").wait()
+
+
+def test_a_wrong_tile_is_put_nowhere(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    its, seen = Pieces(make, monkeypatch), []
+
+    def flip(tile: np.ndarray) -> None:
+        seen.append(tile)
+        if len(seen) == len(its.across.tiles) // 2:
+            tile[17] ^= 1
+
+    monkeypatch.setattr(stand_in, "during_landing", [flip])
+    error = its.read()
+    assert isinstance(error, CorruptTransfer)
+    assert "'w'[" in str(error)
+    done = pieces_kit.ROWS * (len(its.across.tiles) - its.across.missing) // len(its.across.tiles)
+    assert 0 < done < pieces_kit.ROWS // 2
+    part, right = its.found.reader.arrays["part"], its.found.model["w"][:, pieces_kit.COLUMNS // 2 :]
+    assert (part[:done] == right[:done]).all()
+    assert not part[done:].any()
+
+
+def test_tiles_land_in_memory_of_bounded_size(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    its = Pieces(make, monkeypatch)
+    before = stand_in.room_bytes
+    assert its.read() is None
+    assert its.across.missing == 0
+    assert LANDING_BYTES // 2 < stand_in.most_room_bytes - before <= LANDING_BYTES
+    assert stand_in.room_bytes == before
+
+
+def test_a_tile_that_has_no_room_to_land_leaves_the_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    its = Pieces(make, monkeypatch)
+    monkeypatch.setattr(landing, "MOST_TILE_BYTES", 1 << 12)
+    error = its.read()
+    assert isinstance(error, TransportMissing)
+    assert "no room for tiles" in str(error)
+    assert not its.found.reader.arrays["part"].any()

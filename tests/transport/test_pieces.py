@@ -20,8 +20,8 @@ SEEDS = 15
 @pytest.fixture(params=[False, True], ids=["", "fetched"])
 def is_fetched(request: pytest.FixtureRequest, kind: kit.Kind, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a reader that can fetch fetches short runs as well, which it would rather be sent."""
-    if request.param and "tcp" in kind.name:
-        pytest.skip("only where a reader can fetch")
+    if request.param and ("tcp" in kind.name or kind.is_on_device):
+        pytest.skip("only where a reader can fetch, and need not")
     if request.param:
         monkeypatch.setattr(local_pieces, "SENT_BELOW_BYTES", 0)
         monkeypatch.setattr(nixl_pieces, "SENT_BELOW_BYTES", 0)
@@ -71,6 +71,8 @@ def test_what_lies_transposed_at_one_end(make: Make, shape: tuple[int, int], is_
 @pytest.mark.parametrize("who", ["source", "reader", "both"])
 def test_also_where_memory_must_be_entered_block_by_block(make: Make, kind: kit.Kind, who: str) -> None:
     """A device's: what is written between two runs would be what the staging ring happened to hold."""
+    if kind.is_on_device:
+        pytest.skip("there all of it is on a device")
     if "local" in kind.name and who != "reader":
         pytest.skip("what has no addresses is not served by this transport")
     if kind.name.startswith("nixl") and who != "reader":

@@ -25,9 +25,10 @@ from functools import cache
 
 import torch
 
-from ..core.errors import TransferError, UsageError
+from ..core.errors import TransferError, TransportMissing, UsageError
 from ..transport.captures import beside_captures
-from ..transport.on_device import Opened, RingMemory, Shared
+from ..transport.on_device import Landing, Opened, RingMemory, Shared
+from ..transport.parcels import Parcels, Scatter
 from ..transport.vectors import Addresses
 from . import cuda_device, guarded
 from .cuda_device import recorded, stream_of, wait_for
@@ -246,6 +247,20 @@ class CudaStream(StagedStream):
                 with self.reading(start + at * chunk_bytes, min(start + (at + 1) * chunk_bytes, stop)) as views:
                     made[at] = digest(views)
         return made
+
+    def land(self, source: Opened, parcels: Parcels, scatter: Scatter, *, digests: bool) -> Landing:
+        from .cuda_sharing import OpenedCuda
+
+        assert isinstance(source, OpenedCuda)
+        ((name, mine),) = self._cuda.spans()
+        try:
+            return cuda_device.CudaLanding(
+                *(_index(name), self._cuda.spans, source.spans, mine, parcels, scatter), is_hashing=digests
+            )
+        except (NoRoom, ValueError) as error:
+            raise TransportMissing(f"tiles of another layout cannot land on {name}: {error}", hint="use tcp") from error
+        except RuntimeError as error:
+            raise TransferError(f"copying on {name} failed: {error}") from error
 
     # -- for host copies (pinned.py) -----------------------------------------------------------------------------------
 

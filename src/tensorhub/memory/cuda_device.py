@@ -18,8 +18,9 @@ import os
 import tempfile
 import threading
 from array import array
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ import numpy as np
 import torch
 import xxhash
 
+from ..core.errors import TransferError
 from ..transport.captures import beside_captures
+from ..transport.parcels import Parcels, Scatter
+from ..transport.scopes import scope
+from .landing import Landing, row_table
 from .xxh3 import LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
 
 KERNELS = ("sum_only", "sum_and_copy", "chain", "move")
@@ -106,10 +111,8 @@ class CudaLauncher:
 
 def device_digests(index: int, source: Spans, chunks: Chunks, target: Spans | None = None) -> list[bytes]:
     """`xxh3.digests` on that CUDA device. Raises `NoRoom`, and `RuntimeError` where the device fails."""
-    kernels = _kernels(index)
-    if isinstance(kernels, str):
-        raise RuntimeError(kernels)
-    with kernels.turn, beside_captures(), torch.no_grad(), torch.cuda.device(kernels.device):
+    kernels = _working(index)
+    with _on(kernels):
         launcher = CudaLauncher(kernels)
         try:
             return digests(launcher, source, chunks, target)
@@ -117,6 +120,67 @@ def device_digests(index: int, source: Spans, chunks: Chunks, target: Spans | No
             for stream in kernels.streams:  # also on the way out of an error: scratch memory is given back after this
                 with suppress(RuntimeError):
                     wait_for(stream)
+
+
+class CudaLanding(Landing):
+    """Landing memory on a CUDA device. Its methods raise `TransferError`."""
+
+    def __init__(
+        self,
+        index: int,
+        check: Callable[[], object],
+        source: Spans,
+        target: Spans,
+        parcels: Parcels,
+        scatter: Scatter,
+        *,
+        is_hashing: bool,
+    ) -> None:
+        """`check` raises where the target's memory was freed. Raises `NoRoom`, `ValueError` and `RuntimeError`."""
+        self._kernels = _working(index)
+        self._check = check
+        with _on(self._kernels):
+            make = partial(CudaLauncher, self._kernels)
+            super().__init__(make, source, target, parcels, scatter, is_hashing=is_hashing)
+
+    def gather(self, parcels: range) -> None:
+        with self._running():
+            super().gather(parcels)
+
+    def digests(self) -> bytes:
+        with self._running():
+            return super().digests()
+
+    def scatter(self) -> None:
+        self._check()
+        with self._running():
+            super().scatter()
+
+    def close(self) -> None:
+        with self._running():
+            super().close()
+
+    @scope
+    def _running(self) -> Iterator[None]:
+        try:
+            with _on(self._kernels):
+                yield
+        except (NoRoom, RuntimeError) as error:
+            raise TransferError(f"copying on {self._kernels.device} failed: {error}") from error
+
+
+def _working(index: int) -> Kernels:
+    kernels = _kernels(index)
+    if isinstance(kernels, str):
+        raise RuntimeError(kernels)
+    return kernels
+
+
+@scope
+def _on(kernels: Kernels) -> Iterator[None]:
+    """The block is alone on the kernels' streams, and beside what the user's threads do with torch."""
+    with kernels.turn, beside_captures(), torch.no_grad(), torch.cuda.device(kernels.device):
+        yield
 
 
 def why_not(index: int) -> str | None:
@@ -201,6 +265,33 @@ def _try(kernels: Kernels) -> None:
                 is_copied = torch.equal(copy.cpu(), host)
             if found != xxhash.xxh3_128_digest(host.numpy().tobytes()) or not is_copied:
                 raise RuntimeError(f"it gave a wrong digest or a wrong copy of {size_bytes} B")
+        _try_rows(kernels)
+
+
+def _try_rows(kernels: Kernels) -> None:
+    """Raises `RuntimeError` unless a matrix is transposed, and copied as it is."""
+    rows, columns = 64, 48
+    host = torch.arange(rows * columns, dtype=torch.int16)
+    size_bytes = 2 * rows * columns
+    with torch.cuda.stream(kernels.streams[0]):
+        there, copy = host.to(kernels.device), torch.zeros(2 * rows * columns, dtype=torch.int16, device=kernels.device)
+    source, target = there.data_ptr(), copy.data_ptr()
+    table = row_table(
+        np.array(
+            [
+                (source, target, 2, rows, 2 * columns, 2, columns, 2, 2 * rows),
+                (source, target + size_bytes, size_bytes, 1, 0, 0, 1, 0, 0),
+            ],
+            np.int64,
+        )
+    )
+    launcher = CudaLauncher(kernels)
+    launcher.launch("move", 0, launcher.upload(array("Q", (launcher.upload(table), 2, 0, 0))), lane=0)
+    launcher.wait(0)
+    with torch.cuda.stream(kernels.streams[0]):
+        found = copy.cpu()
+    if not torch.equal(found, torch.cat([host.view(rows, columns).t().reshape(-1), host])):
+        raise RuntimeError("it copied rows wrongly")
 
 
 def _compiled(architecture: str) -> Any:

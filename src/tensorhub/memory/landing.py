@@ -9,9 +9,13 @@ Rules:
 2. Each tile lies at a multiple of 4 KiB of the landing memory, so that rows of aligned memory stay aligned.
 3. A tile that comes in another order (`Scatter.turns`) is copied once more, in its own order, and hashed there.
 4. The device hashes tiles of `LEAST_BYTES` and more. Shorter ones go to the host.
-5. Rows that lie in several pieces of memory are refused (`ValueError`), before anything is launched.
+5. All reads of a process share `MOST_BYTES`. Each takes three quarters of what is left, for a read from one source, the
+   usual one, is the faster the longer its windows are; and room for two windows of its longest tile in any case.
+6. Rows that lie in several pieces of memory are refused (`ValueError`), before anything is launched.
 """
 
+import threading
+import weakref
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -23,6 +27,7 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
+from ..transport.on_device import WINDOWS
 from ..transport.parcels import Parcels, Scatter
 from .tiles.arrays import Ints, starts_of
 from .tiles.copies import (
@@ -53,9 +58,9 @@ from .xxh3 import (
     upload_constants,
 )
 
-WINDOW_BYTES = 224 << 20  # two of them, and 1/16 for the sums of their digests: 476 MiB
-LEAST_WINDOW_BYTES = 16 << 20  # where the device is nearly full
-WINDOWS = 2
+MOST_BYTES = 512 << 20  # for all reads of this process, of tiles of 8 MiB at most
+LEAST_WINDOW_BYTES = 8 << 20  # for a read that finds little left of it
+MOST_TILE_BYTES = 128 << 20  # a longer one is left to other transports
 SHORT_BYTES = 16  # of these, each short tile takes a multiple
 PART_BYTES = 8192  # of a row, copied at once: PART of xxh3.cu
 ROW_WORDS = COLUMNS + 1
@@ -102,6 +107,27 @@ class Moves:
         if first == last:
             return ()
         return self.address + 8 * ROW_WORDS * first, last - first, source & _WORD, target & _WORD
+
+
+class _Share:
+    """What one read takes of the landing memory that all reads of this process share."""
+
+    _lock = threading.Lock()
+    _taken_bytes = 0
+
+    def __init__(self, whole_bytes: int, largest_bytes: int) -> None:
+        """For a read of so many bytes in all, and in its largest parcel."""
+        with self._lock:
+            left = max(0, MOST_BYTES - _Share._taken_bytes) * 3 // 4
+            fair = left * GROUP_BYTES // (WINDOWS * (GROUP_BYTES + SUMS_BYTES)) // GROUP_BYTES * GROUP_BYTES
+            self.window_bytes = min(whole_bytes, max(largest_bytes, LEAST_WINDOW_BYTES, fair))
+            self._bytes = WINDOWS * self.window_bytes // GROUP_BYTES * (GROUP_BYTES + SUMS_BYTES)
+            _Share._taken_bytes += self._bytes
+
+    def give_back(self) -> None:
+        """Once nothing uses it."""
+        with self._lock:
+            _Share._taken_bytes -= self._bytes
 
 
 class Shorts:
@@ -162,29 +188,28 @@ class Landing:
         self._firsts = first_groups(sizes)
         self._device = make()
         self._slots, self._sums = self._memory()
+        self._under_way: deque[_Window] = deque()
+        self._lane = 0
         chunks = chunk_table(places.seen.tolist(), sizes, self._firsts)
         self._chunks, self._constants = self._device.upload(chunks), upload_constants(self._device)
         for moves in (self._gathers, self._turns, self._scatters, self._shorts.moves):
             moves.address = self._device.upload(moves.table)
         self._device.wait(0)
-        self._under_way: deque[_Window] = deque()
-        self._lane = 0
 
     def _memory(self) -> tuple[list[int], list[int]]:
         """Landing memory for each window, and room for sums."""
-        whole, largest = self._parcel_at[-1], max((b - a for a, b in pairwise(self._parcel_at)), default=0)
-        for limit in (WINDOW_BYTES, LEAST_WINDOW_BYTES):
-            self._window_bytes = min(limit, whole)
-            if largest > self._window_bytes:
-                break
-            lanes = range(min(WINDOWS, -(-whole // limit)))
+        largest = max(b - a for a, b in pairwise(self._parcel_at))
+        if largest > MOST_TILE_BYTES:
+            raise NoRoom(f"no room for tiles of {largest} B to land in")
+        share = _Share(self._parcel_at[-1], largest)
+        self._give_back = weakref.finalize(self, share.give_back)
+        for self._window_bytes in (share.window_bytes, min(share.window_bytes, max(largest, LEAST_WINDOW_BYTES))):
             with suppress(NoRoom):
-                slots = [self._device.room(self._window_bytes, lane=lane) for lane in lanes]
-                sums = [
-                    self._device.room(SUMS_BYTES * (self._window_bytes // GROUP_BYTES), lane=lane) for lane in lanes
-                ]
-                return slots, sums
-        raise NoRoom(f"no room for tiles of {largest} B to land in")
+                slots = [self._device.room(self._window_bytes, lane=lane) for lane in range(WINDOWS)]
+                sums_bytes = self._window_bytes // GROUP_BYTES * SUMS_BYTES
+                return slots, [self._device.room(sums_bytes, lane=lane) for lane in range(WINDOWS)]
+            self._device = self._make()  # gives back what it had
+        raise NoRoom("the device has no memory left for tiles to land in")
 
     def reach(self, first: int) -> int:
         """A window that begins with this parcel can have those up to which one."""
@@ -192,8 +217,9 @@ class Landing:
 
     def gather(self, parcels: range) -> None:
         """Begin to bring these from the source, and to hash them. Two windows at most may be under way."""
+        assert len(self._under_way) < WINDOWS, "a window would land on one that is not in place yet"
         lane = self._lane
-        self._lane = (lane + 1) % len(self._slots)
+        self._lane = (lane + 1) % WINDOWS
         at = self._parcel_at[parcels.start]
         window = _Window(parcels, lane, self._slots[lane] - at, self._make())
         jobs = [self._move(self._gathers, parcels, target=window.base)]
@@ -245,10 +271,11 @@ class Landing:
 
     def close(self) -> None:
         """Wait for what was launched, and give the memory back."""
-        for lane in range(len(self._slots)):
+        for lane in range(WINDOWS):
             self._device.wait(lane)
         self._under_way.clear()
         del self._device
+        self._give_back()
 
     @staticmethod
     def _move(moves: Moves, parcels: range, *, source: int = 0, target: int = 0) -> tuple[str, int, tuple[int, ...]]:

@@ -194,5 +194,9 @@ class TrustedLeg(Trusted):
         self.check()
         self.leg.stored(chunk)
 
+    def count(self, parcels: range) -> None:
+        self.check()
+        self.leg.count(parcels)
+
     def wrong_tile(self, tile: int) -> TensorHubError:
         return self.leg.wrong_tile(tile)

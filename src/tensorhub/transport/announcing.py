@@ -96,6 +96,17 @@ class AnnouncedStream(Stream):
                 self._note_ready(kind, length, number, chunk)
         return bool(self._ready)
 
+    def await_some(self, chunks: range) -> int:
+        """Wait until the first of these, which are the next due, comes. Returns how many have come by now."""
+        self.await_chunk(chunks[0], 0)
+        count = 1
+        while count < len(chunks) and self.has_ready(chunks[count]):
+            self.await_chunk(chunks[count], 0)
+            more = min(len(self._ready), len(chunks) - count - 1)
+            self._ready = self._ready[more:]
+            count += 1 + more
+        return count
+
     def _note_ready(self, kind: int, length: int, first: int, chunk: int) -> None:
         if kind != READY or length != COUNT.size:
             raise Garbled(f"frame {kind} with {length} B where chunk {chunk} was due")

@@ -47,6 +47,7 @@ from ..core.errors import TensorHubError, TransportMissing, UsageError
 from . import tcp_wire
 from .announcing import AnnouncedStream, AnnouncingServer
 from .base import ByteStream, Export, OnEnd, Sink, Taking
+from .cuda_pieces import read_pieces, target_of
 from .forks import opening, track
 from .local import LocalSettings, LocalTransport
 from .local_host import SCHEME as LOCAL
@@ -588,9 +589,9 @@ class CudaStream(AnnouncedStream):
     def receive_manifest(self) -> bytes:
         """And the source's memory, open, or a ring."""
         sink = self.job.sink
-        stream = None if isinstance(sink, Piecewise) else on_device(sink.stream)
-        if stream is None or not isinstance(sink, Taking):
-            raise TransportMissing("the tensors here are not all on a device, or of another layout", hint="use tcp")
+        stream = target_of(sink) if isinstance(sink, Piecewise) else on_device(sink.stream)
+        if not isinstance(sink, Piecewise) and (stream is None or not isinstance(sink, Taking)):
+            raise TransportMissing("the tensors here are not all on a device", hint="use tcp")
         manifest = super().receive_manifest()
         with contextlib.closing(Received()) as received:
             kind, length, _ = self._next_with(received)
@@ -598,7 +599,10 @@ class CudaStream(AnnouncedStream):
                 raise Garbled(f"a frame of kind {kind} with {length} B where SHARED was due")
             body = bytes(self.wire.receive_body(length, length))
             self._prove(*SEAL.unpack_from(body))
-            self._open(stream, body[SEAL.size :], received.descriptors())
+            if stream is None:  # it only looks
+                self.wire.send_frame(OPEN, OPENED)
+            else:
+                self._open(stream, body[SEAL.size :], received.descriptors())
         return manifest
 
     def _next_with(self, received: Received) -> tuple[int, int, int]:
@@ -683,6 +687,9 @@ class CudaStream(AnnouncedStream):
 
     def pump(self) -> None:
         """Ask for everything, and copy what is there in windows."""
+        if self._source is not None and isinstance(self.job.sink, Piecewise):
+            read_pieces(self, self._source, self._check_seal)
+            return
         wanted = self.job.claims.take(1 << 62)
         for first in range(0, len(wanted), ASK_CHUNKS):
             asked = wanted[first : first + ASK_CHUNKS]

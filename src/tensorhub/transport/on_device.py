@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from .base import ByteStream
+from .parcels import Parcels, Scatter
+
+WINDOWS = 2  # of a landing that are under way at a time: the device gathers one while the host judges the other
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,33 @@ class RingMemory(Protocol):
 
     def close(self) -> None:
         """Nothing is copied there any more. Idempotent."""
+        ...
+
+
+class Landing(Protocol):
+    """Device memory of bounded size, where parcels of another layout land before they go to their places.
+
+    At most `WINDOWS` windows of parcels are under way. One thread uses it. All methods raise `TransferError`.
+    """
+
+    def reach(self, first: int) -> int:
+        """The parcel behind the last one of the largest window that begins with this one."""
+        ...
+
+    def gather(self, parcels: range) -> None:
+        """Begin to bring these parcels from the source. Returns at once."""
+        ...
+
+    def digests(self) -> bytes:
+        """Wait for the earliest window under way: the digest of each of its tiles, 16 bytes each, if they are made."""
+        ...
+
+    def scatter(self) -> None:
+        """Put the earliest window under way in place. Returns when it is."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is under way, put none of it in place, and give the memory back."""
         ...
 
 
@@ -83,6 +113,10 @@ class OnDevice(Protocol):
 
         Without `digests` the list is empty. Raises `TransferError`.
         """
+        ...
+
+    def land(self, source: Opened, parcels: Parcels, scatter: Scatter, *, digests: bool) -> Landing:
+        """For parcels that belong here. Raises `TransportMissing` where they cannot come this way, `TransferError`."""
         ...
 
 

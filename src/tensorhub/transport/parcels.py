@@ -27,7 +27,7 @@ from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
 from ..core.errors import TensorHubError
-from .base import ByteStream
+from .base import ByteStream, Terms
 from .native import shapes
 from .rows import MAX_PARCEL_BYTES, ROW_BYTES, ROW_WORDS, BadRow, Rows
 
@@ -173,6 +173,19 @@ class Scatter:
     first_keep: "array[int]"  # [parcels + 1]
     turns: "array[int]"  # rows of a parcel that is kept: how a tile that comes in another order is gone through
     first_turn: "array[int]"  # [tiles + 1]
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A sink of pieces that a device may judge. Its `terms` are known before it begins."""
+
+    def terms(self) -> Terms | None: ...
+
+    def told(self, size_bytes: int) -> None: ...
+
+    def count(self, parcels: range) -> None:
+        """The transport has judged them by `terms`, and put them in place: they count from now on."""
+        ...
 
 
 @runtime_checkable

@@ -183,6 +183,10 @@ class Leg:
         self._fill.mark(self._progress, chunk)
         self.note()
 
+    def count(self, parcels: range) -> None:
+        for parcel in parcels:
+            self._fill.mark(self._progress, parcel)
+
     def wrong_tile(self, tile: int) -> CorruptTransfer:
         name = self._plan.tiles.text(int(self._plan.tile[self._order.fetches[tile]]))
         return CorruptTransfer(
