@@ -37,6 +37,15 @@ def ranks_of(counts: Ints) -> Ints:
     return np.arange(starts[-1], dtype=np.int64) - np.repeat(starts[:-1], counts)
 
 
+def ranges_of(first: Ints, last: Ints, picked: Ints | None = None) -> Ints:
+    """The numbers of each range [first, last), or of those that are picked, one after another."""
+    if picked is not None:
+        first, last = first[picked], last[picked]
+    lengths = last - first
+    found: Ints = np.repeat(first, lengths) + ranks_of(lengths)
+    return found
+
+
 def volumes(sizes: Ints) -> Ints:
     """The number of elements of each row's shape."""
     found: Ints = np.prod(sizes, axis=1, dtype=np.int64)

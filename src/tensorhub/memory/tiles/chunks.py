@@ -5,6 +5,7 @@ they exchange any bytes. Where tiles lie between each other in too long a stretc
 it is just a set of tiles (`is_run` is false) and is moved row by row. Chunks follow from layout and grid alone.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,11 +76,11 @@ def chunks_of(tiles: Tiles, chunk_bytes: int = BAND_BYTES) -> Chunks:
 
 def _packed(sizes: Ints, segment: Ints, most: int) -> Ints:
     """The first unit of each chunk: as many as fit, none across the end of a segment."""
-    ends = starts_of(sizes)
-    last = np.searchsorted(segment, segment, "right")  # of each unit's segment, the unit behind it
+    ends: list[int] = starts_of(sizes).tolist()
+    last: list[int] = np.searchsorted(segment, segment, "right").tolist()  # the unit behind each unit's segment
     first, at = [], 0
     while at < len(sizes):
         first.append(at)
-        fitting = int(np.searchsorted(ends, ends[at] + most, "right")) - 1
-        at = min(max(fitting, at + 1), int(last[at]))
+        fitting = bisect_right(ends, ends[at] + most) - 1
+        at = min(max(fitting, at + 1), last[at])
     return ints(first)

@@ -25,7 +25,7 @@ from ...transport.parcels import Parcels
 from ...transport.progress import Progress
 from ...transport.rows import ROW_WORDS, RowStream
 from ..registration import Registration
-from .arrays import EMPTY, Ints
+from .arrays import EMPTY, Ints, ints, ranges_of
 from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out
 from .derive import Source
 from .exported import check_cut
@@ -67,13 +67,15 @@ class Leg:
         self._order = order
         self._progress = Progress(len(order.parcels))
         self._accepted = bytearray(len(order.parcels))
-        self._slots = plan.tiles.slot[plan.tile[order.fetches]].tolist()
-        self._digests = b"".join(map(fill.manifest.digest_of, self._slots)) if fill.is_checking else None
+        slots = plan.tiles.slot[plan.tile[order.fetches]]
+        known = np.frombuffer(fill.manifest.digests, f"V{DIGEST_BYTES}") if fill.is_checking else None
+        self._digests = known[slots].tobytes() if known is not None else None
         self._rows = RowStream(order.scatter.stream, order.scatter.ours)
         self._scratch: dict[int, bytearray] = {}  # of parcels on their way that are kept in part
         by_fetch = np.argsort(plan.fetch_of, kind="stable")
-        ends = np.searchsorted(plan.fetch_of[by_fetch], np.stack([order.fetches, order.fetches + 1]))
-        self._filled = [mine[by_fetch[first:last]] for first, last in ends.T.tolist()]  # by each fetch
+        self._filled = mine[by_fetch]  # by each fetch
+        self._ends = np.searchsorted(plan.fetch_of[by_fetch], np.stack([order.fetches, order.fetches + 1]))
+        self._first_tile = np.array(order.scatter.first_tile, np.int64)
         self._open = list(range(len(order.parcels)))  # not noted yet
         self._noting = threading.Lock()
 
@@ -97,8 +99,9 @@ class Leg:
             return self._tiles(rest)
 
     def _tiles(self, parcels: Sequence[int]) -> Ints:
-        found = [self._filled[fetch] for parcel in parcels for fetch in self._order.tiles_of(parcel)]
-        return np.concatenate(found) if found else EMPTY
+        first, last = self._ends[:, ranges_of(self._first_tile[:-1], self._first_tile[1:], ints(parcels))]
+        found: Ints = self._filled[ranges_of(first, last)]
+        return found
 
     # -- what a transport asks -----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Rules:
 """
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -132,14 +133,12 @@ def _rows_of(copies: Copies, fetches: Ints) -> tuple[Ints, Ints]:
 
 def _parcels(sizes: Ints, is_direct: npt.NDArray[np.bool_], most: int) -> Ints:
     """The first fetch of each parcel, and behind the last one how many there are."""
-    ends = np.cumsum(sizes)
+    ends: list[int] = starts_of(sizes).tolist()  # bisect in lists is ten times as fast as numpy for one number
     changes = np.flatnonzero(is_direct[1:] != is_direct[:-1]) + 1
-    limits = np.append(changes, len(sizes))
+    limits: list[int] = [*changes.tolist(), len(sizes)]
     first, at = [], 0
     while at < len(sizes):
         first.append(at)
-        before = int(ends[at - 1]) if at else 0
-        fitting = int(np.searchsorted(ends, before + most, "right"))
-        limit = int(limits[np.searchsorted(limits, at, "right")])
-        at = min(max(fitting, at + 1), limit)
+        fitting = bisect_right(ends, ends[at] + most) - 1
+        at = min(max(fitting, at + 1), limits[bisect_right(limits, at)])
     return np.array([*first, len(sizes)], np.int64)
