@@ -9,17 +9,21 @@ import pytest
 from tensorhub.core.boxes import Box
 from tensorhub.core.errors import LayoutMismatch, UsageError, VersionConflict
 from tensorhub.core.tile_manifest import TileManifest
+from tensorhub.memory.tiles import across
+from tensorhub.memory.tiles.across import Across
 from tensorhub.memory.tiles.carry import carry_out_plan
-from tensorhub.memory.tiles.cells import tiles_of
+from tensorhub.memory.tiles.cells import Tiles, tiles_of
 from tensorhub.memory.tiles.chunks import chunks_of
 from tensorhub.memory.tiles.copies import COUNT, COUNTS, RUN, SOURCE, carry_out, copies_of
 from tensorhub.memory.tiles.coverage import check_coverage
 from tensorhub.memory.tiles.derive import Source, derive_manifest, digests_of, tied_tiles
-from tensorhub.memory.tiles.grid import Grid, grid_of
+from tensorhub.memory.tiles.exported import publish_cut
+from tensorhub.memory.tiles.grid import Cutting, Grid, grid_of
+from tensorhub.memory.tiles.legs import Leg
 from tensorhub.memory.tiles.overlaps import check_disjoint
-from tensorhub.memory.tiles.plan import plan_reads
+from tensorhub.memory.tiles.plan import Plan, plan_reads
 from tensorhub.memory.tiles.tiled import grid_for
-from tensorhub.memory.tiles.wire import decode_grid, decode_table, encode_grid, encode_table
+from tensorhub.memory.tiles.wire import decode_grid, decode_table, encode_grid, encode_table, grid_digest, layout_digest
 
 from .cutting import Shard
 
@@ -327,3 +331,37 @@ def test_tied_parts_of_different_tiles_are_not_taken_for_different_content() -> 
     late = shard_of({"t": matrix(4, 4, 99)}, {"t": tied})
     with pytest.raises(LayoutMismatch, match="not cut alike in what was published"):
         tied_tiles(tiles_of(late.table, grid))
+
+
+def test_the_next_version_is_planned_anew_only_where_a_layout_or_the_grid_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[int] = []
+
+    def plan(tiles: Tiles, sources: list[Source]) -> Plan:
+        planned.append(len(tiles))
+        return plan_reads(tiles, sources)
+
+    monkeypatch.setattr(across, "plan_reads", plan)
+    publisher = shard_of({"w": matrix(64, 64)}, {"w": [Box("w", (64, 64), (0, 0), (64, 64), 0, (64, 1))]})
+    reader = shard_of({"w": matrix(64, 32)}, {"w": [Box("w", (64, 64), (0, 32), (64, 32), 0, (32, 1))]})
+
+    def legs_of(grid: Grid) -> list[Leg]:
+        cut, tiles = publish_cut(publisher.registration, tiles_of(publisher.table, grid)), tiles_of(reader.table, grid)
+        source = Source("trainer[0]", cut.table, cut.manifest)
+        layout = layout_digest(reader.table)
+        manifest = derive_manifest(tiles, [source], layout=layout, grid=grid_digest(grid))
+        return Across(reader.registration, tiles, manifest).legs([source])
+
+    grid = grid_of([publisher.table, reader.table])
+    (first,) = legs_of(grid)
+    publisher.arrays["w"] += 1
+    (second,) = legs_of(grid)
+    assert second.parcels is first.parcels
+    assert second.terms().digests != first.terms().digests
+    assert planned == [1]
+    cutting = Cutting(1 << 10, fewest_tiles=1 << 20)
+    cutting.add_publisher(publisher.table)
+    cutting.add_other(reader.table)
+    legs_of(cutting.grid())
+    assert planned == [1, 16]

@@ -45,7 +45,7 @@ class Fill(Protocol):
 
     def settle(self) -> None: ...
 
-    def mark(self, progress: Progress, parcel: int) -> None: ...
+    def mark(self, progress: Progress, parcels: Sequence[int]) -> None: ...
 
     def filled(self, tiles: Ints) -> None: ...
 
@@ -183,12 +183,11 @@ class Leg:
             raise InvariantViolation(f"parcel {chunk} was called stored but had not been accepted")
         if self._order.scatter.is_kept[chunk]:
             self._keep(chunk, np.frombuffer(self._scratch.pop(chunk), np.uint8))
-        self._fill.mark(self._progress, chunk)
+        self._fill.mark(self._progress, (chunk,))
         self.note()
 
     def count(self, parcels: range) -> None:
-        for parcel in parcels:
-            self._fill.mark(self._progress, parcel)
+        self._fill.mark(self._progress, parcels)
 
     def wrong_tile(self, tile: int) -> CorruptTransfer:
         name = self._plan.tiles.text(int(self._plan.tile[self._order.fetches[tile]]))
