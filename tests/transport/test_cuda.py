@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, TensorHubError, TransportMissing, UsageError
+from tensorhub.core.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing, UsageError
 from tensorhub.memory import landing
 from tensorhub.transport import cuda
 from tensorhub.transport.base import Export
@@ -207,6 +207,22 @@ def test_a_wrong_tile_is_put_nowhere(make: Make, monkeypatch: pytest.MonkeyPatch
     part, right = its.found.reader.arrays["part"], its.found.model["w"][:, pieces_kit.COLUMNS // 2 :]
     assert (part[:done] == right[:done]).all()
     assert not part[done:].any()
+
+
+def test_what_has_landed_when_its_source_withdraws_is_not_judged(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    its, is_withdrawn = Pieces(make, monkeypatch), []
+
+    def withdraw_and_overwrite(tile: np.ndarray) -> None:
+        if not is_withdrawn:
+            is_withdrawn.append(its.source.withdraw("k", timeout_s=DEADLINE_S))
+        tile[0] ^= 1
+
+    monkeypatch.setattr(stand_in, "during_landing", [withdraw_and_overwrite])
+    error = its.read()
+    assert is_withdrawn == [True]
+    assert isinstance(error, SourceLost)
+    assert "withdrawn" in str(error)
+    assert not its.found.reader.arrays["part"].any()
 
 
 def test_tiles_land_in_memory_of_bounded_size(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ class CudaLauncher:
 def device_digests(index: int, source: Spans, chunks: Chunks, target: Spans | None = None) -> list[bytes]:
     """`xxh3.digests` on that CUDA device. Raises `NoRoom`, and `RuntimeError` where the device fails."""
     kernels = _working(index)
-    with _on(kernels):
+    with kernels.turn, _on(kernels):
         launcher = CudaLauncher(kernels)
         try:
             return digests(launcher, source, chunks, target)
@@ -123,7 +123,11 @@ def device_digests(index: int, source: Spans, chunks: Chunks, target: Spans | No
 
 
 class CudaLanding(Landing):
-    """Landing memory on a CUDA device. Its methods raise `TransferError`."""
+    """Landing memory on a CUDA device. Its methods raise `TransferError`.
+
+    Several may be in use at a time, and none takes the kernels' turn: each waits for what it has launched before it
+    gives memory back.
+    """
 
     def __init__(
         self,
@@ -178,8 +182,8 @@ def _working(index: int) -> Kernels:
 
 @scope
 def _on(kernels: Kernels) -> Iterator[None]:
-    """The block is alone on the kernels' streams, and beside what the user's threads do with torch."""
-    with kernels.turn, beside_captures(), torch.no_grad(), torch.cuda.device(kernels.device):
+    """The block runs on that device, beside what the user's threads do with torch."""
+    with beside_captures(), torch.no_grad(), torch.cuda.device(kernels.device):
         yield
 
 
