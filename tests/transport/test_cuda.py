@@ -230,8 +230,22 @@ def test_tiles_land_in_memory_of_bounded_size(make: Make, monkeypatch: pytest.Mo
     before = stand_in.room_bytes
     assert its.read() is None
     assert its.across.missing == 0
-    assert LANDING_BYTES // 2 < stand_in.most_room_bytes - before <= LANDING_BYTES
+    assert LANDING_BYTES // 3 < stand_in.most_room_bytes - before <= LANDING_BYTES
     assert stand_in.room_bytes == before
+
+
+def test_a_read_that_finds_no_landing_memory_left_takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing, "WAIT_S", 0)
+    first, second, third = (landing.Share(1 << 30, 1 << 16) for _ in range(3))
+    assert first.window_bytes == second.window_bytes > 120 << 20
+    assert first._bytes + second._bytes <= landing.MOST_BYTES
+    assert third.window_bytes == landing.LEAST_WINDOW_BYTES
+    first.give_back()
+    fourth = landing.Share(1 << 30, 1 << 16)
+    assert landing.LEAST_WINDOW_BYTES < fourth.window_bytes < first.window_bytes
+    for share in (second, third, fourth):
+        share.give_back()
+    assert landing.Share._taken_bytes == 0
 
 
 def test_a_tile_that_has_no_room_to_land_leaves_the_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ Rules:
 2. Each tile lies at a multiple of 4 KiB of the landing memory, so that rows of aligned memory stay aligned.
 3. A tile that comes in another order (`Scatter.turns`) is copied once more, in its own order, and hashed there.
 4. The device hashes tiles of `LEAST_BYTES` and more. Shorter ones go to the host.
-5. All reads of a process share `MOST_BYTES`. Each takes three quarters of what is left, for a read from one source, the
-   usual one, is the faster the longer its windows are; and room for two windows of its longest tile in any case.
+5. All reads of a process share `MOST_BYTES`. Each takes half of it, for it is the faster the longer its windows are.
+   Where less is left, it waits for 50 ms, as long as a read of some 10 GiB takes. Then it takes what is left, and room
+   for two windows of its longest tile in any case.
 6. Rows that lie in several pieces of memory are refused (`ValueError`), before anything is launched.
 """
 
@@ -60,6 +61,7 @@ from .xxh3 import (
 
 MOST_BYTES = 512 << 20  # for all reads of this process, of tiles of 8 MiB at most
 LEAST_WINDOW_BYTES = 8 << 20  # for a read that finds little left of it
+WAIT_S = 0.05  # for others to give theirs back: their sources may be filling, and stand still
 MOST_TILE_BYTES = 128 << 20  # a longer one is left to other transports
 SHORT_BYTES = 16  # of these, each short tile takes a multiple
 PART_BYTES = 8192  # of a row, copied at once: PART of xxh3.cu
@@ -109,25 +111,28 @@ class Moves:
         return self.address + 8 * ROW_WORDS * first, last - first, source & _WORD, target & _WORD
 
 
-class _Share:
+class Share:
     """What one read takes of the landing memory that all reads of this process share."""
 
-    _lock = threading.Lock()
+    _changed = threading.Condition()
     _taken_bytes = 0
 
     def __init__(self, whole_bytes: int, largest_bytes: int) -> None:
-        """For a read of so many bytes in all, and in its largest parcel."""
-        with self._lock:
-            left = max(0, MOST_BYTES - _Share._taken_bytes) * 3 // 4
-            fair = left * GROUP_BYTES // (WINDOWS * (GROUP_BYTES + SUMS_BYTES)) // GROUP_BYTES * GROUP_BYTES
+        """For a read of so many bytes in all, and in its largest parcel. May wait for `WAIT_S`."""
+        group_bytes = WINDOWS * (GROUP_BYTES + SUMS_BYTES)
+        wanted = min(MOST_BYTES // 2, whole_bytes // GROUP_BYTES * group_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: MOST_BYTES - Share._taken_bytes >= wanted, WAIT_S)
+            fair = max(0, min(wanted, MOST_BYTES - Share._taken_bytes)) // group_bytes * GROUP_BYTES
             self.window_bytes = min(whole_bytes, max(largest_bytes, LEAST_WINDOW_BYTES, fair))
-            self._bytes = WINDOWS * self.window_bytes // GROUP_BYTES * (GROUP_BYTES + SUMS_BYTES)
-            _Share._taken_bytes += self._bytes
+            self._bytes = self.window_bytes // GROUP_BYTES * group_bytes
+            Share._taken_bytes += self._bytes
 
     def give_back(self) -> None:
         """Once nothing uses it."""
-        with self._lock:
-            _Share._taken_bytes -= self._bytes
+        with self._changed:
+            Share._taken_bytes -= self._bytes
+            self._changed.notify_all()
 
 
 class Shorts:
@@ -201,7 +206,7 @@ class Landing:
         largest = max(b - a for a, b in pairwise(self._parcel_at))
         if largest > MOST_TILE_BYTES:
             raise NoRoom(f"no room for tiles of {largest} B to land in")
-        share = _Share(self._parcel_at[-1], largest)
+        share = Share(self._parcel_at[-1], largest)
         self._give_back = weakref.finalize(self, share.give_back)
         for self._window_bytes in (share.window_bytes, min(share.window_bytes, max(largest, LEAST_WINDOW_BYTES))):
             with suppress(NoRoom):
