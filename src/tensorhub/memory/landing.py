@@ -52,7 +52,6 @@ from .xxh3 import (
     Launcher,
     NoRoom,
     Spans,
-    as_digests,
     chunk_table,
     first_groups,
     job,
@@ -258,14 +257,16 @@ class Landing:
             window.device.wait(window.lane)
             return b""
         first, last = (self._first_tile[parcel] for parcel in (window.parcels.start, window.parcels.stop))
-        found = as_digests(window.device.download(window.found, 2 * (last - first), lane=window.lane))
+        halves = _ints(window.device.download(window.found, 2 * (last - first), lane=window.lane))
+        found = halves.reshape(-1, 2)[:, ::-1].byteswap()  # the high half first, big-endian
         if window.shorts:
             low, high = self._shorts.moves.first[first], self._shorts.moves.first[last]
             base = self._shorts.at[low]
             words = window.device.download(window.shorts, (self._shorts.at[high] - base) // 8, lane=window.lane)
             for tile, start, size in self._shorts.only(low, high):
-                found[tile - first] = xxhash.xxh3_128_digest(memoryview(words).cast("B")[start - base :][:size])
-        return b"".join(found)
+                digest = xxhash.xxh3_128_digest(memoryview(words).cast("B")[start - base :][:size])
+                found[tile - first] = np.frombuffer(digest, np.int64)
+        return found.tobytes()
 
     def scatter(self) -> None:
         """Put the earliest window under way in place; its digests were right. Waits for it."""

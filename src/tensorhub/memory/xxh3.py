@@ -136,7 +136,10 @@ def digests_of(
         at, lane = jobs_at + index * job_bytes, index % 2
         device.launch(summing, 0, at, lane=lane)
         device.launch("chain", CHAIN_LANES * (last - first), at, lane=lane)
-    made = as_digests(device.download(found, 2 * len(starts)))
+    words = device.download(found, 2 * len(starts))
+    words.byteswap()
+    halves = words.tobytes()
+    made = [halves[at + 8 : at + 16] + halves[at : at + 8] for at in range(0, len(halves), 16)]
     return [it if size >= LEAST_BYTES else b"" for it, size in zip(made, sizes, strict=True)]
 
 
@@ -145,7 +148,7 @@ def digests_of(
 
 def first_groups(sizes: Sequence[int]) -> "array[int]":
     """How many groups come before each of these chunks, and how many there are."""
-    return array("Q", accumulate((-(-size // GROUP_BYTES) for size in sizes), initial=0))
+    return array("Q", accumulate([-(-size // GROUP_BYTES) for size in sizes], initial=0))
 
 
 def chunk_table(starts: Sequence[int], sizes: Sequence[int], firsts: "array[int]") -> "array[int]":
@@ -180,13 +183,6 @@ def job(
     """A `Job` for chunks [first, last) of a table."""
     usual_groups = firsts[first + 1] - firsts[first]
     return (*maps, chunks + 8 * CHUNK_WORDS * first, last - first, usual_groups, *constants, sums, found)
-
-
-def as_digests(words: "array[int]") -> list[bytes]:
-    """From the low and the high half of each."""
-    words.byteswap()
-    halves = words.tobytes()
-    return [halves[at + 8 : at + 16] + halves[at : at + 8] for at in range(0, len(halves), 16)]
 
 
 def _scratch(device: Launcher, firsts: "array[int]") -> tuple[list[tuple[int, int]], list[int]]:

@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
 
@@ -62,7 +63,7 @@ class Parcels:
     def size_bytes(self) -> int:
         return self.rows.stop
 
-    @property
+    @cached_property
     def most_bytes(self) -> int:
         """Of the largest parcel."""
         return max((stop - start for start, stop in pairwise(self.bounds)), default=0)

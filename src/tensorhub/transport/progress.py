@@ -7,7 +7,7 @@ sides know. Elsewhere they are Python's, under a lock.
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .native import load, shapes
 
@@ -58,6 +58,15 @@ class Progress:
                 self._prefix += 1
             self._changed.notify_all()
             return self._prefix
+
+    def mark_all(self, chunks: Iterable[int]) -> None:
+        """These are complete, one by one."""
+        library, marks = self._library, self.marks
+        for chunk in chunks:
+            if library is None or not 0 <= chunk < self.chunk_count:
+                self.mark(chunk)
+            else:
+                library.mark(marks, chunk)
 
     def fail(self, reason: str) -> None:
         """No further chunk will come; everybody who waits is told."""

@@ -157,8 +157,7 @@ class Across:
                 touched = np.unique(chunks)
                 np.subtract.at(self._left, chunks, 1)
                 done = touched[self._left[touched] == 0].tolist()
-                for chunk in done:
-                    self.progress.mark(chunk)
+                self.progress.mark_all(done)
             if done and self._on_stored is not None:
                 self._on_stored(self.progress.prefix)
 
@@ -166,8 +165,7 @@ class Across:
         """These parcels of a leg count, unless the fill was revoked."""
         with self._lock:
             self.check()
-            for parcel in parcels:
-                progress.mark(parcel)
+            progress.mark_all(parcels)
 
     def settle(self) -> None:
         """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
