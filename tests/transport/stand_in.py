@@ -94,8 +94,11 @@ class Opened:
         self.size_bytes = handle.size_bytes
         self.view = memoryview(b"")
         if handle.size_bytes:
-            with open(f"/proc/{handle.process}/fd/{handle.descriptor}", "rb") as file:
-                whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                with open(f"/proc/{handle.process}/fd/{handle.descriptor}", "rb") as file:
+                    whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except FileNotFoundError as error:  # a device would keep what its owner has shared
+                raise ValueError("its owner has freed it before it was opened") from error
             self.view = memoryview(whole)[handle.inside : handle.inside + handle.size_bytes]
 
 

@@ -267,7 +267,7 @@ __device__ __forceinline__ void copy_part(const Row& row, const u8* from, u8* to
     }
 }
 
-/* One launch that digests, as the host describes it (`_job` in xxh3.py). */
+/* One launch that digests, as the host describes it (`job` in xxh3.py). */
 struct Job {
     Map from, to; /* `to` is empty where nothing is copied */
     Window window;
