@@ -65,24 +65,18 @@ def cuts_of(publisher: Sequence[Shard], grid: Grid) -> list[Cut]:
     return [publish_cut(shard.registration, tiles_of(shard.table, grid)) for shard in publisher]
 
 
-class Landing:
+class Landing(kit.Pieces):
     """A reader's tensors, as if they lay on a device: what is written there has landed before."""
 
-    is_on_device = True
-
     def __init__(self, registration: Registration) -> None:
+        super().__init__(bytearray())
         pieces = registration.pieces
         starts, addresses = [piece.start for piece in pieces], [piece.address for piece in pieces]
         self._spans = Spans(starts, addresses, registration.size_bytes)
-        self.size_bytes = registration.size_bytes
 
-    def share(self) -> None:
-        raise NotImplementedError
-
-    def open(self, body: bytes) -> stand_in.Opened:
-        return stand_in.Opened(body)
-
-    reading = writing = copy_from = share
+    @property
+    def size_bytes(self) -> int:
+        return self._spans.stop
 
     def land(self, source: stand_in.Opened, *what: Any, digests: bool) -> Any:
         return stand_in.land(source, self._spans, *what, digests=digests)

@@ -225,6 +225,18 @@ def test_what_has_landed_when_its_source_withdraws_is_not_judged(make: Make, mon
     assert not its.found.reader.arrays["part"].any()
 
 
+def test_a_read_of_tiles_leaves_the_device_to_others_for_their_share(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its, rests = Pieces(make, monkeypatch), []
+    its.reader = CudaTransport(CudaSettings(device_share=0.5))
+    monkeypatch.setattr(cuda.CudaStream, "_rest", lambda stream, took_s: rests.append(took_s))
+    assert its.read() is None
+    assert len(rests) > 4
+    assert min(rests) > 0
+    its.reader.close()
+
+
 def test_tiles_land_in_memory_of_bounded_size(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     its = Pieces(make, monkeypatch)
     before = stand_in.room_bytes

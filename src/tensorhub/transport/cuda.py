@@ -4,6 +4,7 @@ There are three ways, and a pair takes the first that both ends can:
 
     MEMORY   The reader opens the source's memory, once for each registration, and copies from it by kernels of its own.
              Nothing of the source's interpreter is needed any more: a source that is stopped is read to its end.
+             Tiles of another layout come this way only (`cuda_pieces`).
     RING     The source copies into a ring of memory on its device, which the reader opens. For memory that cannot be
              shared. A device with peer access to the source's opens it too.
     PINNED   The same with pinned memory of the host, for devices that cannot reach each other.
@@ -688,7 +689,8 @@ class CudaStream(AnnouncedStream):
     def pump(self) -> None:
         """Ask for everything, and copy what is there in windows."""
         if self._source is not None and isinstance(self.job.sink, Piecewise):
-            read_pieces(self, self._source, self._check_seal)
+            rest = self._rest if self._its.peers.settings.device_share < 1 else None
+            read_pieces(self, self._source, self._check_seal, rest)
             return
         wanted = self.job.claims.take(1 << 62)
         for first in range(0, len(wanted), ASK_CHUNKS):

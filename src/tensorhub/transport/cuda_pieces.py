@@ -35,8 +35,13 @@ def target_of(sink: Sink) -> OnDevice | None:
     return target
 
 
-def read_pieces(stream: AnnouncedStream, source: Opened, check_seal: Callable[[], None]) -> None:
-    """Bring all that is wanted. `check_seal` raises what ended the export, if it has ended."""
+def read_pieces(
+    stream: AnnouncedStream, source: Opened, check_seal: Callable[[], None], rest: Callable[[float], None] | None
+) -> None:
+    """Bring all that is wanted. `check_seal` raises what ended the export, if it has ended.
+
+    With `rest` one window is under way at a time, and it is called after each, with the seconds that this one took.
+    """
     job = stream.job
     wanted = job.claims.take(1 << 62)
     if not wanted:
@@ -50,7 +55,7 @@ def read_pieces(stream: AnnouncedStream, source: Opened, check_seal: Callable[[]
     assert job.parcels is not None
     landing = target.land(source, job.parcels, terms.scatter, digests=terms.digests is not None)
     try:
-        reading = _Reading(stream, sink, landing, terms, terms.scatter, check_seal)
+        reading = _Reading(stream, sink, landing, terms, terms.scatter, check_seal, rest)
         for first in range(0, len(wanted), ASK_PARCELS):
             reading.bring(wanted[first : first + ASK_PARCELS])
     finally:
@@ -68,8 +73,11 @@ class _Reading:
         terms: Terms,
         scatter: Scatter,
         check_seal: Callable[[], None],
+        rest: Callable[[float], None] | None,
     ) -> None:
         self._stream = stream
+        self._rest, self._most = rest, WINDOWS if rest is None else 1
+        self._began = 0.0
         self._sink = sink  # to ask what a protocol is takes 30 us
         self._landing = landing
         self._digests = terms.digests
@@ -84,7 +92,7 @@ class _Reading:
         with suppress(Vanished):  # it may have said farewell: what it said can still be read
             stream.ask(asked)
         while (at < len(asked) or self._under_way) and not stream.job.is_over:
-            is_room = at < len(asked) and len(self._under_way) < WINDOWS
+            is_room = at < len(asked) and len(self._under_way) < self._most
             is_ready = is_room and stream.has_ready(asked[at])
             if not is_ready and not self._under_way:
                 self._tell()  # before it waits for the source
@@ -100,6 +108,7 @@ class _Reading:
         while count < most and asked[at + count] == first + count:
             count += 1
         window = range(first, first + self._stream.await_some(range(first, first + count)))
+        self._began = time.monotonic()
         self._landing.gather(window)
         self._under_way.append(window)
         return len(window)
@@ -120,6 +129,8 @@ class _Reading:
         if is_last or time.monotonic() - self._told_at >= TELL_EVERY_S:
             self._tell()
         job.count_stored(len(window))
+        if self._rest is not None:
+            self._rest(time.monotonic() - self._began)
 
     def _judge(self, window: range, digests: bytes) -> None:
         """Raises for the first tile that is not as announced."""
