@@ -2,7 +2,10 @@
 
 import gc
 import os
+import select
 import signal
+import threading
+import weakref
 from collections.abc import Iterator
 from itertools import count
 from types import SimpleNamespace
@@ -10,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing, UsageError
+from tensorhub.core.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing, Unavailable, UsageError
 from tensorhub.memory import landing
 from tensorhub.transport import cuda
 from tensorhub.transport.base import Export
-from tensorhub.transport.cuda import CudaSettings, CudaTransport
+from tensorhub.transport.cuda import CudaSettings, CudaTransport, Ends, Peers
 from tensorhub.transport.progress import Progress
 
 from . import kit, pieces_kit
@@ -112,6 +115,76 @@ def test_a_stopped_source_is_read_to_its_end(make: Make, spawn: Spawn) -> None:
     gate.release.set()
     assert ended.wait() is None
     assert target.buffer == right
+
+
+class Memory:
+    """That is open here."""
+
+    size_bytes = CHUNK
+
+
+def is_hung_up(end: int) -> bool:
+    poll = select.poll()
+    poll.register(end, 0)
+    return bool(poll.poll(0))
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[Ends, Ends]]:
+    """That of a registration, and the one that tells its source that the memory is closed."""
+    found = Ends(os.pipe), Ends(os.pipe)
+    yield found
+    for each in found:
+        each.close()
+
+
+def test_memory_is_closed_before_its_source_is_told(pipes: tuple[Ends, Ends]) -> None:
+    """A source that is told may give the memory back, which no reader may have open then."""
+    peers, known, told_first = Peers(CudaSettings()), Memory(), []
+    (lasts, registered), (told, closes) = (each.descriptors() for each in pipes)
+    mine = os.dup(told)
+    weakref.finalize(known, lambda: told_first.append(is_hung_up(mine)))
+    peers.keep(b"registration", known, (lasts, closes))
+    for end in (closes, registered):
+        os.dup2(told, end)
+    kit.until(lambda: peers.known(b"registration") is None, "its source has let it go")
+    assert told_first == []
+    del known
+    kit.until(lambda: is_hung_up(mine), "the source is told")
+    assert told_first == [False]
+    os.close(mine)
+    peers.close()
+
+
+def test_memory_that_nobody_watches_is_not_kept(pipes: tuple[Ends, Ends], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: object) -> None:
+        raise Unavailable("this process may start no more threads")
+
+    peers = Peers(CudaSettings())
+    monkeypatch.setattr(cuda, "start", no_thread)
+    with pytest.raises(Unavailable):
+        peers.keep(b"registration", Memory(), (pipes[0].descriptors()[0], pipes[1].descriptors()[1]))
+    assert peers.known(b"registration") is None
+
+
+def test_a_watch_that_is_closed_ends_whatever_it_is_asked_besides(pipes: tuple[Ends, Ends]) -> None:
+    watch, is_due, may_end = cuda.Watch(), threading.Event(), threading.Event()
+    watching: list[threading.Thread] = []
+
+    def due() -> None:
+        watching.append(threading.current_thread())
+        is_due.set()
+        may_end.wait(DEADLINE_S)
+
+    first, second = (each.descriptors() for each in pipes)
+    watch.when_closed(Ends(lambda: (os.dup(first[0]),)), due)
+    os.dup2(first[0], first[1])
+    assert is_due.wait(DEADLINE_S)
+    watch.close()
+    watch.when_closed(Ends(lambda: (os.dup(second[0]),)), due)
+    may_end.set()
+    watching[0].join(DEADLINE_S)
+    assert not watching[0].is_alive()
 
 
 def test_a_byte_that_flips_after_its_arrival_is_found(make: Make, during_copy: list[object]) -> None:

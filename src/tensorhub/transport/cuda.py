@@ -161,7 +161,7 @@ class Watch:
                     poll.register(number, 0)  # a hang-up is always told
             for ready, _ in poll.poll():
                 if ready == wake:
-                    if os.read(wake, 4096).endswith(b"-"):
+                    if b"-" in os.read(wake, 4096):
                         return self._end()
                     continue
                 with self._lock:
@@ -482,9 +482,13 @@ class Peers:
         if isinstance(known, int):
             mine.close()
         else:
-            weakref.finalize(known, lambda end: end.close(), mine)
+            vars(known)["told_by"] = mine  # closed when `known` is: what it has as attributes goes after its finalizers
         self._known[registration] = known
-        self._watch.when_closed(lifeline, lambda: self._known.pop(registration, None))
+        try:
+            self._watch.when_closed(lifeline, lambda: self._known.pop(registration, None))
+        except BaseException:
+            self._known.pop(registration, None)
+            raise
 
     def close(self) -> None:
         """Let go of everything."""
