@@ -113,6 +113,7 @@ class Ends:
             self._numbers = make()
             track(self)
         self.close = weakref.finalize(self, _close, *self._numbers)
+        self.close.atexit = False  # a thread may be waiting for them still, and the process closes them
 
     def descriptors(self) -> tuple[int, ...]:
         return self._numbers if self.close.alive else ()
