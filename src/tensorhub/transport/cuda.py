@@ -43,6 +43,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from traceback import clear_frames
 
 from ..core.errors import TensorHubError, TransportMissing, UsageError
 from . import tcp_wire
@@ -568,13 +569,19 @@ class CudaRead(LocalRead):
 
     @scope
     def opened(self, index: int) -> Iterator[Stream]:
-        """A ring is closed before its connection: the source closes it once that has ended."""
+        """A ring is closed before its connection: the source closes it once that has ended.
+
+        An error may be kept, and with it the frames that have memory open.
+        """
         with super().opened(index) as stream:
             try:
                 yield stream
+            except BaseException as error:
+                clear_frames(error.__traceback__)
+                raise
             finally:
                 if isinstance(stream, CudaStream):
-                    stream.close_ring()
+                    stream.let_go()
 
     @property
     def path(self) -> str:
@@ -663,9 +670,9 @@ class CudaStream(AnnouncedStream):
             raise ValueError(f"memory of {opened.size_bytes} B for content of {self.size_bytes} B")
         self._source = opened
 
-    def close_ring(self) -> None:
-        """Nothing is copied from it any more."""
-        ring, self._ring = self._ring, None
+    def let_go(self) -> None:
+        """Nothing is copied any more."""
+        ring, self._ring, self._source = self._ring, None, None
         if ring is not None:
             ring.close()
 
