@@ -137,11 +137,11 @@ TENSORS_BYTES = sum(map(device.pages, worker.SIZES.values()))  # what those of o
 
 @dataclass(frozen=True)
 class Way:
-    """By which bytes come from device to device: what workers may use, and which transport it is."""
+    """By which bytes come from device to device: what workers may use, and what their devices refuse."""
 
-    scheme: str
     transports: str
-    is_shareable: bool = True  # the memory of their tensors can be opened by other processes
+    opens: str = ""  # as in `device.opened`: what a reader opens
+    cannot: tuple[str, ...] = ()  # as in `stand_in.cannot`
 
 
 class Fleet:
@@ -158,7 +158,7 @@ class Fleet:
         for name in names:
             peer = self.peers[name] = self._idle.pop() if self._idle else Peer()
             peer.name = name
-            given = (name, self._server.address, self.way.transports, self.way.is_shareable)
+            given = (name, self._server.address, self.way.transports, self.way.cannot)
             peer.joined = peer.begin(f"join{given!r}")
         for name in names:
             self.peers[name].joined.value()

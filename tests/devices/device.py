@@ -1,7 +1,8 @@
 """A stand-in for CUDA in one process: tensors whose memory `tensorhub` takes for a device's, in shared host memory.
 
-`install()` replaces what the product asks of a device: to share and to open memory, to copy and digest it, to copy it
-from and to the host, to wait. All else is the product's own: its streams, transports and registrations.
+`install()` replaces what the product asks of a device: to share and to open memory and rings, to copy and digest it, to
+copy it from and to the host, to wait. All else is the product's own: its streams, transports and registrations.
+What the device refuses is said by `stand_in.cannot`.
 
 As on a device with torch:
 1. A reader's mapping stays as it is when the source frees its memory, stops or dies.
@@ -38,8 +39,9 @@ BEGIN, ARRIVE, DEPART = "begin", "arrive", "depart"  # a copy is due; bytes are 
 
 hooks: list[Callable[[str, int, memoryview], object]] = []  # of the kind, the first byte in the stream, and the bytes
 
+opened: set[str] = set()  # what this process has had open of others, or with them: "memory", "ring", "pinned"
+
 _freed: set[int] = set()  # addresses of memory that its user has freed
-_unshareable: set[int] = set()
 _lent: list[tuple[int, mmap.mmap]] = []  # a descriptor of what was shared, and its counter of readers
 _lock = threading.Lock()
 
@@ -50,12 +52,10 @@ class OnDevice(torch.Tensor):
     device = property(lambda _: torch.device(NAME))  # type: ignore[assignment]
 
 
-def empty(size_bytes: int, *, is_shareable: bool = True) -> torch.Tensor:
+def empty(size_bytes: int) -> torch.Tensor:
     """Zeros, as an allocation of their own."""
     view = stand_in.allocate(size_bytes)
-    address = _address_of(view)
-    _freed.discard(address)  # another one was there before
-    (_unshareable.discard if is_shareable else _unshareable.add)(address)
+    _freed.discard(_address_of(view))  # another one was there before
     return torch.frombuffer(view, dtype=torch.uint8).as_subclass(OnDevice)
 
 
@@ -115,6 +115,9 @@ def pages(size_bytes: int) -> int:
 
 def install() -> None:
     """From now on this process has a device."""
+    as_bytes = cuda._as_bytes
+    cuda._as_bytes = lambda piece: as_bytes(msgspec.structs.replace(piece, device="cpu"))  # type: ignore[misc]
+    cuda.stream_of = lambda *_: None  # type: ignore[assignment]
     cuda.CudaCopier = Copier  # type: ignore[misc]
     cuda.synchronize = cuda.note_call = lambda device: None
     cuda.unmapped = lambda pieces: []
@@ -122,16 +125,14 @@ def install() -> None:
     cuda_device.device_digests = device_digests
     cuda_sharing.share = share
     cuda_sharing.OpenedCuda = Opened  # type: ignore[misc,assignment]
+    cuda_sharing.make_ring = lambda _, size_bytes: Ring("ring", stand_in.make_ring(size_bytes))
+    cuda_sharing.open_ring = lambda _, handle, size_bytes: Ring("ring", stand_in.open_ring(handle, size_bytes))
+    cuda_sharing.pin_ring = lambda _, address, size_bytes: Ring("pinned", stand_in.pin_ring(address, size_bytes))
     nixl_path.has_gpu = lambda *_: True
 
 
 class Copier(cuda.CudaCopier):
     """Copies between memory of the device and staging memory."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._bytes = [cuda._as_bytes(msgspec.structs.replace(it, device="cpu")) for it in pieces]  # type: ignore[misc]
-        self._ring = memoryview(b"")
 
     def staging(self, size_bytes: int) -> memoryview:
         self._ring = memoryview(mmap.mmap(-1, size_bytes))
@@ -139,7 +140,9 @@ class Copier(cuda.CudaCopier):
 
     def spans(self) -> list[tuple[str, Spans]]:
         _tell(BEGIN, 0, memoryview(b""))
-        return super().spans()
+        for index in range(len(self._pieces)):
+            self.memory_of(index)
+        return self.runs
 
     def memory_of(self, piece: int) -> torch.Tensor | None:
         if self._pieces[piece].address in _freed:
@@ -205,8 +208,6 @@ class _Handles(msgspec.Struct, frozen=True, array_like=True):
 
 def share(pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> Shared:
     """As that of `cuda_sharing`."""
-    if any(piece.address in _unshareable for piece in pieces):
-        raise TransportMissing("memory of the stand-in cannot be shared with another process")
     bodies = [stand_in.share(bytes_of(tensor)).body for tensor in memory]
     counting = os.memfd_create("counter")
     os.ftruncate(counting, 1)
@@ -236,12 +237,27 @@ class Opened:
         except OSError as error:
             raise TransportMissing(f"the source's memory cannot be opened here: {error}") from error
         weakref.finalize(self, counter.__setitem__, 0, 0)
+        opened.add("memory")
         starts, at = [], 0
-        for opened in self._opened:
+        for piece in self._opened:
             starts.append(at)
-            at += opened.size_bytes
+            at += piece.size_bytes
         self.size_bytes = at
-        self.spans = Spans(starts, [_address_of(opened.view) for opened in self._opened], at)
+        self.spans = Spans(starts, [_address_of(piece.view) for piece in self._opened], at)
+
+
+class Ring:
+    """A ring of the stand-in, whose parts are as `device_digests` takes them."""
+
+    def __init__(self, kind: str, ring: stand_in.Ring) -> None:
+        opened.add(kind)
+        self._ring = ring
+        self.handle = ring.handle
+        self.close = ring.close
+
+    def part(self, at: int, start: int, stop: int) -> cuda_sharing.Part:
+        view = self._ring.part(at, start, stop).view
+        return cuda_sharing.Part(Spans([start], [_address_of(view)], stop))
 
 
 def _address_of(view: memoryview) -> int:

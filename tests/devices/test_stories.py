@@ -18,23 +18,30 @@ from .conftest import TENSORS_BYTES, Refused, Way
 pytestmark = pytest.mark.processes
 
 WAYS = {
-    "cuda": Way("cuda", "cuda"),
-    "tcp": Way("tcp", "tcp"),
-    "tcp, for memory that cannot be shared": Way("tcp", "cuda,tcp", is_shareable=False),
+    "cuda": Way("cuda", "memory"),
+    "cuda ring": Way("cuda", "ring", cannot=("share",)),
+    "cuda pinned": Way("cuda", "pinned", cannot=("open",)),
+    "tcp": Way("tcp"),
 }
-LONG = {name: pytest.mark.long for name, way in WAYS.items() if not way.is_shareable}  # as tcp, after a refusal
 NO_SOURCE = ("VersionUnavailable", "DeadlineExceeded", "SourceLost")  # the reader is told that nobody has it
 NOT_TAKEN = (*NO_SOURCE, "CorruptTransfer")
 
 
+LONG = {"cuda pinned": pytest.mark.long}  # as "cuda ring", but for what the ring is made of
+
+
 @pytest.fixture(params=[pytest.param(name, marks=LONG.get(name, ())) for name in WAYS])
 def way(request):
-    return WAYS.get(request.param, request.param)
+    return WAYS[request.param]
 
 
 def only(*ways):
     """Of these ways alone."""
-    return pytest.mark.parametrize("way", ways, indirect=True)
+    found = [pytest.param(name, marks=LONG.get(name, ())) for name in ways]
+    return pytest.mark.parametrize("way", found, indirect=True)
+
+
+every_way = pytest.mark.parametrize("way", WAYS, indirect=True)  # by default, too
 
 
 def held_midway(fleet, name, call="weights.replicate(1)"):
@@ -54,6 +61,7 @@ def goes_on(fleet, reader, trainer, version):
     reader.check(version)
 
 
+@every_way
 def test_versions_one_after_another(fleet):
     trainer, reader = fleet.join("trainer", "rollout")
     for version in (1, 2, 3):
@@ -62,8 +70,9 @@ def test_versions_one_after_another(fleet):
         assert reader.do("weights.update()") == version
         reader.check(version)
     trainer.check(3)
-    assert list(reader.do("weights.statistics()['bytes_by_transport']")) == [fleet.way.scheme]
-    assert fleet.used_bytes() == 2 * TENSORS_BYTES
+    assert list(reader.do("weights.statistics()['bytes_by_transport']")) == [fleet.way.transports]
+    assert reader.do("' '.join(device.opened)") == fleet.way.opens
+    eventually(lambda: fleet.used_bytes() == 2 * TENSORS_BYTES, "rings are given back")
 
 
 def test_a_killed_source_beside_another_one(fleet):
@@ -105,7 +114,7 @@ def test_a_stopped_source_is_read_to_the_end(fleet):
     trainer.go_on()
 
 
-@only("tcp")
+@only("cuda ring", "cuda pinned", "tcp")
 def test_a_stopped_source_is_left_for_another_one(fleet):
     trainer, other = fleet.join("trainer", "other")
     trainer.do("publish(1)")
@@ -156,9 +165,10 @@ def test_a_reader_whose_tensors_are_freed_is_told_so(fleet):
     reader.do("register()")
     assert reader.do("weights.replicate(1)") == 1
     reader.check(1)
-    assert fleet.used_bytes() == 2 * TENSORS_BYTES
+    eventually(lambda: fleet.used_bytes() == 2 * TENSORS_BYTES, "what was freed is free")
 
 
+@every_way
 def test_a_killed_reader_keeps_nothing_of_its_source(fleet):
     trainer = fleet.join("trainer")
     trainer.do("publish(1)")
@@ -177,7 +187,7 @@ def test_memory_that_is_freed_while_it_is_read(fleet):
     reader, reading = held_midway(fleet, "rollout", "weights.replicate(1, timeout=3)")
     trainer.do("free()")
     reader.do("release()")
-    if fleet.way.scheme == "cuda":
+    if fleet.way.opens == "memory":
         assert reading.value() == 1
         reader.check(1)
     else:
@@ -232,13 +242,11 @@ def test_a_reader_that_is_closed_in_the_middle_lets_its_source_go(fleet):
     eventually(lambda: fleet.used_bytes() == TENSORS_BYTES, "the reader keeps nothing of the device")
 
 
-not_verified_there = pytest.mark.xfail(
-    strict=True, reason="what tcp brings is verified on the host, before it is copied"
-)
 SPOILED = [
     pytest.param("cuda", "reader", "arrive", id="cuda-between copy and digest"),
+    pytest.param("cuda ring", "source", "arrive", id="cuda ring-on its way to the ring"),
     pytest.param("tcp", "source", "depart", id="tcp-to the host"),
-    pytest.param("tcp", "reader", "arrive", id="tcp-to the device", marks=not_verified_there),
+    pytest.param("tcp", "reader", "arrive", id="tcp-to the device"),
 ]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import tensorhub
 from tensorhub.runtime import opening
 from tensorhub.transport import cuda
+from transport import stand_in
 
 from . import device
 
@@ -29,7 +30,7 @@ SILENCE_S = 1.5
 PATIENCE_S = 30.0  # for what must happen; no promise is measured by it
 
 tensors = {}
-weights = make = None
+weights = None
 held, released, spoiled = threading.Event(), threading.Event(), threading.Event()
 
 
@@ -47,19 +48,19 @@ def digest_of(parts):
     return found.hexdigest()
 
 
-def join(replica, server, transports, is_shareable):
+def join(replica, server, transports, cannot):
     """Open, and register tensors on the device."""
-    global weights, make
+    global weights
+    stand_in.cannot.update(cannot)
     options = {"timeout": PATIENCE_S, "call_timeout": PATIENCE_S, "chunk_bytes": CHUNK_BYTES}
     weights = tensorhub.open("m", replica=replica, server=server, transports=transports, **options)
-    make = partial(device.empty, is_shareable=is_shareable)
     register()
 
 
 def register():
     """Other tensors than those before."""
     global tensors
-    tensors = {name: make(size_bytes) for name, size_bytes in SIZES.items()}
+    tensors = {name: device.empty(size_bytes) for name, size_bytes in SIZES.items()}
     weights.register(tensors)
 
 
@@ -142,6 +143,8 @@ def leave():
         weights.close(timeout=5)
     forget()
     device.hooks.clear()
+    device.opened.clear()
+    stand_in.cannot.clear()
     for event in (held, released, spoiled):
         event.clear()
 
