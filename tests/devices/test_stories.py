@@ -180,6 +180,20 @@ def test_a_killed_reader_keeps_nothing_of_its_source(fleet):
     goes_on(fleet, fleet.join("late"), trainer, 2)
 
 
+@only("cuda")
+def test_a_reader_that_dies_after_its_source_has_closed(fleet):
+    """It was stopped, so it has not let the memory go. The process of the source lives on."""
+    trainer, reader = fleet.join("trainer", "rollout")
+    trainer.do("publish(1)")
+    reader.do("weights.replicate(1)")
+    reader.stop()
+    trainer.do("weights.close(timeout=3)")
+    trainer.do("forget()")
+    assert trainer.do("used()") != []
+    reader.kill()
+    eventually(lambda: trainer.do("used()") == [], "the memory that the reader had opened is free")
+
+
 def test_memory_that_is_freed_while_it_is_read(fleet):
     """A reader that has it open reads on; nobody takes a wrong byte, and what comes after is right."""
     trainer = fleet.join("trainer")

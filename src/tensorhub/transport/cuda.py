@@ -136,7 +136,7 @@ def _close(*descriptors: int) -> None:
 
 
 class Watch:
-    """Waits, in a thread, for pipes to close. What is then due is done in that thread."""
+    """Waits, in a thread that lives as long as it waits, for pipes to close. What is then due is done there."""
 
     def __init__(self) -> None:
         self._due: dict[int, tuple[Ends, Callable[[], object]]] = {}
@@ -159,25 +159,32 @@ class Watch:
             poll = select.poll()
             poll.register(wake, select.POLLIN)
             with self._lock:
+                if not self._due:
+                    return self._end()
                 for number in self._due:
                     poll.register(number, 0)  # a hang-up is always told
             for ready, _ in poll.poll():
                 if ready == wake:
                     if b"-" in os.read(wake, 4096):
-                        return self._end()
+                        self._drop()
+                        break
                     continue
                 with self._lock:
                     pipe, due = self._due.pop(ready)
                 pipe.close()
                 due()
 
-    def _end(self) -> None:
+    def _drop(self) -> None:
         with self._lock:
-            assert self._wake is not None
-            for pipe in (self._wake, *(pipe for pipe, _ in self._due.values())):
+            for pipe, _ in self._due.values():
                 pipe.close()
             self._due.clear()
-            self._wake = None
+
+    def _end(self) -> None:
+        """With the lock held."""
+        assert self._wake is not None
+        self._wake.close()
+        self._wake = None
 
     def close(self) -> None:
         """Wait for nothing any more. Nothing is done for what is still open."""
@@ -443,8 +450,7 @@ class CudaServer(LocalServer):
         super()._leave(wire)
 
     def close(self) -> None:
-        super().close()
-        self._watch.close()
+        super().close()  # `_watch` goes on until the last reader has let go, or is dead
         for lifeline in list(self._lifelines.values()):
             lifeline.close()
 
