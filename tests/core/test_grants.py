@@ -253,7 +253,6 @@ def test_what_comes_from_a_source_without_a_session_is_no_measure_for_others() -
     assert measured[-1] == measured[9] == {(False, False)}
 
 
-@pytest.mark.replaces
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def once_more(state: State, model: object, member: Member, wanted: object) -> Iterator[Decision]:
         state.mark_dirty(member.worker)

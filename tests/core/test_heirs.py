@@ -13,7 +13,6 @@ ONE, TWO, OLD, NEW = Version(1), Version(2), Digest("old"), Digest("new")
 LEAVERS, HEIR = [worker(f"leaver-{number}") for number in range(6)], worker("stays")
 
 
-@pytest.mark.replaces
 def test_those_that_leave_do_not_hide_who_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heirs, "MOST_LOOKED_AT", 3)
     town = Town()

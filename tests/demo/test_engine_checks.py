@@ -158,8 +158,8 @@ WITHOUT_VLLM = """
 import importlib.util, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find("json")
-from tensorhub.cli.main import app
-sys.argv = ["tensorhub", "demo", "--engine", sys.argv[1]]
+from bench.demo.__main__ import app
+sys.argv = ["demo", "--engine", sys.argv[1]]
 app()
 """
 

@@ -13,7 +13,6 @@ from tests.sim.runner import run_seed
 SEEDS = (3, 4, 5, 6, 8)  # those in which there is often a choice
 
 
-@pytest.mark.replaces
 def test_the_best_idle_source_is_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     by_index = sources.to_choose_from

@@ -33,19 +33,16 @@ def judge(
     return Judged.missed
 
 
-@pytest.mark.replaces
 @pytest.mark.parametrize("every", [EVERY, pytest.param(OFTEN, marks=pytest.mark.long)])
 def test_whoever_has_something_new_to_hear_is_decided_for(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     assert judge(monkeypatch, every=every) == []
 
 
-@pytest.mark.replaces
 def test_a_server_that_wakes_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "mark_waiting_dirty", lambda state, model, *topics: None)
     assert judge(monkeypatch, lambda: bool(Judged.missed))
 
 
-@pytest.mark.replaces
 def test_a_server_that_takes_every_report_for_nothing_new_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routine, "_is_still", lambda state, model, member, report: True)
 
