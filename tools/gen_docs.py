@@ -86,10 +86,10 @@ class Module:
         """(name, type, default, comment) of each field."""
         return [
             (
-                code(field.target.id),
-                code(ast.unparse(field.annotation)),
-                code(ast.unparse(field.value)) if field.value is not None else "",
-                cell(self.comments.get(field.lineno, "")),
+                field.target.id,
+                ast.unparse(field.annotation),
+                ast.unparse(field.value) if field.value is not None else "",
+                self.comments.get(field.lineno, ""),
             )
             for field in node.body
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
@@ -97,7 +97,7 @@ class Module:
 
 
 def message_tables(heading: str) -> str:
-    """Every message under one heading of the module: what it says, and its fields."""
+    """Every message under one heading of the module: what it says, and its fields as a listing."""
     module = Module(Path(str(messages.__file__)))
     parts = []
     for node in module.classes:
@@ -106,10 +106,22 @@ def message_tables(heading: str) -> str:
         tags = [ast.literal_eval(word.value) for word in node.keywords if word.arg == "tag"]
         tag = f" (`{tags[0]}`)" if tags else ""
         part = f"**{node.name}**{tag}: {(ast.get_docstring(node) or '').strip()}\n"
-        if rows := module.fields_of(node):
-            part += "\n" + table(("field", "type", "default", "meaning"), rows)
+        if fields := module.fields_of(node):
+            part += "\n" + listing(fields)
         parts.append(part)
     return "\n".join(parts)
+
+
+def listing(fields: list[tuple[str, ...]]) -> str:
+    """Fields as in the code, with their comments in one column."""
+    return noted([(f"{name}: {kind}" + (f"={value}" if value else ""), why) for name, kind, value, why in fields])
+
+
+def noted(lines: list[tuple[str, str]], language: str = "py") -> str:
+    """Lines of code, with their comments in one column."""
+    width = max((len(line) for line, why in lines if why), default=0)
+    shown = "".join(f"{line:<{width}}  # {why}\n" if why else f"{line}\n" for line, why in lines)
+    return f"```{language}\n{shown}```\n"
 
 
 # --- the buffer -------------------------------------------------------------------------------------------------------
@@ -125,13 +137,9 @@ def buffer_diagram() -> str:
 
 
 def buffer_table() -> str:
-    """Each transition: what triggers it, why, and who decides that it happens."""
-    deciders = deciders_of([each.trigger for each in buffer.TRANSITIONS])
-    rows = [
-        (code(each.trigger), tag_of(each.before), tag_of(each.after), cell(each.why), deciders[each.trigger])
-        for each in buffer.TRANSITIONS
-    ]
-    return table(("what happens", "from", "to", "why", "decided in"), rows)
+    """Each transition: what triggers it, and why it happens."""
+    lines = [(f"{each.trigger}: {tag_of(each.before)} → {tag_of(each.after)}", each.why) for each in buffer.TRANSITIONS]
+    return noted(lines, "text")
 
 
 def tag_of(state: type) -> str:
@@ -139,44 +147,17 @@ def tag_of(state: type) -> str:
     return str(state.__struct_config__.tag)  # type: ignore[attr-defined]
 
 
-def deciders_of(triggers: list[str]) -> dict[str, str]:
-    """By trigger: the functions of `core/worker/` that call it on the registered memory.
-
-    A function without any condition decides nothing: those who call it do, unless it is an event that makes them.
-    """
-    functions = {}
-    for path in sorted(Path(str(buffer.__file__)).parent.glob("*.py")):
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        functions.update({f"{path.stem}.{n.name}": n for n in nodes if isinstance(n, ast.FunctionDef)})
-    calls = {
-        name: [ast.unparse(n.func) for n in ast.walk(f) if isinstance(n, ast.Call)] for name, f in functions.items()
-    }
-
-    def callers_of(called: str, outside: str = "") -> list[str]:
-        found = []
-        for name, names in calls.items():
-            short = called.removeprefix(f"{name.partition('.')[0]}.")
-            if not {called, short, f"worker.{called}"} & {*names} or name == outside:
-                continue
-            decides = any(isinstance(node, ast.If | ast.Match) for node in ast.walk(functions[name]))
-            behind = [] if decides else [each for each in callers_of(name, name) if not each.startswith("machine.")]
-            found += behind or [name]
-        return found
-
-    return {each: ", ".join(map(code, dict.fromkeys(callers_of(f"memory.{each}")))) for each in triggers}
-
-
 def limit_table() -> str:
     """The limits on what may travel."""
     module = Module(Path(str(messages.__file__)))
-    rows = []
+    lines = []
     for node in module.constants:
         name = ast.unparse(node.targets[0])
         if name.startswith("MAX_") or name == "PROTOCOL":
             value = getattr(messages, name)
-            shown = f"{value:,}" if isinstance(value, int) else repr(value)
-            rows.append((code(name), code(shown), cell(module.comments.get(node.lineno, ""))))
-    return table(("name", "value", "why"), rows)
+            shown = f"{value:_}" if isinstance(value, int) else repr(value)
+            lines.append((f"{name} = {shown}", module.comments.get(node.lineno, "")))
+    return noted(lines)
 
 
 def server_setting_table() -> str:
@@ -186,14 +167,14 @@ def server_setting_table() -> str:
     known = {row.name: row for row in setting_rows() if row.of == "server"}
     module = Module(Path(str(server_settings.__file__)))
     fields = [
-        (name, default, why)
+        (name, cell(why))
         for node in module.classes
         if node.name == "Settings"
-        for name, _, default, why in module.fields_of(node)
+        for name, _, _, why in module.fields_of(node)
     ]
     rows = [
         (code(row.name), code(row.variable), code(row.default), cell(row.text), why)
-        for row, why in ((known[name.strip("`")], why) for name, _, why in fields)
+        for row, why in ((known[name], why) for name, why in fields)
     ]
     return table(("setting", "variable", "default", "meaning", "why that much"), rows)
 
