@@ -114,10 +114,10 @@ def message_tables(heading: str) -> str:
 
 def listing(fields: list[tuple[str, ...]]) -> str:
     """Fields as in the code, with their comments in one column."""
-    return noted([(f"{name}: {kind}" + (f"={value}" if value else ""), why) for name, kind, value, why in fields])
+    return noted([(f"{name}: {kind}" + (f" = {value}" if value else ""), why) for name, kind, value, why in fields])
 
 
-def noted(lines: list[tuple[str, str]], language: str = "py") -> str:
+def noted(lines: list[tuple[str, str]], language: str = "text") -> str:
     """Lines of code, with their comments in one column."""
     width = max((len(line) for line, why in lines if why), default=0)
     shown = "".join(f"{line:<{width}}  # {why}\n" if why else f"{line}\n" for line, why in lines)
@@ -139,7 +139,7 @@ def buffer_diagram() -> str:
 def buffer_table() -> str:
     """Each transition: what triggers it, and why it happens."""
     lines = [(f"{each.trigger}: {tag_of(each.before)} → {tag_of(each.after)}", each.why) for each in buffer.TRANSITIONS]
-    return noted(lines, "text")
+    return noted(lines)
 
 
 def tag_of(state: type) -> str:
